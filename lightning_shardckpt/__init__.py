@@ -1,0 +1,20 @@
+"""Sharded checkpoints for PyTorch Lightning: every rank writes its own slices, any topology loads them.
+
+Public names are resolved when they are first used: the tools in this package start without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
+    from lightning_shardckpt.pytorch import ShardedStrategy
+
+__all__ = ["ShardedStrategy", "ShardCkptIO", "load_from_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # one module knows all public names; importing it also makes strategy="sharded" known to Lightning
+    return getattr(import_module("lightning_shardckpt.pytorch"), name)

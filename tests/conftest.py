@@ -1,0 +1,65 @@
+"""What every test is held to: no thread, process or environment variable of the pytest process outlives it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import pool
+
+# pytest's own, and what importing torch or Lightning sets for good.
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    pool.warning_filters[:] = config.getini("filterwarnings")
+
+
+def pytest_unconfigure() -> None:
+    pool.stop_server()
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    before = threading.enumerate()
+    yield
+    if leaked := pool.leaked_threads(before):
+        pytest.fail(f"the test left threads behind: {leaked}")
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_processes() -> Iterator[None]:
+    before = _children()
+    yield
+    if leaked := _children() - before - {pool.server_pid()}:
+        pytest.fail(f"the test left child processes behind: {sorted(map(_command, leaked))}")
+
+
+@pytest.fixture(autouse=True)
+def no_changed_environment() -> Iterator[None]:
+    before = _environment()
+    yield
+    after = _environment()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        for name in changed:  # so that only this test fails
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+        pytest.fail(f"the test left environment variables changed: {changed}")
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+
+
+def _children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+
+
+def _command(pid: int) -> str:
+    return f"{pid} " + Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()

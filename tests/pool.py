@@ -1,0 +1,405 @@
+"""How does a test run a function on several ranks, each in a process of its own, in milliseconds?
+
+One fork server imports torch and Lightning once, starts no thread and computes nothing, and forks a fresh child per
+rank and call. The server alone supervises the children; results, output and stack dumps come back through files. This
+module knows nothing of lightning_shardckpt, and the side that pytest runs imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import importlib
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypedDict
+
+ROOT = Path(__file__).parents[1]
+FIRST_LOOK_S = 0.5  # between asking a rank for its stacks and killing it
+OUTPUT_TAIL_LINES = 30
+PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "lightning.pytorch", "lightning.fabric")
+# Daemon threads that a library starts once per process and never stops: tqdm's monitor and fsspec's event loop.
+LIBRARY_THREADS = {"TMonitor", "fsspecIO"}
+# What a rank reports because another rank failed first; such errors are shown last.
+SECONDARY = re.compile(
+    r"closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed? ?out|Connection refused|failed to connect|store.*closed"
+)
+
+warning_filters: list[str] = []
+"""The `filterwarnings` lines of pyproject.toml, applied in every child; conftest.py fills them in."""
+
+
+class RankError(NamedTuple):
+    """The exception that ended a rank, as text."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended. Exactly one holds: it returned `value`, it raised `error`, or it was `killed` by a signal.
+
+    `error` is also set for a rank that was killed, naming the signal; `stacks` is empty unless the pool stopped it.
+    """
+
+    rank: int
+    value: Any = None
+    error: RankError | None = None
+    killed: bool = False
+    output: str = ""
+    stacks: str = ""
+
+
+class RankFailure(AssertionError):
+    """Some ranks failed; `outcomes` has every rank's end."""
+
+    def __init__(self, headline: str, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = list(outcomes)
+        failed = sorted((o for o in outcomes if o.error), key=_informative_first)
+        super().__init__("\n".join([headline, *map(_describe, failed)]))
+
+
+class _Job(TypedDict):
+    folder: str
+    world: int
+    timeout_s: float
+    grace_s: float
+    init_process_group: bool
+    env: dict[str, str]
+    warning_filters: list[str]
+
+
+class _Ended(TypedDict):
+    exit_codes: list[int]  # negative: the signal
+    stopped: list[int]
+    timed_out: bool
+
+
+def run_ranks(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120,
+    grace_s: float = 6,
+    init_process_group: bool = True,
+    expect_errors: bool = False,
+) -> list[Any]:
+    """Return `[fn(*args) on rank 0, on rank 1, …]`, each from a fresh process with gloo initialised.
+
+    `fn` is a module-level function; `args` and its result are pickled. The ranks share an empty working directory,
+    which is deleted afterwards. They see the environment of the caller, extended as `torchrun` would. A rank fails,
+    too, when it leaves a Python thread behind, or when an exception ended one of its threads or escaped a destructor.
+
+    Args:
+        grace_s: how long the other ranks may go on after one has failed, before they are killed.
+        expect_errors: return an `Outcome` per rank instead of raising when ranks raise or are killed.
+
+    Raises:
+        RankFailure: a rank failed and `expect_errors` is false; or ranks still ran after `timeout_s`, in any case.
+    """
+    __tracebackhide__ = True
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        (folder / "cwd").mkdir()
+        (folder / "call.pickle").write_bytes(pickle.dumps((fn, args)))
+        ended = _ask_server(
+            _Job(
+                folder=name,
+                world=world,
+                timeout_s=timeout_s,
+                grace_s=grace_s,
+                init_process_group=init_process_group,
+                env=dict(os.environ),
+                warning_filters=warning_filters,
+            )
+        )
+        outcomes = [_outcome(folder, rank, ended) for rank in range(world)]
+    failed = [o.rank for o in outcomes if o.error]
+    if ended["timed_out"]:
+        running = ", ".join(map(str, ended["stopped"]))
+        raise RankFailure(f"{fn.__qualname__}: ranks {running} of {world} still ran after {timeout_s} s", outcomes)
+    if failed and not expect_errors:
+        raise RankFailure(f"{fn.__qualname__}: ranks {', '.join(map(str, failed))} of {world} failed", outcomes)
+    return outcomes if expect_errors else [o.value for o in outcomes]
+
+
+def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -> list[threading.Thread]:
+    """Return the Python threads that were not there `before` and don't end within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    new = [t for t in threading.enumerate() if t not in before and t is not threading.current_thread()]
+    ours = [
+        t
+        for t in new
+        # A _DummyThread is a native thread (autograd, gloo) that called into Python: not ours to end.
+        if not isinstance(t, threading._DummyThread) and not {t.name, type(t).__name__} & LIBRARY_THREADS
+    ]
+    for thread in ours:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [t for t in ours if t.is_alive()]
+
+
+# ── the pytest process ──────────────────────────────────────────────────────────────────────────────────────────────
+
+_server: subprocess.Popen[str] | None = None
+
+
+def server_pid() -> int | None:
+    """Return the process id of the running fork server, or None."""
+    return _server.pid if _server and _server.poll() is None else None
+
+
+def stop_server() -> None:
+    """End the fork server and with it every rank; the next `run_ranks` starts another."""
+    global _server
+    if _server:
+        _server.kill()
+        with _server:  # closes its pipes and reaps it
+            pass
+        _server = None
+
+
+def _ask_server(job: _Job) -> _Ended:
+    global _server
+    if server_pid() is None:
+        stop_server()
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.pool", str(os.getpid())]
+        # A session of its own: Ctrl-C must reach pytest alone, which then stops the server.
+        _server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, start_new_session=True
+        )
+    server = _server
+    assert server and server.stdin and server.stdout
+    try:
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        reply = server.stdout.readline()
+    except BaseException:
+        stop_server()  # the reply of an interrupted call must not answer the next one
+        raise
+    if not reply:
+        status = server.wait()
+        stop_server()
+        raise RuntimeError(f"the fork server of the tests ended with status {status}; see its stderr")
+    ended: _Ended = json.loads(reply)
+    return ended
+
+
+def _outcome(folder: Path, rank: int, ended: _Ended) -> Outcome:
+    code = ended["exit_codes"][rank]
+    output = (folder / f"{rank}.out").read_text(errors="replace")
+    stacks = (folder / f"{rank}.stacks").read_text(errors="replace") if rank in ended["stopped"] else ""
+    result = folder / f"{rank}.result"
+    value, error = pickle.loads(result.read_bytes()) if code in (0, 1) and result.exists() else (None, None)
+    if code < 0:
+        by = "the pool, because another rank failed or time was up," if rank in ended["stopped"] else "a signal,"
+        error = RankError("Killed", f"killed by {by} {signal.Signals(-code).name}", "")
+    elif code or not result.exists():
+        error = error or RankError("Exited", f"left with exit status {code} before its function returned", "")
+    return Outcome(rank, value, error, killed=code < 0, output=output, stacks=stacks)
+
+
+def _informative_first(outcome: Outcome) -> tuple[int, int]:
+    assert outcome.error
+    if outcome.stacks:
+        return 2, outcome.rank
+    return int(bool(SECONDARY.search(outcome.error.message))), outcome.rank
+
+
+def _describe(outcome: Outcome) -> str:
+    assert outcome.error
+    lines = (outcome.error.traceback or f"{outcome.error.type}: {outcome.error.message}").splitlines()
+    if outcome.stacks:
+        lines += ["where it stood:", *outcome.stacks.splitlines()]
+    if outcome.output:
+        lines += ["end of its output:", *outcome.output.splitlines()[-OUTPUT_TAIL_LINES:]]
+    return "\n".join(f"[rank {outcome.rank}] {line}" for line in lines)
+
+
+# ── the fork server ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def serve(parent: int) -> None:
+    """Answer one job per line of stdin until it ends. Runs in the server process only."""
+    _die_with(parent)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever an import prints must not end up among the replies
+    for module in PRELOADED:
+        importlib.import_module(module)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "only a process with one thread can be forked safely"
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
+    for line in sys.stdin:
+        job: _Job = json.loads(line)
+        pids = [_fork(rank, job) for rank in range(job["world"])]
+        replies.write(json.dumps(_supervise(pids, timeout_s=job["timeout_s"], grace_s=job["grace_s"])) + "\n")
+        replies.flush()
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies, however it dies."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def _fork(rank: int, job: _Job) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _child(rank, job, server)
+    with suppress(ProcessLookupError, PermissionError):  # the child does the same: whoever is first
+        os.setpgid(pid, pid)
+    return pid
+
+
+def _supervise(pids: list[int], *, timeout_s: float, grace_s: float) -> _Ended:
+    """Wait for all `pids`, then leave no process of theirs. The first failure shortens the wait to `grace_s`."""
+    timeout = deadline = time.monotonic() + timeout_s
+    codes: dict[int, int] = {}
+
+    def reap(options: int) -> None:
+        for pid in [p for p in pids if p not in codes]:
+            done, status = os.waitpid(pid, options)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+
+    while len(codes) < len(pids) and (left := deadline - time.monotonic()) > 0:
+        signal.sigtimedwait({signal.SIGCHLD}, left)
+        reap(os.WNOHANG)
+        if any(codes.values()) and deadline == timeout:
+            deadline = min(timeout, time.monotonic() + grace_s)
+    stopped = [rank for rank, pid in enumerate(pids) if pid not in codes]
+    if stopped:
+        for rank in stopped:
+            os.kill(pids[rank], signal.SIGUSR2)  # faulthandler writes the stacks
+        time.sleep(FIRST_LOOK_S)
+    for pid in pids:
+        with suppress(ProcessLookupError):  # its group: data loader workers and other grandchildren die, too
+            os.killpg(pid, signal.SIGKILL)
+    reap(0)
+    return _Ended(
+        exit_codes=[codes[pid] for pid in pids], stopped=stopped, timed_out=bool(stopped) and deadline == timeout
+    )
+
+
+# ── a rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _child(rank: int, job: _Job, server: int) -> NoReturn:
+    os.setpgid(0, 0)
+    _die_with(server)
+    folder = Path(job["folder"])
+    _redirect(folder / f"{rank}.out")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    faulthandler.register(signal.SIGUSR2, file=(folder / f"{rank}.stacks").open("w"), all_threads=True)
+    code, value, error = 0, None, None
+    try:
+        value = pickle.dumps((_call(rank, job), None))
+    except BaseException as raised:  # reported to the test, whatever it is
+        code = 1
+        error = RankError(type(raised).__name__, str(raised), traceback.format_exc())
+    (folder / f"{rank}.result").write_bytes(value or pickle.dumps((None, error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no atexit handlers of the server
+
+
+def _redirect(output: Path) -> None:
+    null, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for source, target in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper here
+
+
+def _call(rank: int, job: _Job) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not re-exported for mypy
+
+    folder, world = Path(job["folder"]), job["world"]
+    os.chdir(folder / "cwd")
+    os.environ.clear()
+    os.environ.update(job["env"] | _torchrun_env(rank, world))
+    torch.set_num_threads(1)
+    _apply_warning_filters(job["warning_filters"])
+    lost = _collect_lost_exceptions()
+    threads = threading.enumerate()
+    fn, args = pickle.loads((folder / "call.pickle").read_bytes())
+    if job["init_process_group"]:
+        # Below the pool's timeout, so that a stuck collective raises in its own rank, with its own traceback.
+        timeout = datetime.timedelta(seconds=max(job["timeout_s"] - 10, job["timeout_s"] / 2))
+        store = FileStore(str(folder / "store"), world)  # no port to hunt for
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.barrier()  # a rank that returned at once would break the connections that the others still make
+    value = fn(*args)
+    if leaked := leaked_threads(threads):
+        raise AssertionError(f"{fn.__qualname__} left threads behind: {leaked}")
+    if lost:
+        raise AssertionError("exceptions that nobody could catch:\n" + "\n".join(lost))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
+
+
+def _torchrun_env(rank: int, world: int) -> dict[str, str]:
+    """Return what `torchrun` sets, by which Lightning recognises processes that it must not start itself."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # nobody listens: the group is there before anyone could ask for it
+        "TORCHELASTIC_RUN_ID": "tests",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _apply_warning_filters(lines: Sequence[str]) -> None:
+    if lines:
+        from _pytest.config import parse_warning_filter  # pytest's own reading of the same lines
+
+        for line in lines:
+            warnings.filterwarnings(*parse_warning_filter(line, escape=False))
+
+
+def _collect_lost_exceptions() -> list[str]:
+    """Return a list that grows by each exception that ends a thread or escapes a destructor, as pytest notices them."""
+    lost: list[str] = []
+
+    def in_thread(info: threading.ExceptHookArgs) -> None:
+        if info.exc_value:
+            lost.append("".join(traceback.format_exception(info.exc_value)))
+
+    def unraisable(info: sys.UnraisableHookArgs) -> None:
+        if info.exc_value:
+            lost.append(f"in {info.object!r}:\n" + "".join(traceback.format_exception(info.exc_value)))
+
+    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    return lost
+
+
+if __name__ == "__main__":
+    from tests import pool  # under its own name, by which pickles refer to it
+
+    pool.serve(int(sys.argv[1]))

@@ -1,0 +1,228 @@
+"""The pool that every multi-rank test stands on: clean processes, honest reports, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import pool
+from tests.pool import Outcome, RankFailure, run_ranks
+
+
+def all_reduced(offset: float) -> object:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.full((3,), dist.get_rank() + offset)
+    dist.all_reduce(total)
+    return total
+
+
+def test_ranks_talk_over_gloo_and_return_their_values() -> None:
+    import torch
+
+    for total in run_ranks(4, all_reduced, 0.5):
+        assert torch.equal(total, torch.full((3,), 8.0))
+
+
+def process() -> tuple[int, int, str, str, bool]:
+    import torch
+    import torch.distributed as dist
+
+    return os.getpid(), torch.get_num_threads(), str(Path.cwd()), os.environ["RANK"], dist.is_initialized()
+
+
+def test_every_rank_is_a_process_of_its_own_with_one_thread_and_a_shared_folder() -> None:
+    pids, threads, folders, ranks, initialized = zip(*run_ranks(3, process, init_process_group=False), strict=True)
+    assert len({*pids, os.getpid()}) == 4
+    assert threads == (1, 1, 1)
+    assert len(set(folders)) == 1
+    assert not Path(folders[0]).exists()
+    assert ranks == ("0", "1", "2")
+    assert initialized == (False, False, False)
+
+
+def leave_a_mark() -> None:
+    sys.modules["mark"] = sys
+
+
+def is_marked() -> bool:
+    return "mark" in sys.modules
+
+
+def test_a_call_sees_nothing_of_the_calls_before_it() -> None:
+    run_ranks(2, leave_a_mark)
+    assert run_ranks(2, is_marked) == [False, False]
+
+
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_ranks_see_the_environment_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(1, environment, "A_NAME", init_process_group=False)
+    monkeypatch.setenv("A_NAME", "set after the server started")
+    assert run_ranks(1, environment, "A_NAME", init_process_group=False) == ["set after the server started"]
+
+
+def lightning_environment() -> str:
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    cluster = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    return f"{type(cluster).__name__} {cluster.global_rank()} of {cluster.world_size()}"
+
+
+def test_lightning_takes_the_ranks_for_processes_that_torchrun_started() -> None:
+    assert run_ranks(2, lightning_environment) == ["TorchElasticEnvironment 0 of 2", "TorchElasticEnvironment 1 of 2"]
+
+
+def rank_1_raises() -> None:
+    import torch.distributed as dist
+
+    print("before the barrier")
+    if dist.get_rank() == 1:
+        raise ValueError("the real reason")
+    dist.barrier()
+
+
+def test_the_rank_that_failed_first_is_reported_first_with_its_traceback_and_output() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(3, rank_1_raises)
+    lines = str(failure.value).splitlines()
+    assert lines[0] == "rank_1_raises: ranks 0, 1, 2 of 3 failed"
+    assert lines[1].startswith("[rank 1] Traceback")
+    assert '[rank 1]     raise ValueError("the real reason")' in lines
+    assert "[rank 1] before the barrier" in lines
+    assert isinstance(failure.value, AssertionError)
+
+
+def test_expected_errors_are_returned_for_every_rank() -> None:
+    outcomes = run_ranks(2, rank_1_raises, expect_errors=True)
+    assert [o.rank for o in outcomes] == [0, 1]
+    assert outcomes[1].error[:2] == ("ValueError", "the real reason")
+    assert "in rank_1_raises" in outcomes[1].error.traceback
+    assert outcomes[1].output == "before the barrier\n"
+    assert outcomes[0].error.type == "RuntimeError"  # gloo: connection closed by peer
+    assert not outcomes[0].killed
+
+
+def rank_0_hangs(leave: str) -> int:
+    if os.environ["RANK"] == "0":
+        threading.Event().wait()
+    if leave == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if leave == "exit":
+        os._exit(3)
+    if leave == "raise":
+        sys.exit("bye")
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("leave", "error"),
+    [
+        ("signal", ("Killed", "killed by a signal, SIGKILL")),
+        ("exit", ("Exited", "left with exit status 3 before its function returned")),
+        ("raise", ("SystemExit", "bye")),
+    ],
+)
+def test_a_rank_that_waits_for_a_failed_one_is_killed_after_the_grace(leave: str, error: tuple[str, str]) -> None:
+    started = time.monotonic()
+    hung, left = run_ranks(2, rank_0_hangs, leave, grace_s=2, init_process_group=False, expect_errors=True)
+    assert time.monotonic() - started < 30
+    assert left.error[:2] == error
+    assert left.killed == (leave == "signal")
+    assert left.stacks == ""
+    assert hung.killed
+    assert "in rank_0_hangs" in hung.stacks
+
+
+def test_a_timeout_says_who_still_ran_and_where() -> None:
+    with pytest.raises(RankFailure, match=r"rank_0_hangs: ranks 0 of 2 still ran after 5 s") as failure:
+        run_ranks(2, rank_0_hangs, "return", timeout_s=5, init_process_group=False, expect_errors=True)
+    assert failure.value.outcomes[1] == Outcome(rank=1, value=7)
+    assert "in rank_0_hangs" in str(failure.value)
+
+
+def leak(what: str) -> int:
+    if what == "thread":
+        threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+    if what == "exception in a thread":
+        thread = threading.Thread(target=int, args=("seven",))
+        thread.start()
+        thread.join()
+    if what == "process" and (child := os.fork()) == 0:
+        signal.pause()
+    return child if what == "process" else 0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("thread", r"left threads behind: .*forgotten"), ("exception in a thread", r"invalid literal for int.*'seven'")],
+)
+def test_a_rank_that_loses_a_thread_or_its_exception_fails(what: str, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(1, leak, what, init_process_group=False)
+
+
+def test_processes_that_a_rank_started_end_with_it() -> None:
+    [grandchild] = run_ranks(1, leak, "process", init_process_group=False)
+    wait_until(lambda: not is_running(grandchild))
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=1)
+
+
+def test_a_warning_is_an_error_in_the_ranks_unless_pyproject_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailure, match="UserWarning: something new"):
+        run_ranks(1, warn, "something new", init_process_group=False)
+    monkeypatch.setattr(pool, "warning_filters", [*pool.warning_filters, "ignore:something known:UserWarning"])
+    run_ranks(1, warn, "something known", init_process_group=False)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
+    [outcome] = run_ranks(1, threading.Lock, init_process_group=False, expect_errors=True)
+    assert "cannot pickle" in outcome.error.message
+
+
+def test_ranks_and_server_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """A pytest that is killed can't clean up: the kernel must."""
+    script = f"from tests.test_pool import run_ranks, sleep_in; run_ranks(2, sleep_in, {str(tmp_path)!r})"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=pool.ROOT) as parent:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        parent.kill()
+    pids = {int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()}
+    assert len(pids) == 3
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def sleep_in(folder: str) -> None:
+    temporary = Path(folder).with_suffix("." + os.environ["RANK"])
+    temporary.write_text(f"{os.getpid()} {os.getppid()}")
+    temporary.rename(Path(folder) / os.environ["RANK"])
+    threading.Event().wait()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
