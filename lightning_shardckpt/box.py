@@ -1,0 +1,114 @@
+"""What is a piece of a tensor? A box: a half-open, axis-aligned region in global coordinates.
+
+Pure integers. Nothing here knows of ranks, files or dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from lightning_shardckpt.errors import FormatError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The region ``start[d] <= i[d] < stop[d]`` of a tensor.
+
+    >>> Box((2, 0), (4, 3)).shape
+    (2, 3)
+    """
+
+    start: Shape
+    stop: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or any(a > b for a, b in zip(self.start, self.stop, strict=True)):
+            raise FormatError(f"not a box: start={self.start}, stop={self.stop}")
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        """The box of a whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> Shape:
+        """Lengths per dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where there is none.
+
+        >>> Box((0,), (4,)).intersect(Box((3,), (9,)))
+        Box(start=(3,), stop=(4,))
+        """
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def within(self, outer: Box) -> Box:
+        """This box in the coordinates of ``outer``, whose own corner becomes the origin."""
+        return self.shift(tuple(-a for a in outer.start))
+
+    def shift(self, by: Shape) -> Box:
+        """This box moved by ``by`` elements per dim."""
+        return Box(
+            tuple(a + d for a, d in zip(self.start, by, strict=True)),
+            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
+        )
+
+    def runs(self, shape: Shape) -> Iterator[tuple[int, int]]:
+        """Maximal contiguous element ranges ``[begin, end)`` of this box in a row-major tensor of ``shape``.
+
+        Ascending. A box that spans all trailing dims is one run.
+
+        >>> list(Box((1, 0), (3, 4)).runs((5, 4))), list(Box((1, 2), (3, 4)).runs((5, 4)))
+        ([(4, 12)], [(6, 8), (10, 12)])
+        """
+        if self.numel == 0:
+            return
+        lengths, inner = self.shape, len(shape)
+        while inner > 0 and lengths[inner - 1] == shape[inner - 1]:
+            inner -= 1
+        inner = max(inner - 1, 0)  # dims from here on form one run
+        strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+        first = sum(a * s for a, s in zip(self.start[inner:], strides[inner:], strict=True))
+        length = prod(lengths[inner:])
+        for corner in product(*(range(a, b) for a, b in zip(self.start[:inner], self.stop[:inner], strict=True))):
+            begin = first + sum(i * s for i, s in zip(corner, strides, strict=False))
+            yield begin, begin + length
+
+
+def uncovered(shape: Shape, boxes: Iterable[Box]) -> str | None:
+    """None where the boxes cover a tensor of ``shape`` exactly once, else what is wrong, as a sentence.
+
+    Sweeps along the dim with the most cuts, and compares pairwise only boxes that lie side by side there, so the usual
+    cut along one dim costs a sort.
+    """
+    whole, seen, total = Box.whole(shape), [b for b in boxes if b.numel], 0
+    for box in seen:
+        if len(box.start) != len(shape) or any(
+            a < 0 or b > n for a, b, n in zip(box.start, box.stop, shape, strict=True)
+        ):
+            return f"box {box.start}..{box.stop} lies outside shape {shape}"
+    dim = max(range(len(shape)), key=lambda d: len({b.start[d] for b in seen}), default=0)
+    active: list[Box] = []
+    for box in sorted(seen, key=lambda b: b.start[dim : dim + 1]):
+        active = [b for b in active if not shape or b.stop[dim] > box.start[dim]]
+        for other in active:
+            if box.intersect(other) is not None or not shape:
+                return f"boxes {other.start}..{other.stop} and {box.start}..{box.stop} overlap"
+        active.append(box)
+        total += box.numel
+    if total != whole.numel:
+        return f"{total} of {whole.numel} elements are covered"
+    return None

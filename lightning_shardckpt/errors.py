@@ -1,0 +1,45 @@
+"""What can go wrong, as one small tree.
+
+    ShardCkptError
+    ├── CheckpointNotFoundError  (FileNotFoundError)  no complete checkpoint at this path
+    ├── FormatError              (ValueError)         an index or a header breaks FORMAT.md
+    ├── CorruptionError          (OSError)            the bytes are not the bytes that were saved
+    ├── MismatchError            (RuntimeError)       checkpoint and model (or ranks) differ
+    ├── StateError               (TypeError)          state that this format cannot hold
+    ├── TopologyError            (ValueError)         a mesh or a plan that does not fit
+    └── RankError                (RuntimeError)       another rank failed, or did not answer in time
+
+A message says what failed, where (path, FQN, rank), what was expected and found, and what to do.
+"""
+
+
+class ShardCkptError(Exception):
+    """The root of every error that this package raises by itself."""
+
+
+class CheckpointNotFoundError(ShardCkptError, FileNotFoundError):
+    """There is no complete checkpoint at this path."""
+
+
+class FormatError(ShardCkptError, ValueError):
+    """An index or a header breaks a rule of FORMAT.md, or is of a newer version."""
+
+
+class CorruptionError(ShardCkptError, OSError):
+    """Stored bytes differ from the bytes that were saved: a checksum, a size or a save id disagrees."""
+
+
+class MismatchError(ShardCkptError, RuntimeError):
+    """The checkpoint and the live objects differ, or the ranks disagree about what to save."""
+
+
+class StateError(ShardCkptError, TypeError):
+    """State that cannot be stored without pickle, or that no layout describes."""
+
+
+class TopologyError(ShardCkptError, ValueError):
+    """A parallel topology or plan that fits neither the world nor the model."""
+
+
+class RankError(ShardCkptError, RuntimeError):
+    """Another rank failed or did not answer in time; the message names it."""

@@ -1,0 +1,339 @@
+"""What does a checkpoint say of itself? The root index and the per-rank indexes, as values and as JSON.
+
+The root index holds layouts, not lists: of every tensor its dtype, global shape and layout. Which rank wrote which
+box follows by arithmetic (``plan.py``); where in which file a box lies is in the index of the rank that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.header import DTYPE_BYTES, MAX_JSON_BYTES, checksum, parse_json
+from lightning_shardckpt.layout import MAX_RANKS, Axis, Cut, Holders, Layout
+
+FORMAT = "lightning-shardckpt"
+VERSION = 1
+ROOT_NAME = "checkpoint.index.json"
+MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
+COMPONENTS = ("model", "optimizer", "trainer")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_HEX = re.compile(r"[0-9a-f]{16}")
+_SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
+_T = TypeVar("_T")
+
+
+def shard_file_name(component: str, rank: int, number: int) -> str:
+    """Name of a rank's shard file; numbers count from 1.
+
+    >>> shard_file_name("model", 3, 1)
+    'model-dist-00003-shard-00001.safetensors'
+    """
+    return f"{component}-dist-{rank:05d}-shard-{number:05d}.safetensors"
+
+
+def rank_index_name(component: str, rank: int) -> str:
+    """Name of the index that a rank writes for a component."""
+    return f"{component}-meta-dist-{rank:05d}.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file by its base name, with its size and the xxh3-64 of its content (of its header, for a shard file)."""
+
+    name: str
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as all ranks know it. ``pinned``: the lowest holder of a shard writes it, since replicas may differ."""
+
+    dtype: str
+    shape: Shape
+    layout: Layout
+    holders: Holders
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One written box: its bytes in a file, and a checksum of every ``block`` bytes of them."""
+
+    box: Box
+    global_shape: Shape
+    dtype: str
+    file: str
+    begin: int
+    block: int
+    checksums: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the data in bytes."""
+        return self.box.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class RankIndex:
+    """What one rank wrote of one component."""
+
+    save_id: str
+    component: str
+    rank: int
+    files: dict[str, FileInfo]
+    shards: dict[str, tuple[ShardEntry, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """The tensors of a part of the state, names that share a tensor, and the index of each rank that wrote some."""
+
+    tensors: dict[str, TensorSpec]
+    aliases: dict[str, str] = field(default_factory=dict)
+    indexes: dict[int, FileInfo] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RootIndex:
+    """The whole checkpoint. ``documents`` are JSON files with the state that is not tensors."""
+
+    save_id: str
+    world_size: int
+    components: dict[str, Component]
+    documents: dict[str, FileInfo]
+    step: int | None = None
+    epoch: int | None = None
+    topology: dict[str, int] = field(default_factory=dict)
+    software: dict[str, str] = field(default_factory=dict)
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    if len(text) > MAX_JSON_BYTES:
+        raise FormatError(f"an index of {len(text)} bytes, more than the limit of {MAX_JSON_BYTES}")
+    return text
+
+
+def rank_index_to_json(index: RankIndex) -> bytes:
+    """The bytes of a per-rank index."""
+    metadata = {}
+    for key, entries in index.shards.items():
+        first, *more = [_entry_to_json(entry, index.rank) for entry in entries]
+        metadata[key] = {**first, "more": more} if more else first
+    return _dump(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "save_id": index.save_id,
+            "component": index.component,
+            "rank": index.rank,
+            "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
+            "metadata": metadata,
+        }
+    )
+
+
+def _entry_to_json(entry: ShardEntry, rank: int) -> dict[str, Any]:
+    return {
+        "offsets": list(entry.box.start),
+        "lengths": list(entry.box.shape),
+        "global_shape": list(entry.global_shape),
+        "dtype": entry.dtype,
+        "file": entry.file,
+        "rank": rank,
+        "begin": entry.begin,
+        "block": entry.block,
+        "checksums": list(entry.checksums),
+    }
+
+
+def rank_index_from_json(text: bytes, where: str) -> RankIndex:
+    """The index in these bytes.
+
+    Raises:
+        FormatError: naming ``where`` and what is wrong.
+    """
+    return _decoded(text, where, _rank_index)
+
+
+def root_to_json(root: RootIndex) -> bytes:
+    """The bytes of the root index; its first line is the checksum of the rest."""
+    layouts: dict[tuple[Layout, Holders], int] = {}
+    components = {}
+    for name, component in root.components.items():
+        tensors = {}
+        for key, spec in component.tensors.items():
+            number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
+            tensors[key] = [spec.dtype, list(spec.shape), number] + ([1] if spec.pinned else [])
+        indexes = {str(rank): [f.name, f.nbytes, f.checksum] for rank, f in component.indexes.items()}
+        components[name] = {"tensors": tensors, "aliases": component.aliases, "indexes": indexes}
+    body = _dump(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "save_id": root.save_id,
+            "step": root.step,
+            "epoch": root.epoch,
+            "world_size": root.world_size,
+            "topology": root.topology,
+            "software": root.software,
+            "layouts": [_layout_to_json(layout, holders) for layout, holders in layouts],
+            "components": components,
+            "documents": {f.name: [f.nbytes, f.checksum] for f in root.documents.values()},
+        }
+    )[1:]
+    return f'{{"checksum":"{checksum(body)}",\n'.encode() + body
+
+
+def root_from_json(text: bytes, where: str) -> RootIndex:
+    """The root index in these bytes.
+
+    Raises:
+        CorruptionError: if the checksum on the first line is not that of the rest.
+        FormatError: if it is no root index, or of a newer version.
+    """
+    seal = _SEAL.match(text)
+    if seal is None:
+        raise FormatError(f"{where}: not a root index: the first line holds no checksum")
+    if checksum(text[seal.end() :]) != seal[1].decode():
+        raise CorruptionError(
+            f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
+        )
+    return _decoded(text, where, _root)
+
+
+def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "axes": [[a.name, a.size, a.stride] for a in layout.axes],
+        "cuts": [[c.axis, c.dim, c.blocks] for c in layout.cuts],
+        "holders": [list(h) for h in holders],
+    }
+    return out if layout.order is None else {**out, "order": list(layout.order)}
+
+
+def _decoded(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
+    """``decode`` applied to a JSON object of our format and version; whatever it trips over becomes a FormatError."""
+    value = parse_json(text, where)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise FormatError(f"{where}: not an index of {FORMAT}")
+    version = value.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise FormatError(
+            f"{where}: format version {version}, this package reads 1 to {VERSION}; use a newer lightning-shardckpt"
+        )
+    try:
+        return decode(value)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{where}: a part is missing or malformed: {type(error).__name__}: {error}") from None
+
+
+def _rank_index(value: dict[str, Any]) -> RankIndex:
+    files = {name: FileInfo(_name(name), _size(n), _digest(c)) for name, (n, c) in value["files"].items()}
+    shards: dict[str, tuple[ShardEntry, ...]] = {}
+    for key, first in value["metadata"].items():
+        entries = tuple(_entry(item) for item in (first, *first.get("more", ())))
+        for entry in entries:
+            end, size = entry.begin + entry.nbytes, files[entry.file].nbytes
+            if end > size:
+                raise FormatError(f"{key!r} ends at byte {end} of {entry.file}, which has {size}")
+        shards[key] = entries
+    return RankIndex(str(value["save_id"]), str(value["component"]), _size(value["rank"]), files, shards)
+
+
+def _entry(item: dict[str, Any]) -> ShardEntry:
+    start, lengths, shape = _shape(item["offsets"]), _shape(item["lengths"]), _shape(item["global_shape"])
+    stop = tuple(a + n for a, n in zip(start, lengths, strict=True))
+    if any(b > n for b, n in zip(stop, shape, strict=True)):
+        raise FormatError(f"box {start}..{stop} lies outside shape {shape}")
+    dtype, block = _dtype(item["dtype"]), _size(item["block"])
+    sums = tuple(_digest(c) for c in item["checksums"])
+    entry = ShardEntry(Box(start, stop), shape, dtype, _name(item["file"]), _size(item["begin"]), block, sums)
+    if not 1 <= block <= MAX_BLOCK_BYTES or len(sums) != -(-entry.nbytes // block):
+        raise FormatError(f"{len(sums)} checksums of {block} bytes each for {entry.nbytes} bytes")
+    return entry
+
+
+def _root(value: dict[str, Any]) -> RootIndex:
+    world = _size(value["world_size"])
+    if not 1 <= world <= MAX_RANKS:
+        raise FormatError(f"a world of {world} ranks; 1 to {MAX_RANKS} can be")
+    layouts = [_layout(item, world) for item in value["layouts"]]
+    components = {}
+    for name, item in value["components"].items():
+        if name not in COMPONENTS:
+            raise FormatError(f"unknown component {name!r}")
+        tensors = {key: _spec(spec, layouts) for key, spec in item["tensors"].items()}
+        aliases = {str(alias): str(of) for alias, of in item["aliases"].items()}
+        for alias, of in aliases.items():
+            if of not in tensors or alias in tensors:
+                raise FormatError(f"alias {alias!r} of {of!r}, which is not a stored tensor of its own")
+        indexes = {int(rank): FileInfo(_name(f), _size(n), _digest(c)) for rank, (f, n, c) in item["indexes"].items()}
+        components[name] = Component(tensors, aliases, indexes)
+    return RootIndex(
+        save_id=str(value["save_id"]),
+        world_size=world,
+        components=components,
+        documents={name: FileInfo(_name(name), _size(n), _digest(c)) for name, (n, c) in value["documents"].items()},
+        step=None if value["step"] is None else _size(value["step"]),
+        epoch=None if value["epoch"] is None else _size(value["epoch"]),
+        topology={str(k): _size(v) for k, v in value["topology"].items()},
+        software={str(k): str(v) for k, v in value["software"].items()},
+    )
+
+
+def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
+    axes = tuple(Axis(str(name), _size(size), _size(stride)) for name, size, stride in item["axes"])
+    cuts = tuple(Cut(_size(axis), _size(dim), _size(blocks)) for axis, dim, blocks in item["cuts"])
+    holders = tuple((_size(a), _size(b)) for a, b in item["holders"])
+    edges = [0, *(edge for pair in holders for edge in pair), world]
+    if not holders or edges != sorted(edges) or any(a == b for a, b in holders):
+        raise FormatError(f"holders {holders} in a world of {world}")
+    order = tuple(_size(r) for r in item["order"]) if "order" in item else None
+    return Layout(axes, cuts, order), holders
+
+
+def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:
+    dtype, shape, (layout, holders) = _dtype(item[0]), _shape(item[1]), layouts[_size(item[2])]
+    if any(cut.dim >= len(shape) for cut in layout.cuts):
+        raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
+    return TensorSpec(dtype, shape, layout, holders, len(item) > 3)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise FormatError(f"{value!r} is not a size")
+    return value
+
+
+def _shape(value: Any) -> Shape:
+    return tuple(_size(n) for n in value)
+
+
+def _dtype(value: Any) -> str:
+    if value not in DTYPE_BYTES:
+        raise FormatError(f"unknown dtype {value!r}")
+    return str(value)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise FormatError(f"{value!r} is not a file name that a checkpoint may use")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, str) or not _HEX.fullmatch(value):
+        raise FormatError(f"{value!r} is not a checksum")
+    return value

@@ -1,0 +1,330 @@
+"""How does a mesh cut a tensor? (shape, layout, rank) -> the boxes of that rank, and who holds which shard.
+
+The only place that knows the arithmetic of FSDP, HSDP and tensor parallelism. A layout holds for every rank of the
+world at once, so ranks need not exchange what they hold, and nothing here lists the world: cost follows what is asked.
+Pure integers; what a placement of torch means is translated into cuts by ``state.geometry``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+from math import prod
+from typing import SupportsIndex, overload
+
+from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.errors import FormatError
+
+Holders = tuple[tuple[int, int], ...]
+"""Ascending, disjoint rank ranges ``[start, stop)``: who has a tensor."""
+
+MAX_RANKS = 1 << 20  # of a mesh, and of a world
+MAX_BLOCKS = 1 << 16  # of a layout: a shard has at most so many parts
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One mesh axis: rank r has coordinate ``(position(r) // stride) % size`` on it."""
+
+    name: str
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor dim divided over a mesh axis, as ``torch.chunk`` divides: ceil-sized parts, the last short or empty.
+
+    With ``blocks`` > 1 the dim is divided into that many blocks first and the rank takes its part of every block
+    (a fused projection sharded by heads); its parts lie one behind the other in its memory.
+    """
+
+    axis: int
+    dim: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Mesh axes and the cuts along them, in the order in which they apply; axes without a cut hold replicas.
+
+    ``order`` lists the ranks by position where the mesh does not number them consecutively.
+
+    Raises:
+        FormatError: if the axes are not the digits of a mixed-radix number, or an axis cuts twice.
+    """
+
+    axes: tuple[Axis, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        wrong = self._wrong()
+        if wrong is not None:
+            raise FormatError(f"not a layout: {wrong}; axes {self.axes}, cuts {self.cuts}")
+
+    def _wrong(self) -> str | None:
+        if any(a.size < 1 or a.stride < 1 for a in self.axes):
+            return "an axis without size or stride"
+        if prod(a.size for a in self.axes) > MAX_RANKS:
+            return f"a mesh of more than {MAX_RANKS} ranks"
+        digits = sorted((a.stride, a.size) for a in self.axes if a.size > 1)
+        if any(stride % (finer * size) for (finer, size), (stride, _) in pairwise(digits)):
+            return "its axes overlap"
+        if any(not 0 <= c.axis < len(self.axes) or c.dim < 0 or c.blocks < 1 for c in self.cuts):
+            return "a cut along no axis, of no dim or into no blocks"
+        if len({c.axis for c in self.cuts}) != len(self.cuts):
+            return "two cuts along one axis"
+        if prod(c.blocks for c in self.cuts) > MAX_BLOCKS:
+            return f"more than {MAX_BLOCKS} blocks"
+        if self.order is not None and len(set(self.order)) != len(self.order):
+            return "a rank at two positions"
+        return None
+
+    def coordinate(self, rank: int) -> Shape:
+        """Coordinates of ``rank`` along ``axes``."""
+        if self.order is not None and rank not in self.order:
+            raise FormatError(f"rank {rank} is not in the mesh of the layout with axes {self.axes}")
+        return self._coordinate(rank if self.order is None else self.order.index(rank))
+
+    def _coordinate(self, position: int) -> Shape:
+        return tuple(position // axis.stride % axis.size for axis in self.axes)
+
+    def shard(self, rank: int) -> Shape:
+        """The coordinates that decide which boxes ``rank`` has, one per cut."""
+        at = self.coordinate(rank)
+        return tuple(at[cut.axis] for cut in self.cuts)
+
+    @property
+    def shards(self) -> Shape:
+        """Number of parts per cut."""
+        return tuple(self.axes[cut.axis].size for cut in self.cuts)
+
+
+REPLICATED = Layout()
+"""Every holder has the whole tensor."""
+
+
+# ── which boxes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box of a tensor, and the corner at which it lies in the local tensor."""
+
+    box: Box
+    at: Shape
+
+    @property
+    def local(self) -> Box:
+        """The box in the coordinates of the local tensor."""
+        return self.box.within(self.box).shift(self.at)
+
+
+_Segment = tuple[int, int]
+
+
+def _take(segments: list[_Segment], start: int, stop: int) -> list[_Segment]:
+    """Positions ``[start, stop)`` of the indices that the segments enumerate."""
+    taken, seen = [], 0
+    for a, b in segments:
+        low, high = max(start - seen, 0), min(stop - seen, b - a)
+        if low < high:
+            taken.append((a + low, a + high))
+        seen += b - a
+    return taken
+
+
+def _chunk(segments: list[_Segment], parts: int, index: int) -> list[_Segment]:
+    """Part ``index`` of ``parts``, as torch.chunk cuts."""
+    total = sum(b - a for a, b in segments)
+    size = -(-total // parts)
+    return _take(segments, index * size, min((index + 1) * size, total))
+
+
+def _blocks(segments: list[_Segment], count: int) -> list[list[_Segment]]:
+    return [_chunk(segments, count, i) for i in range(count)] if count > 1 else [segments]
+
+
+def _cut(segments: list[_Segment], blocks: int, parts: int, index: int) -> list[_Segment]:
+    """Part ``index`` of ``parts`` of every block."""
+    return _joined([s for block in _blocks(segments, blocks) for s in _chunk(block, parts, index)])
+
+
+def _joined(segments: list[_Segment]) -> list[_Segment]:
+    out: list[_Segment] = []
+    for a, b in segments:
+        if out and out[-1][1] == a:
+            out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return out
+
+
+@lru_cache(maxsize=65536)
+def parts_of_shard(layout: Layout, shape: Shape, shard: Shape) -> tuple[Part, ...]:
+    """The boxes of a shard (one coordinate per cut) of a tensor, non-empty ones only.
+
+    Several where a cut has blocks. The whole box for a tensor that nothing cuts, even an empty one.
+    """
+    if not layout.cuts:
+        return (Part(Box.whole(shape), (0,) * len(shape)),)
+    segments: list[list[_Segment]] = [[(0, n)] for n in shape]
+    for cut, index in zip(layout.cuts, shard, strict=True):
+        segments[cut.dim] = _cut(segments[cut.dim], cut.blocks, layout.axes[cut.axis].size, index)
+    placed = [_with_offsets(s) for s in segments]
+    return tuple(
+        Part(Box(tuple(a for a, _, _ in choice), tuple(b for _, b, _ in choice)), tuple(o for _, _, o in choice))
+        for choice in product(*placed)
+        if all(a < b for a, b, _ in choice)
+    )
+
+
+def _with_offsets(segments: list[_Segment]) -> list[tuple[int, int, int]]:
+    out, offset = [], 0
+    for a, b in segments:
+        out.append((a, b, offset))
+        offset += b - a
+    return out
+
+
+def parts_of_rank(layout: Layout, shape: Shape, rank: int) -> tuple[Part, ...]:
+    """The boxes that ``rank`` has of a tensor of ``shape``."""
+    return parts_of_shard(layout, shape, layout.shard(rank))
+
+
+def shards_meeting(layout: Layout, shape: Shape, box: Box) -> Iterator[Shape]:
+    """The shards that hold some element of ``box``, found by arithmetic: cost follows their number."""
+    by_dim: dict[int, list[int]] = {}
+    for number, cut in enumerate(layout.cuts):
+        by_dim.setdefault(cut.dim, []).append(number)
+    cuts = [(cut.blocks, parts) for cut, parts in zip(layout.cuts, layout.shards, strict=True)]
+    choices = [
+        _meeting([(0, shape[dim])], [cuts[i] for i in numbers], box.start[dim], box.stop[dim])
+        for dim, numbers in by_dim.items()
+    ]
+    places = [number for numbers in by_dim.values() for number in numbers]
+    for choice in product(*choices):
+        at = dict(zip(places, (index for indices in choice for index in indices), strict=True))
+        yield tuple(at[number] for number in range(len(places)))
+
+
+def _meeting(segments: list[_Segment], cuts: list[tuple[int, int]], low: int, high: int) -> list[Shape]:
+    """Coordinates along the cuts (blocks, parts) of one dim whose segments meet ``[low, high)``."""
+    if not cuts:
+        return [()]
+    (blocks, parts), found = cuts[0], set[int]()
+    for block in _blocks(segments, blocks):
+        size = max(-(-sum(b - a for a, b in block) // parts), 1)
+        for a, b, offset in _with_offsets(block):
+            first, last = max(low, a) - a + offset, min(high, b) - a + offset
+            if first < last:
+                found.update(range(first // size, (last - 1) // size + 1))
+    return [
+        (index, *rest)
+        for index in sorted(found)
+        for rest in _meeting(_cut(segments, blocks, parts, index), cuts[1:], low, high)
+    ]
+
+
+# ── which ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+_Digit = tuple[int, int, int]  # stride, size, coordinate
+
+
+class _Lattice(Sequence[int]):
+    """The ranks in ``holders`` that have certain coordinates, ascending; counted, never listed."""
+
+    def __init__(self, digits: tuple[_Digit, ...], holders: Holders) -> None:
+        self._digits, self._holders = tuple(sorted(digits, reverse=True)), holders
+        self._before = [(_below(self._digits, a), _below(self._digits, b)) for a, b in holders]
+        self._count = sum(b - a for a, b in self._before)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        left = int(index)
+        for a, b in self._before:
+            if 0 <= left < b - a:
+                return _nth(self._digits, a + left)
+            left -= b - a
+        raise IndexError(index)
+
+    def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
+        """How many of the ranks come before ``value``, which is one of them."""
+        return sum(
+            min(_below(self._digits, value), below_b) - below_a
+            for (a, _), (below_a, below_b) in zip(self._holders, self._before, strict=True)
+            if a <= value
+        )
+
+
+def _below(digits: tuple[_Digit, ...], stop: int) -> int:
+    """How many of the numbers ``0 … stop - 1`` have these digits, given coarse to fine."""
+    if not digits:
+        return stop
+    (stride, size, at), finer = digits[0], digits[1:]
+    periods, rest = divmod(stop, stride * size)
+    return periods * (stride // prod(n for _, n, _ in finer)) + _below(finer, min(max(rest - at * stride, 0), stride))
+
+
+def _nth(digits: tuple[_Digit, ...], number: int) -> int:
+    """The inverse: the ``number``-th number that has these digits, counted from 0."""
+    if not digits:
+        return number
+    (stride, size, at), finer = digits[0], digits[1:]
+    period, rest = divmod(number, stride // prod(n for _, n, _ in finer))
+    return (period * size + at) * stride + _nth(finer, rest)
+
+
+@lru_cache(maxsize=65536)
+def replicas(layout: Layout, holders: Holders, shard: Shape) -> Sequence[int]:
+    """The ranks that hold a shard, ascending."""
+    if layout.order is not None:
+        return _listed(layout, holders).get(shard, ())
+    axes = [layout.axes[cut.axis] for cut in layout.cuts]
+    return _Lattice(tuple((a.stride, a.size, at) for a, at in zip(axes, shard, strict=True)), holders)
+
+
+@lru_cache(maxsize=256)
+def _listed(layout: Layout, holders: Holders) -> dict[Shape, tuple[int, ...]]:
+    """Shard -> ranks, by looking at every rank: for layouts that list them anyway, and for fragmented holders."""
+    ranks = [r for a, b in holders for r in range(a, b)]
+    position = None if layout.order is None else {rank: i for i, rank in enumerate(layout.order)}
+    found: dict[Shape, list[int]] = {}
+    for rank in ranks:
+        if position is not None and rank not in position:
+            raise FormatError(f"rank {rank} holds a tensor of a mesh that it is not in")
+        at = layout._coordinate(rank if position is None else position[rank])
+        found.setdefault(tuple(at[cut.axis] for cut in layout.cuts), []).append(rank)
+    return {shard: tuple(members) for shard, members in found.items()}
+
+
+@lru_cache(maxsize=1024)
+def unheld(layout: Layout, holders: Holders) -> tuple[Shape, ...]:
+    """The shards that nobody holds; none in a layout that describes whole tensors."""
+    period = max((layout.axes[cut.axis].stride * layout.axes[cut.axis].size for cut in layout.cuts), default=1)
+    if layout.order is None and any(b - a >= period for a, b in holders):
+        return ()
+    held = _listed(layout, holders)
+    if len(held) == prod(layout.shards):
+        return ()
+    return tuple(shard for shard in product(*map(range, layout.shards)) if shard not in held)
+
+
+def as_holders(ranks: list[int]) -> Holders:
+    """Ranges from a sorted list of ranks.
+
+    >>> as_holders([0, 1, 2, 6])
+    ((0, 3), (6, 7))
+    """
+    return tuple(_joined([(r, r + 1) for r in ranks]))

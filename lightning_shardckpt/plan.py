@@ -1,0 +1,243 @@
+"""Who writes which box, and who reads which bytes? Pure functions of the tensors' specs; no exchange between ranks.
+
+The choice of the writer is part of the format (FORMAT.md, "Writers"): a loader repeats it to know whose index to open.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.header import DTYPE_BYTES, checksum
+from lightning_shardckpt.index import TensorSpec
+from lightning_shardckpt.layout import Holders, Layout, Part, parts_of_shard, replicas, shards_meeting, unheld
+
+SPLIT_BYTES = 16 * 1024
+"""A shard is divided among its replicas where each gets at least this much; a smaller one goes to one replica."""
+
+Tensors = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box that one rank writes. ``part`` says where it lies in the local tensor of the writer's shard."""
+
+    key: str
+    spec: TensorSpec
+    part: Part
+    writer: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the data in bytes."""
+        return self.part.box.numel * DTYPE_BYTES[self.spec.dtype]
+
+
+def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
+    """For every tensor the replica that writes each shard of it, by position among its replicas; None: all share.
+
+    Tensors of one layout that are not shared are dealt, the largest first, to the replica with the fewest bytes so
+    far, by nominal size (global bytes / number of shards), so that every rank gets the same answer whatever its own
+    shard.
+    """
+    loads: dict[tuple[Layout, Holders], list[tuple[int, int]]] = {}
+    chosen: dict[str, int | None] = {}
+    sizes = {key: _nominal_bytes(spec) for key, spec in tensors.items()}
+    for key in sorted(tensors, key=lambda k: (-sizes[k], k)):
+        spec = tensors[key]
+        count = _replica_count(spec)
+        if spec.pinned or count == 1:
+            chosen[key] = 0
+        elif sizes[key] >= count * SPLIT_BYTES and _divided_dim(spec, count) is not None:
+            chosen[key] = None
+        else:
+            heap = loads.setdefault((spec.layout, spec.holders), [])
+            if not heap:  # more replicas than tensors are never needed
+                heap += [(0, i) for i in range(min(count, len(tensors)))]
+            load, replica = heap[0]
+            heapq.heapreplace(heap, (load + sizes[key], replica))
+            chosen[key] = replica
+    return chosen
+
+
+def _nominal_bytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * DTYPE_BYTES[spec.dtype] // prod(spec.layout.shards)
+
+
+def _replica_count(spec: TensorSpec) -> int:
+    """How many ranks hold the shard of the lowest holder; in a proper mesh, every shard has as many."""
+    return len(replicas(spec.layout, spec.holders, spec.layout.shard(spec.holders[0][0])))
+
+
+@lru_cache(maxsize=16384)
+def _divided_dim(spec: TensorSpec, count: int) -> int | None:
+    """The first dim of a part that divides by ``count`` with pieces at most 1/8 above the mean; None if no dim does."""
+    lengths = list(spec.shape)
+    for cut, size in zip(spec.layout.cuts, spec.layout.shards, strict=True):
+        block = -(-lengths[cut.dim] // cut.blocks)
+        lengths[cut.dim] = -(-block // size)
+    return next((d for d, n in enumerate(lengths) if n and -(-n // count) * count * 8 <= n * 9), None)
+
+
+def _share(part: Part, dim: int, count: int, number: int) -> Part | None:
+    """Piece ``number`` of ``count`` of a part along ``dim``; None if it is empty."""
+    length = part.box.shape[dim]
+    low, high = length * number // count, length * (number + 1) // count
+    if low == high:
+        return None
+    start, stop, at = list(part.box.start), list(part.box.stop), list(part.at)
+    start[dim], stop[dim], at[dim] = start[dim] + low, part.box.start[dim] + high, at[dim] + low
+    return Part(Box(tuple(start), tuple(stop)), tuple(at))
+
+
+def plan_save(tensors: Tensors, rank: int) -> list[Piece]:
+    """The boxes that ``rank`` writes, in the order in which they are stored."""
+    chosen = choose_replicas(tensors)
+    mine: list[Piece] = []
+    for key, spec in tensors.items():
+        if prod(spec.shape) == 0:
+            if rank == spec.holders[0][0]:
+                mine.append(Piece(key, spec, Part(Box.whole(spec.shape), (0,) * len(spec.shape)), rank))
+        elif any(a <= rank < b for a, b in spec.holders):
+            mine += [Piece(key, spec, part, rank) for part in _written_by(spec, chosen[key], rank)]
+    return sorted(mine, key=_stored_order)
+
+
+def _stored_order(piece: Piece) -> tuple[int, str, Box]:
+    """Wide elements first, so that all are aligned without gaps."""
+    return -DTYPE_BYTES[piece.spec.dtype], piece.key, piece.part.box
+
+
+def _written_by(spec: TensorSpec, replica: int | None, rank: int) -> list[Part]:
+    shard = spec.layout.shard(rank)
+    group = replicas(spec.layout, spec.holders, shard)
+    parts = parts_of_shard(spec.layout, spec.shape, shard)
+    if replica is not None:
+        return list(parts) if group[replica % len(group)] == rank else []
+    dim, number = _divided_dim(spec, _replica_count(spec)), group.index(rank)
+    assert dim is not None
+    shares = [_share(part, dim, len(group), number) for part in parts]
+    return [share for share in shares if share is not None]
+
+
+def split_into_files(pieces: list[Piece], limit_bytes: int) -> list[list[Piece]]:
+    """Pieces grouped into shard files of at most ``limit_bytes`` of data, in the order in which they are stored.
+
+    First fit. A piece that is larger gets a file of its own. A file holds one box of a tensor, since its header is
+    keyed by name.
+    """
+    files: list[tuple[list[Piece], set[str]]] = []
+    sizes: list[int] = []
+    first_open = 0
+    for piece in sorted(pieces, key=_stored_order):
+        for i in range(first_open, len(files)):
+            if sizes[i] + piece.nbytes <= limit_bytes and piece.key not in files[i][1]:
+                break
+        else:
+            i = len(files)
+            files.append(([], set()))
+            sizes.append(0)
+        files[i][0].append(piece)
+        files[i][1].add(piece.key)
+        sizes[i] += piece.nbytes
+        while first_open < len(files) and sizes[first_open] >= limit_bytes:
+            first_open += 1
+    return [found for found, _ in files]
+
+
+def table_digest(tensors: Mapping[str, Tensors]) -> str:
+    """A digest of what a rank knows of the state to save; ranks with the same digest need to exchange nothing."""
+    layouts: dict[Layout, str] = {}
+    rows = [
+        [component, key, s.dtype, s.shape, layouts.setdefault(s.layout, repr(s.layout)), s.pinned]
+        for component in sorted(tensors)
+        for key, s in sorted(tensors[component].items())
+    ]
+    return checksum(json.dumps(rows).encode())
+
+
+def check_cover(component: str, tensors: Tensors) -> None:
+    """Make sure that every element of every tensor is written by exactly one rank.
+
+    Boxes of different shards never overlap, nor do the shares of a shard, so it is enough that each shard has a holder.
+
+    Raises:
+        FormatError: naming the first tensor that has a gap, and the gap.
+    """
+    for key, spec in tensors.items():
+        for shard in unheld(spec.layout, spec.holders):
+            for part in parts_of_shard(spec.layout, spec.shape, shard):
+                raise FormatError(
+                    f"{component}: the boxes of {key!r}, shape {spec.shape}, do not tile it: none of the ranks "
+                    f"{spec.holders} has the box {part.box.start}..{part.box.stop}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a loader needs of one stored box: the common region, and where that lies in the loader's local tensor."""
+
+    writer: int
+    stored: Box
+    common: Box
+    local: Box
+
+
+def plan_load(spec: TensorSpec, replica: int | None, wanted: tuple[Part, ...]) -> list[Overlap]:
+    """The stored boxes that meet the wanted parts of a tensor, found without listing the others.
+
+    Empty parts need nothing.
+    """
+    found = []
+    for want in wanted:
+        for shard in shards_meeting(spec.layout, spec.shape, want.box) if want.box.numel else ():
+            for part in parts_of_shard(spec.layout, spec.shape, shard):
+                if part.box.intersect(want.box) is not None:
+                    found += [
+                        Overlap(writer, stored, common, common.within(want.box).shift(want.at))
+                        for stored, writer in _stored(spec, replica, shard, part, want.box)
+                        if (common := stored.intersect(want.box)) is not None
+                    ]
+    return found
+
+
+def _stored(spec: TensorSpec, replica: int | None, shard: Shape, part: Part, want: Box) -> Iterator[tuple[Box, int]]:
+    """The boxes that a part is stored in, with the rank that wrote each: those that may meet ``want``."""
+    group = replicas(spec.layout, spec.holders, shard)
+    if replica is not None:
+        yield part.box, group[replica % len(group)]
+        return
+    dim, count = _divided_dim(spec, _replica_count(spec)), len(group)
+    assert dim is not None
+    length, start = part.box.shape[dim], part.box.start[dim]
+    low, high = max(want.start[dim] - start, 0), min(want.stop[dim] - start, length)
+    for number in range(max(-(-(low + 1) * count // length) - 1, 0), -(-high * count // length)):
+        share = _share(part, dim, count, number)
+        if share is not None:
+            yield share.box, group[number]
+
+
+def byte_runs(overlap: Overlap, local_shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """(offset in the stored box, offset in local memory, length), all in bytes, ascending in the first.
+
+    ``local_shape`` is the row-major shape of the destination.
+    """
+    source = overlap.common.within(overlap.stored).runs(overlap.stored.shape)
+    target = overlap.local.runs(local_shape)
+    (a, a_stop), (b, b_stop) = next(source), next(target)
+    while True:
+        length = min(a_stop - a, b_stop - b)
+        yield a * itemsize, b * itemsize, length * itemsize
+        a, b = a + length, b + length
+        if a == a_stop:
+            a, a_stop = next(source, (-1, -1))
+        if b == b_stop:
+            b, b_stop = next(target, (-1, -1))
+        if a < 0 or b < 0:
+            return

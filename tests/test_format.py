@@ -1,0 +1,356 @@
+"""Is every MUST of FORMAT.md kept? One malformed checkpoint and one error per rule; and the example, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from math import ceil, floor, prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.header import DTYPE_BYTES, Entry, checksum, encode
+from lightning_shardckpt.index import ROOT_NAME, TensorSpec
+from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, parts_of_rank
+from lightning_shardckpt.plan import plan_save, split_into_files
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.state.tree import _MAPPINGS, _SCALARS, _SEQUENCES, decode
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.memory import MemoryStorage
+from tests import worlds
+from tests.test_plan import TOPOLOGIES, table
+from tests.worlds import PATH, SAVE_ID, mesh
+
+SPECIFICATION = (Path(__file__).parents[1] / "lightning_shardckpt" / "FORMAT.md").read_text()
+SHARD, INDEX, OTHER_INDEX = (
+    "model-dist-00000-shard-00001.safetensors",
+    "model-meta-dist-00000.index.json",
+    "model-meta-dist-00001.index.json",
+)
+FSDP = Layout((Axis("shard", 2, 1),), (Cut(0, 0),))
+TENSORS = {
+    "weight": TensorSpec("F32", (3, 2), FSDP, ((0, 2),)),
+    "bias": TensorSpec("BF16", (5,), REPLICATED, ((0, 2),)),
+}
+
+Files = dict[str, bytes]
+
+
+def saved() -> Files:
+    storage = MemoryStorage()
+    table = dict(sorted(TENSORS.items()))
+    about = {"step": 3, "epoch": 0, "topology": {"data_parallel_shard": 2}, "software": {"torch": "2.13.0"}}
+    worlds.save(storage, {"model": table}, 2, **about)  # type: ignore[arg-type]
+    return storage.checkpoints[PATH]
+
+
+def load(files: Files) -> None:
+    """Everything, as a model of one process would."""
+    storage = MemoryStorage()
+    storage.checkpoints[PATH] = files
+    with Checkpoint(storage, PATH) as checkpoint:
+        for key in TENSORS:
+            worlds.load(checkpoint, key, REPLICATED, 0)
+
+
+# ── edits that keep everything else right: the checksums above the edited place are computed anew ────────────────────
+
+
+def place(value: Any, path: str) -> tuple[Any, Any]:
+    *above, last = path.split("/")
+    for part in above:
+        value = value[int(part) if isinstance(value, list) else part]
+    return value, int(last) if isinstance(value, list) else last
+
+
+def edited(content: bytes, path: str, new: Any) -> bytes:
+    value = json.loads(content)
+    inside, last = place(value, path)
+    inside[last] = new
+    return json.dumps(value).encode()
+
+
+def sealed(content: bytes) -> bytes:
+    rest = json.dumps({k: v for k, v in json.loads(content).items() if k != "checksum"}).encode()[1:]
+    return b'{"checksum":"' + checksum(rest).encode() + b'",\n' + rest
+
+
+def with_root(path: str, new: Any) -> Callable[[Files], None]:
+    def change(files: Files) -> None:
+        files[ROOT_NAME] = sealed(edited(files[ROOT_NAME], path, new))
+
+    return change
+
+
+def put_index(files: Files, content: bytes, name: str = INDEX) -> None:
+    files[name] = content
+    info = [name, len(content), checksum(content)]
+    number = "0" if name == INDEX else "1"
+    files[ROOT_NAME] = sealed(edited(files[ROOT_NAME], f"components/model/indexes/{number}", info))
+
+
+def with_index(path: str, new: Any) -> Callable[[Files], None]:
+    return lambda files: put_index(files, edited(files[INDEX], path, new))
+
+
+def with_header(change: Callable[[bytes], bytes]) -> Callable[[Files], None]:
+    """The shard file with another header, noted as such in the indexes."""
+
+    def apply(files: Files) -> None:
+        content, begin = files[SHARD], 8 + int.from_bytes(files[SHARD][:8], "little")
+        header = change(content[:begin])
+        files[SHARD] = header + content[begin:]
+        put_index(files, edited(files[INDEX], f"files/{SHARD}", [len(files[SHARD]), checksum(header)]))
+
+    return apply
+
+
+def flip(name: str, at: int) -> Callable[[Files], None]:
+    def change(files: Files) -> None:
+        content = bytearray(files[name])
+        content[at] ^= 4
+        files[name] = bytes(content)
+
+    return change
+
+
+def drop(name: str) -> Callable[[Files], None]:
+    return lambda files: files.pop(name) and None
+
+
+def cut(name: str) -> Callable[[Files], None]:
+    return lambda files: files.update({name: files[name][:-1]})
+
+
+def without_boxes(files: Files) -> None:
+    value = json.loads(files[OTHER_INDEX])
+    value["metadata"] = {}
+    put_index(files, json.dumps(value).encode(), OTHER_INDEX)
+
+
+def without_an_index(files: Files) -> None:
+    value = json.loads(files[ROOT_NAME])
+    del value["components"]["model"]["indexes"]["1"]
+    files[ROOT_NAME] = sealed(json.dumps(value).encode())
+
+
+def with_a_duplicate(files: Files) -> None:
+    put_index(files, files[INDEX].replace(b'"rank":0,', b'"rank":0,"rank":0,', 1))
+
+
+LAYOUT = "layouts/1"
+TENSOR = "components/model/tensors/weight"
+BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
+    ("F1", drop(ROOT_NAME), CheckpointNotFoundError, "no checkpoint.index.json"),
+    ("F2", flip(ROOT_NAME, 100), CorruptionError, "checkpoint.index.json: the root index is damaged"),
+    ("F2", flip(ROOT_NAME, 3), FormatError, "checkpoint.index.json: not a root index"),
+    ("F3", with_root("format", "other"), FormatError, "not an index of lightning-shardckpt"),
+    ("F3", with_root("version", 2), FormatError, "format version 2, .* use a newer lightning-shardckpt"),
+    ("F3", with_index("version", 2), FormatError, f"{INDEX}: format version 2"),
+    ("F4", with_root("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 5afe"),
+    ("F4", with_index("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 0000"),
+    ("F4", with_header(lambda h: h.replace(b"5afe", b"0000")), CorruptionError, f"{SHARD}: belongs to save 0000"),
+    ("F5", with_root("components/model/indexes/0/0", "../x"), FormatError, "'../x' is not a file name"),
+    ("F5", with_index("metadata/bias/file", "/etc/passwd"), FormatError, "'/etc/passwd' is not a file name"),
+    ("F7", cut(SHARD), CorruptionError, f"{SHARD}: 353 bytes, expected 354"),
+    ("F7", cut(INDEX), CorruptionError, f"{INDEX}: 591 bytes, expected 592"),
+    ("F7", drop(SHARD), CorruptionError, f"{SHARD}: the file is missing"),
+    ("F8", flip(INDEX, 200), CorruptionError, f"{INDEX}: damaged, or of another save"),
+    ("F9", with_a_duplicate, FormatError, f"{INDEX}: not valid JSON: duplicate key 'rank'"),
+    ("F9", lambda f: put_index(f, f[INDEX].replace(b'"rank":0', b'"rank":NaN', 1)), FormatError, "NaN is not JSON"),
+    ("F9", lambda f: put_index(f, b"\xff" + f[INDEX]), FormatError, f"{INDEX}: not valid JSON"),
+    ("F10", flip(SHARD, 50), CorruptionError, f"{SHARD}: the header of the shard file is damaged"),
+    ("F10", flip(SHARD, 6), CorruptionError, f"{SHARD}: the header claims"),
+    (
+        "F10",
+        with_header(lambda h: h.replace(b"[5]", b"[6]")),
+        FormatError,
+        f"{SHARD}: the header describes a tensor wrongly",
+    ),
+    (
+        "F11",
+        flip(SHARD, 353),
+        CorruptionError,
+        f"corrupted data of 'bias' in {SHARD}, written by rank 0, bytes 344 to 354",
+    ),
+    ("F11", with_index("metadata/bias/block", 5 << 20), FormatError, "1 checksums of 5242880 bytes each for 10 bytes"),
+    ("F11", with_index("metadata/bias/block", 4), FormatError, "1 checksums of 4 bytes each for 10 bytes"),
+    ("F11", with_index("metadata/bias/checksums", ["XYZ"]), FormatError, "'XYZ' is not a checksum"),
+    ("F13", with_root(f"{TENSOR}/0", "F31"), FormatError, "unknown dtype 'F31'"),
+    ("F14", with_index("metadata/bias/offsets", [1]), FormatError, r"box \(1,\)\.\.\(6,\) lies outside shape \(5,\)"),
+    ("F15", with_index("metadata/bias/begin", 350), FormatError, f"'bias' ends at byte 360 of {SHARD}, which has 354"),
+    ("F16", with_root(f"{TENSOR}/1", [3.0, 2]), FormatError, "3.0 is not a size"),
+    ("F16", with_root("step", "3"), FormatError, "'3' is not a size"),
+    ("F17", with_root(f"{LAYOUT}/axes", [["a", 2, 1], ["b", 2, 1]]), FormatError, "not a layout: its axes overlap"),
+    ("F17", with_root(f"{LAYOUT}/cuts", [[0, 0, 1], [0, 1, 1]]), FormatError, "not a layout: two cuts along one axis"),
+    ("F17", with_root(f"{LAYOUT}/cuts", [[0, 0, 1 << 17]]), FormatError, "not a layout: more than 65536 blocks"),
+    ("F18", with_root(f"{LAYOUT}/holders", [[0, 3]]), FormatError, "in a world of 2"),
+    ("F18", with_root(f"{LAYOUT}/holders", [[1, 2], [0, 1]]), FormatError, "in a world of 2"),
+    ("F18", with_root("world_size", 1 << 21), FormatError, "a world of 2097152 ranks"),
+    ("F19", with_root(f"{LAYOUT}/cuts", [[0, 2, 1]]), FormatError, r"cuts dim 2 of shape \(3, 2\)"),
+    ("F20", with_root(f"{LAYOUT}/holders", [[0, 1]]), FormatError, r"the boxes of 'weight'.*\(2, 0\)\.\.\(3, 2\)"),
+    ("F20", with_root(f"{LAYOUT}/axes/0/2", 2), FormatError, r"the boxes of 'weight'.*\(2, 0\)\.\.\(3, 2\)"),
+    ("F21", without_boxes, FormatError, r"the index of rank 1 has no box \(2, 0\)\.\.\(3, 2\) of 'weight'"),
+    ("F21", without_an_index, FormatError, "rank 1 should have written some of 'model', but has no index"),
+    ("F21", with_root(f"{TENSOR}/1", [4, 2]), FormatError, "of 'weight', F32 "),
+    ("F21", with_root(f"{TENSOR}/0", "I32"), FormatError, "of 'weight', I32 "),
+    ("F22", with_root("components/model/aliases", {"tied": "none"}), FormatError, "alias 'tied' of 'none'"),
+    ("F22", with_root("components/model/aliases", {"bias": "weight"}), FormatError, "alias 'bias' of 'weight'"),
+    ("F23", with_root("components/other", {}), FormatError, "unknown component 'other'"),
+]
+
+
+@pytest.mark.parametrize(("rule", "change", "kind", "words"), BROKEN, ids=[f"{r}-{w[:40]}" for r, _, _, w in BROKEN])
+def test_a_broken_rule_is_one_error(
+    rule: str, change: Callable[[Files], None], kind: type[ShardCkptError], words: str
+) -> None:
+    files = saved()
+    load(files)
+    change(files)
+    with pytest.raises(kind, match=f"(?s){words}"):
+        load(files)
+
+
+def test_f6_a_link_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    for name, content in saved().items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / SHARD).rename(tmp_path.parent / "elsewhere")
+    (tmp_path / SHARD).symlink_to(tmp_path.parent / "elsewhere")
+    with (
+        Checkpoint(LocalStorage(), str(tmp_path)) as checkpoint,
+        pytest.raises(FormatError, match=rf"{SHARD}: .* regular files only"),
+    ):
+        worlds.load(checkpoint, "bias", REPLICATED, 0)
+
+
+def test_f12_a_file_holds_one_box_of_a_tensor_and_no_tensor_called_metadata() -> None:
+    packed = {"qkv": TensorSpec("F32", (12, 2), mesh(2, cuts=(Cut(0, 0, 3),)), ((0, 2),))}
+    assert [len(found) for found in split_into_files(plan_save(packed, 0), 1 << 30)] == [1, 1, 1]
+    with pytest.raises(FormatError, match="__metadata__"):
+        encode([Entry("__metadata__", "F32", (1,), (0,))], SAVE_ID)
+
+
+def test_f24_an_unknown_tag_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"'os\.system' is malformed"):
+        decode({"callbacks": [{"$": "os.system", "v": "true"}]}, dict[str, torch.Tensor]().__getitem__)
+
+
+def test_every_rule_has_a_test() -> None:
+    rules = re.findall(r"^- \*\*(F\d+)\*\*", SPECIFICATION, re.M)
+    assert rules == [f"F{i}" for i in range(1, len(rules) + 1)]
+    apart = {name.split("_")[1].upper() for name in globals() if re.match(r"test_f\d", name)}
+    assert {rule for rule, *_ in BROKEN} | apart == set(rules)
+
+
+# ── the other statements of the specification ─────────────────────────────────────────────────────────────────────
+
+
+def test_the_example_is_what_is_written() -> None:
+    root, index = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", SPECIFICATION, re.S))
+    files = saved()
+    line, _, rest = files[ROOT_NAME].partition(b"\n")
+    assert line == b'{"checksum":"' + checksum(rest).encode() + b'",'
+    assert json.loads(b"{" + rest) == root
+    assert json.loads(files[OTHER_INDEX]) == index
+
+
+def test_the_bytes_of_version_1_never_change() -> None:
+    digests = {name: checksum(content) for name, content in saved().items()}
+    assert digests == {
+        "checkpoint.index.json": "25a574b0b766ca09",
+        "model-dist-00000-shard-00001.safetensors": "34c5d0b86aefe1e2",
+        "model-dist-00001-shard-00001.safetensors": "bae8c82c857c6038",
+        "model-meta-dist-00000.index.json": "c2e504b530970258",
+        "model-meta-dist-00001.index.json": "112d1e8774a6a435",
+    }
+
+
+def written_by_the_text(tensors: dict[str, TensorSpec]) -> set[tuple[str, Box, int]]:
+    """The section Writers, word by word, with no thought of cost: name, box and writer of all that is stored."""
+    found: set[tuple[str, Box, int]] = set()
+    dealt: dict[Any, list[int]] = {}
+
+    def nominal(key: str) -> int:
+        shards = prod(tensors[key].layout.axes[c.axis].size for c in tensors[key].layout.cuts)
+        return prod(tensors[key].shape) * DTYPE_BYTES[tensors[key].dtype] // shards
+
+    for key in sorted(tensors, key=lambda k: (-nominal(k), k)):
+        spec = tensors[key]
+        holders = [rank for a, b in spec.holders for rank in range(a, b)]
+        if prod(spec.shape) == 0:
+            found.add((key, Box.whole(spec.shape), holders[0]))
+            continue
+        groups: dict[Any, list[int]] = {}
+        for rank in holders:
+            groups.setdefault(spec.layout.shard(rank), []).append(rank)
+        count = len(groups[spec.layout.shard(holders[0])])
+        lengths = list(spec.shape)
+        for c in spec.layout.cuts:
+            lengths[c.dim] = ceil(ceil(lengths[c.dim] / c.blocks) / spec.layout.axes[c.axis].size)
+        dims = [d for d, n in enumerate(lengths) if n and ceil(n / count) * count * 8 <= n * 9]
+        alone = spec.pinned or count == 1
+        shared = not alone and nominal(key) >= count * 16384 and bool(dims)
+        replica = 0
+        if not alone and not shared:
+            loads = dealt.setdefault((spec.layout, spec.holders), [0] * count)
+            replica = loads.index(min(loads))
+            loads[replica] += nominal(key)
+        for ranks in groups.values():
+            for part in parts_of_rank(spec.layout, spec.shape, ranks[0]):
+                if not shared:
+                    found.add((key, part.box, ranks[replica % len(ranks)]))
+                    continue
+                start, stop = part.box.start[dims[0]], part.box.stop[dims[0]]
+                for i, rank in enumerate(ranks):
+                    low, high = (floor((stop - start) * j / len(ranks)) + start for j in (i, i + 1))
+                    corner, end = list(part.box.start), list(part.box.stop)
+                    corner[dims[0]], end[dims[0]] = low, high
+                    if low < high:
+                        found.add((key, Box(tuple(corner), tuple(end)), rank))
+    return found
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_the_rule_for_writers_is_the_one_of_the_text(topology: str) -> None:
+    (_, _, world), tensors = TOPOLOGIES[topology], table(topology)
+    layout = tensors["embed"].layout
+    more = {f"more{i}": TensorSpec("F32", (7 * i, 33 + i), layout, ((0, world),)) for i in range(40)}
+    for found in (tensors, more, {**tensors, **more}):
+        planned = {(p.key, p.part.box, p.writer) for rank in range(world) for p in plan_save(found, rank)}
+        assert planned == written_by_the_text(found)
+
+
+def test_the_tables_name_every_dtype_and_every_tag() -> None:
+    (listed,) = re.findall(r"Names of dtypes are those of safetensors: `(.*?)`", SPECIFICATION)
+    assert {*listed.split(), "C128"} == DTYPE_BYTES.keys()
+    table = SPECIFICATION.partition("| tag | `v` |")[2].partition("\n\n")[0]
+    tags = {
+        tag
+        for line in table.splitlines()
+        for tag in re.findall(r"`([a-z]+)`", line.split("|")[1] if "|" in line else "")
+    }
+    assert tags == {*_SCALARS, *_MAPPINGS, *_SEQUENCES, "deque", "tensor", "numpy", "stored", "dropped"}
+
+
+def test_unknown_keys_are_passed_over() -> None:
+    files = saved()
+    with_index("later", {"addition": 1})(files)
+    with_root("later", {"addition": 1})(files)
+    load(files)
+
+
+def test_a_reader_never_opens_what_an_unfinished_save_left(tmp_path: Path) -> None:
+    left = tmp_path / f".tmp-{SAVE_ID}"
+    left.mkdir()
+    for name, content in saved().items():
+        (left / name).write_bytes(content)
+    with pytest.raises(CheckpointNotFoundError):
+        LocalStorage().open(str(tmp_path / "step-3.ckpt"))
+    os.rename(left, tmp_path / f".old-{checksum(b'step-3.ckpt')}")
+    LocalStorage().open(str(tmp_path / "step-3.ckpt")).close()

@@ -1,0 +1,244 @@
+"""Do the indexes say the same after a trip through JSON, and nothing that is untrue? Oracle: the values themselves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.index import (
+    MAX_BLOCK_BYTES,
+    Component,
+    FileInfo,
+    RankIndex,
+    RootIndex,
+    ShardEntry,
+    TensorSpec,
+    rank_index_from_json,
+    rank_index_name,
+    rank_index_to_json,
+    root_from_json,
+    root_to_json,
+    shard_file_name,
+)
+from lightning_shardckpt.layout import MAX_RANKS, REPLICATED, Cut
+from tests.worlds import mesh
+
+FSDP = mesh(2, 2, cuts=(Cut(1, 0), Cut(0, 0, 3)))
+PERMUTED = mesh(4, cuts=(Cut(0, 0),), order=(3, 1, 0, 2))
+SUM = "0123456789abcdef"
+
+
+def a_root() -> RootIndex:
+    tensors = {
+        "a": TensorSpec("F32", (8, 3), FSDP, ((0, 4),)),
+        "b.é": TensorSpec("BF16", (), REPLICATED, ((0, 1), (2, 4)), True),
+        "c": TensorSpec("I64", (0, 2), PERMUTED, ((0, 4),)),
+        "d": TensorSpec("F32", (8, 3), FSDP, ((0, 4),)),
+    }
+    indexes = {rank: FileInfo(rank_index_name("model", rank), 100 + rank, SUM) for rank in range(4)}
+    return RootIndex(
+        save_id="5afe" * 8,
+        world_size=4,
+        components={"model": Component(tensors, {"tied": "a"}, indexes), "optimizer": Component({})},
+        documents={"trainer-state.json": FileInfo("trainer-state.json", 5, SUM)},
+        step=3,
+        epoch=None,
+        topology={"data_parallel_shard": 2},
+        software={"torch": "2.13"},
+    )
+
+
+def a_rank_index() -> RankIndex:
+    name = shard_file_name("model", 2, 1)
+    first = ShardEntry(Box((2, 0), (4, 3)), (8, 3), "F32", name, 64, 4096, (SUM,))
+    more = ShardEntry(Box((6, 0), (8, 3)), (8, 3), "F32", name, 88, 16, (SUM, SUM))
+    empty = ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, ())
+    return RankIndex("5afe" * 8, "model", 2, {name: FileInfo(name, 112, SUM)}, {"a": (first, more), "e": (empty,)})
+
+
+def test_a_root_index_comes_back_as_it_was() -> None:
+    assert root_from_json(root_to_json(a_root()), "x") == a_root()
+
+
+def test_a_rank_index_comes_back_as_it_was() -> None:
+    assert rank_index_from_json(rank_index_to_json(a_rank_index()), "x") == a_rank_index()
+
+
+def test_the_root_index_holds_each_layout_once() -> None:
+    assert len(json.loads(root_to_json(a_root()))["layouts"]) == 3
+
+
+def test_the_rank_index_has_the_documented_fields() -> None:
+    found = json.loads(rank_index_to_json(a_rank_index()))["metadata"]["a"]
+    more = found.pop("more")
+    assert found == {
+        "offsets": [2, 0],
+        "lengths": [2, 3],
+        "global_shape": [8, 3],
+        "dtype": "F32",
+        "file": "model-dist-00002-shard-00001.safetensors",
+        "rank": 2,
+        "begin": 64,
+        "block": 4096,
+        "checksums": [SUM],
+    }
+    assert [m["offsets"] for m in more] == [[6, 0]]
+
+
+def test_the_first_line_of_the_root_index_seals_the_rest() -> None:
+    text = root_to_json(a_root())
+    line, _, rest = text.partition(b"\n")
+    assert json.loads(text)["checksum"] == checksum(rest)
+    assert line == b'{"checksum":"' + checksum(rest).encode() + b'",'
+    for at in range(len(text)):
+        damaged = bytearray(text)
+        damaged[at] ^= 1
+        with pytest.raises((CorruptionError, FormatError), match="x"):
+            root_from_json(bytes(damaged), "x")
+
+
+def test_an_index_that_no_reader_would_accept_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_shardckpt.index.MAX_JSON_BYTES", 100)
+    with pytest.raises(FormatError, match="limit of 100"):
+        root_to_json(a_root())
+
+
+# ── what an edited index may say: every one of these is refused, with words that tell what is wrong ──────────────────
+
+DELETED = object()
+
+
+def edited(value: Any, path: str, new: Any) -> Any:
+    """A copy of a JSON value in which what is at ``path`` is replaced."""
+    value = json.loads(json.dumps(value))
+    *above, last = [int(p) if p.isdigit() else p for p in path.split("/")]
+    place = value
+    for part in above:
+        place = place[str(part) if isinstance(place, dict) else part]
+    if new is DELETED:
+        del place[last]
+    else:
+        place[str(last) if isinstance(place, dict) else last] = new
+    return value
+
+
+def sealed(value: dict[str, Any]) -> bytes:
+    value = {k: v for k, v in value.items() if k != "checksum"}
+    rest = json.dumps(value).encode()[1:]
+    return b'{"checksum":"' + checksum(rest).encode() + b'",\n' + rest
+
+
+ROOT_EDITS: list[tuple[str, Any, str]] = [
+    ("format", "other", "not an index of lightning-shardckpt"),
+    ("version", 2, "newer lightning-shardckpt"),
+    ("version", True, "version True"),
+    ("version", 0, "version 0"),
+    ("version", DELETED, "version None"),
+    ("save_id", DELETED, "save_id"),
+    ("world_size", 0, "world of 0"),
+    ("world_size", MAX_RANKS + 1, "world of"),
+    ("world_size", "4", "'4' is not a size"),
+    ("world_size", 4.0, "4.0 is not a size"),
+    ("step", "3", "'3' is not a size"),
+    ("epoch", [], "is not a size"),
+    ("topology", {"a": -1}, "-1 is not a size"),
+    ("topology", [], "AttributeError"),
+    ("layouts", {}, "IndexError"),
+    ("layouts/0/axes/0/1", 0, "without size"),
+    ("layouts/0/axes/0/2", 1, "overlap"),
+    ("layouts/0/axes/0", ["a", 2], "ValueError"),
+    ("layouts/0/cuts/0/0", 9, "along no axis"),
+    ("layouts/0/cuts/0/0", 0, "two cuts"),
+    ("layouts/0/cuts/0/1", 2, r"cuts dim 2 of shape \(8, 3\)"),
+    ("layouts/0/cuts/0/2", 0, "no blocks"),
+    ("layouts/0/cuts/0/2", 1 << 40, "blocks"),
+    ("layouts/0/holders", [], "holders"),
+    ("layouts/0/holders", [[0, 5]], "world of 4"),
+    ("layouts/0/holders", [[2, 2]], "holders"),
+    ("layouts/0/holders", [[2, 4], [0, 2]], "holders"),
+    ("layouts/0/holders", [[0, 3], [2, 4]], "holders"),
+    ("layouts/2/order", [0, 0, 1, 2], "two positions"),
+    ("layouts/2/order", 7, "TypeError"),
+    ("components/model/tensors/a/0", "F31", "unknown dtype 'F31'"),
+    ("components/model/tensors/a/0", ["F32"], "TypeError"),
+    ("components/model/tensors/a/1", [8, -3], "-3 is not a size"),
+    ("components/model/tensors/a/1", [1 << 64], "is not a size"),
+    ("components/model/tensors/a/1", 8, "TypeError"),
+    ("components/model/tensors/a/2", 3, "IndexError"),
+    ("components/model/tensors/a/2", -1, "-1 is not a size"),
+    ("components/model/tensors/a", [], "IndexError"),
+    ("components/model/aliases", {"x": "y"}, "alias 'x' of 'y'"),
+    ("components/model/aliases", {"a": "d"}, "alias 'a'"),
+    ("components/model/indexes/0/0", "../x", "'../x' is not a file name"),
+    ("components/model/indexes/0/0", "a/b", "is not a file name"),
+    ("components/model/indexes/0/0", "/etc/passwd", "is not a file name"),
+    ("components/model/indexes/0/0", ".hidden", "is not a file name"),
+    ("components/model/indexes/0/0", "a\u0000b", "is not a file name"),
+    ("components/model/indexes/0/0", "a\n", "is not a file name"),
+    ("components/model/indexes/0/0", "x" * 200, "is not a file name"),
+    ("components/model/indexes/0/0", 7, "is not a file name"),
+    ("components/model/indexes/0/1", -1, "-1 is not a size"),
+    ("components/model/indexes/0/2", "0123", "'0123' is not a checksum"),
+    ("components/model/indexes/0/2", SUM.upper(), "is not a checksum"),
+    ("components/model/indexes", {"one": ["x", 1, SUM]}, "ValueError"),
+    ("components/other", {}, "unknown component 'other'"),
+    ("components", [], "AttributeError"),
+    ("documents", {"..": [1, SUM]}, "is not a file name"),
+    ("documents/trainer-state.json", [5], "ValueError"),
+    ("software", DELETED, "software"),
+]
+RANK_EDITS: list[tuple[str, Any, str]] = [
+    ("format", None, "not an index"),
+    ("version", 2, "newer"),
+    ("rank", -1, "-1 is not a size"),
+    ("files", [], "AttributeError"),
+    ("files", {"../x": [1, SUM]}, "not a file name"),
+    ("metadata", [], "AttributeError"),
+    ("metadata/a", [], "AttributeError"),
+    ("metadata/a/file", "model-dist-00009-shard-00001.safetensors", "KeyError"),
+    ("metadata/a/file", "../../etc/passwd", "not a file name"),
+    ("metadata/a/begin", 100, "'a' ends at byte 124 of model-dist-00002-shard-00001.safetensors, which has 112"),
+    ("metadata/a/begin", -8, "-8 is not a size"),
+    ("metadata/a/block", 0, "checksums"),
+    ("metadata/a/block", MAX_BLOCK_BYTES + 1, "checksums"),
+    ("metadata/a/checksums", [], "0 checksums of 4096 bytes each for 24 bytes"),
+    ("metadata/a/checksums", [SUM, SUM], "2 checksums"),
+    ("metadata/a/checksums", "abc", "not a checksum"),
+    ("metadata/a/offsets", [7, 0], "lies outside"),
+    ("metadata/a/offsets", [-1, 0], "not a size"),
+    ("metadata/a/offsets", [2], "ValueError"),
+    ("metadata/a/lengths", [1 << 62, 1 << 62], "lies outside"),
+    ("metadata/a/global_shape", [8], "ValueError"),
+    ("metadata/a/dtype", "F31", "unknown dtype"),
+    ("metadata/a/more", 5, "TypeError"),
+    ("metadata/a/more/0/offsets", [7, 0], "lies outside"),
+]
+
+
+@pytest.mark.parametrize(("path", "new", "words"), ROOT_EDITS, ids=lambda v: str(v)[:40])
+def test_an_edited_root_index_is_refused(path: str, new: Any, words: str) -> None:
+    with pytest.raises(FormatError, match=f"(?s)file x: .*({words})"):
+        root_from_json(sealed(edited(json.loads(root_to_json(a_root())), path, new)), "file x")
+
+
+@pytest.mark.parametrize(("path", "new", "words"), RANK_EDITS, ids=lambda v: str(v)[:40])
+def test_an_edited_rank_index_is_refused(path: str, new: Any, words: str) -> None:
+    text = json.dumps(edited(json.loads(rank_index_to_json(a_rank_index())), path, new)).encode()
+    with pytest.raises(FormatError, match=f"(?s)file x: .*({words})"):
+        rank_index_from_json(text, "file x")
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b'{"checksum":"0"}', b"[]", b"\x80\x04K\x01."])
+def test_what_is_no_root_index_is_refused(text: bytes) -> None:
+    with pytest.raises(FormatError, match="file x: not a root index"):
+        root_from_json(text, "file x")
+
+
+def test_the_root_index_of_a_later_minor_addition_is_still_read() -> None:
+    value = {**json.loads(root_to_json(a_root())), "comment": "readers pass over keys that they do not know"}
+    assert root_from_json(sealed(value), "x") == a_root()

@@ -1,0 +1,206 @@
+"""Does a layout cut as torch cuts? Oracle: ``torch.chunk`` on tensors that hold their own indices."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise, product
+from math import prod
+
+import pytest
+import torch
+
+from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.layout import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    REPLICATED,
+    Axis,
+    Cut,
+    Holders,
+    Layout,
+    Part,
+    as_holders,
+    parts_of_rank,
+    parts_of_shard,
+    replicas,
+    shards_meeting,
+    unheld,
+)
+
+
+def mesh(*sizes: int, cuts: list[Cut], order: tuple[int, ...] | None = None) -> Layout:
+    """A row-major mesh."""
+    axes = tuple(Axis(f"axis{i}", n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes))
+    return Layout(axes, tuple(cuts), order)
+
+
+LAYOUTS: dict[str, tuple[Layout, int]] = {
+    "replicated": (REPLICATED, 3),
+    "fsdp4": (mesh(4, cuts=[Cut(0, 0)]), 4),
+    "fsdp3": (mesh(3, cuts=[Cut(0, 0)]), 3),
+    "dim 1": (mesh(4, cuts=[Cut(0, 1)]), 4),
+    "hsdp 2x2": (mesh(2, 2, cuts=[Cut(1, 0)]), 4),
+    "fsdp x tp, other dims": (mesh(2, 3, cuts=[Cut(0, 0), Cut(1, 1)]), 6),
+    "fsdp over tp": (mesh(2, 2, cuts=[Cut(1, 0), Cut(0, 0)]), 4),
+    "fsdp3 over tp2": (mesh(3, 2, cuts=[Cut(1, 0), Cut(0, 0)]), 6),
+    "left to right": (mesh(2, 3, cuts=[Cut(0, 0), Cut(1, 0)]), 6),
+    "hsdp over tp": (mesh(2, 2, 2, cuts=[Cut(2, 0), Cut(1, 0)]), 8),
+    "three cuts of a dim": (mesh(2, 2, 2, cuts=[Cut(2, 0), Cut(1, 0), Cut(0, 0)]), 8),
+    "packed": (mesh(2, cuts=[Cut(0, 0, 3)]), 2),
+    "packed, fsdp": (mesh(2, 2, cuts=[Cut(1, 0, 3), Cut(0, 0)]), 4),
+    "packed twice": (mesh(2, 2, cuts=[Cut(0, 0, 2), Cut(1, 1, 3)]), 4),
+    "permuted": (mesh(2, 2, cuts=[Cut(1, 0), Cut(0, 1)], order=(3, 1, 0, 2)), 4),
+    "permuted replicas": (mesh(2, 2, cuts=[Cut(1, 0)], order=(3, 1, 0, 2)), 4),
+    "axis of size one": (mesh(1, 2, 1, cuts=[Cut(0, 0), Cut(1, 0), Cut(2, 1)]), 2),
+}
+SHAPES: list[Shape] = [(12, 6), (7, 5), (1, 3), (3, 1), (13, 2, 2), (0, 4), (5, 0)]
+
+
+def everything(world: int) -> Holders:
+    return ((0, world),)
+
+
+def chunk(tensor: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:
+    found = tensor.chunk(parts, dim)  # torch gives fewer where the dim is short
+    return found[index] if index < len(found) else tensor.narrow(dim, 0, 0)
+
+
+def local(layout: Layout, shape: Shape, rank: int) -> torch.Tensor:
+    """What ``rank`` holds of a tensor of its own indices: cut by cut, with torch.chunk."""
+    tensor = torch.arange(prod(shape)).view(shape)
+    at = layout.coordinate(rank)
+    for cut in layout.cuts:
+        pieces = [chunk(tensor, cut.blocks, i, cut.dim) for i in range(cut.blocks)]
+        taken = [chunk(p, layout.axes[cut.axis].size, at[cut.axis], cut.dim) for p in pieces]
+        tensor = torch.cat(taken, cut.dim)
+    return tensor
+
+
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_parts_of_a_rank_hold_what_torch_would_give_it(name: str) -> None:
+    layout, world = LAYOUTS[name]
+    for shape, rank in product(SHAPES, range(world)):
+        expected, whole = local(layout, shape, rank), torch.arange(prod(shape)).view(shape)
+        found = torch.full_like(expected, -1)
+        for part in parts_of_rank(layout, shape, rank):
+            assert part.local.shape == part.box.shape
+            box_of(found, part.local).copy_(box_of(whole, part.box))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_shards_of_a_layout_tile_every_tensor(name: str) -> None:
+    layout, _ = LAYOUTS[name]
+    for shape in SHAPES:
+        counts = torch.zeros(shape, dtype=torch.int64)
+        for shard in product(*map(range, layout.shards)):
+            for part in parts_of_shard(layout, shape, shard):
+                box_of(counts, part.box).add_(1)
+        assert torch.equal(counts, torch.ones_like(counts))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_shards_that_meet_a_box_are_found_without_trying_all(name: str) -> None:
+    layout, _ = LAYOUTS[name]
+    choose = random.Random(name)
+    for shape in SHAPES:
+        for _ in range(20):
+            ends = [sorted((choose.randint(0, n), choose.randint(0, n))) for n in shape]
+            box = Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+            found = list(shards_meeting(layout, shape, box))
+            assert len(set(found)) == len(found)
+
+            def meets(shard: Shape, shape: Shape = shape, box: Box = box) -> bool:
+                return any(part.box.intersect(box) for part in parts_of_shard(layout, shape, shard))
+
+            if box.numel:
+                assert set(found) == {s for s in product(*map(range, layout.shards)) if meets(s)}
+
+
+def test_a_box_is_found_among_a_million_shards_at_once() -> None:
+    layout = mesh(1024, 1024, cuts=[Cut(1, 0), Cut(0, 0)])
+    found = list(shards_meeting(layout, (1 << 40, 8), Box((5 << 20, 0), ((5 << 20) + 1, 8))))
+    assert found == [(0, 5)]
+
+
+HOLDERS: dict[str, Callable[[int], Holders]] = {
+    "all": everything,
+    "a range": lambda n: ((n, 2 * n),),
+    "all but one": lambda n: ((0, 1), (2, n + 1)),
+    "every second": lambda n: tuple((i, i + 1) for i in range(0, 3 * n, 2)),
+    "two ranges": lambda n: ((1, n + 2), (2 * n, 4 * n)),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if "permuted" not in n])
+def test_the_replicas_of_a_shard_are_the_holders_with_its_coordinates(name: str, kind: str) -> None:
+    layout, world = LAYOUTS[name]
+    holders = HOLDERS[kind](world)
+    ranks = [r for a, b in holders for r in range(a, b)]
+    missing = []
+    for shard in product(*map(range, layout.shards)):
+        expected = [r for r in ranks if layout.shard(r) == shard]
+        found = replicas(layout, holders, shard)
+        assert (len(found), list(found[:]), [found.index(r) for r in expected]) == (
+            len(expected),
+            expected,
+            list(range(len(expected))),
+        )
+        with pytest.raises(IndexError):
+            found[len(expected)]
+        missing += [] if expected else [shard]
+    assert list(unheld(layout, holders)) == missing
+
+
+def test_replicas_of_a_permuted_mesh_are_those_at_its_positions() -> None:
+    layout, _ = LAYOUTS["permuted replicas"]  # positions 0 to 3 are the ranks 3, 1, 0, 2
+    assert [tuple(replicas(layout, everything(4), shard)) for shard in ((0,), (1,))] == [(0, 3), (1, 2)]
+    assert unheld(layout, ((0, 3),)) == ()
+    assert unheld(layout, ((1, 3),)) == ((0,),)
+    with pytest.raises(FormatError, match="rank 4"):
+        layout.coordinate(4)
+    with pytest.raises(FormatError, match="rank 4"):
+        replicas(layout, everything(5), (0,))
+
+
+@pytest.mark.parametrize(
+    ("axes", "cuts", "order", "words"),
+    [
+        ([Axis("a", 0, 1)], [], None, "without size"),
+        ([Axis("a", 2, 0)], [], None, "without size"),
+        ([Axis("a", 2, 1), Axis("b", 2, 1)], [], None, "overlap"),
+        ([Axis("a", 4, 1), Axis("b", 2, 2)], [], None, "overlap"),
+        ([Axis("a", 2, 1), Axis("b", 2, 3)], [], None, "overlap"),
+        ([Axis("a", 2, 1)], [Cut(1, 0)], None, "along no axis"),
+        ([Axis("a", 2, 1)], [Cut(0, -1)], None, "of no dim"),
+        ([Axis("a", 2, 1)], [Cut(0, 0, 0)], None, "into no blocks"),
+        ([Axis("a", 2, 1)], [Cut(0, 0), Cut(0, 1)], None, "two cuts"),
+        ([Axis("a", 2, 1), Axis("b", 2, 2)], [Cut(0, 0, MAX_BLOCKS), Cut(1, 0, 2)], None, "blocks"),
+        ([Axis("a", MAX_RANKS + 1, 1)], [], None, "ranks"),
+        ([Axis("a", 2, 1)], [], (1, 1), "two positions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_layout_is_refused(axes: list[Axis], cuts: list[Cut], order: Shape | None, words: str) -> None:
+    with pytest.raises(FormatError, match=words):
+        Layout(tuple(axes), tuple(cuts), order)
+
+
+def test_holders_are_the_ranges_of_a_list() -> None:
+    choose = random.Random(2)
+    for _ in range(100):
+        ranks = sorted(choose.sample(range(20), choose.randint(0, 20)))
+        found = as_holders(ranks)
+        assert [r for a, b in found for r in range(a, b)] == ranks
+        assert all(b < c for (_, b), (c, _) in pairwise(found))
+
+
+def test_a_part_knows_its_place_in_local_memory() -> None:
+    assert Part(Box((6, 2), (9, 4)), (1, 0)).local == Box((1, 0), (4, 2))

@@ -1,0 +1,336 @@
+"""Does everything get written once and found again? Oracle: the unsharded tensors, element by element."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from itertools import product
+from math import prod
+
+import pytest
+
+from lightning_shardckpt import layout as layout_module
+from lightning_shardckpt import plan as plan_module
+from lightning_shardckpt.box import Shape, uncovered
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import Component as IndexComponent
+from lightning_shardckpt.index import RootIndex, TensorSpec, root_to_json
+from lightning_shardckpt.layout import REPLICATED, Cut, Layout, Part, parts_of_rank
+from lightning_shardckpt.plan import (
+    SPLIT_BYTES,
+    Piece,
+    Tensors,
+    check_cover,
+    choose_replicas,
+    plan_load,
+    plan_save,
+    split_into_files,
+    table_digest,
+)
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.storage.memory import MemoryStorage
+from tests import worlds
+from tests.worlds import mesh
+
+# Name -> layout of matrices, layout of everything else, ranks. Matrices are (out, in).
+TOPOLOGIES: dict[str, tuple[Layout, Layout, int]] = {
+    "single": (REPLICATED, REPLICATED, 1),
+    "ddp3": (REPLICATED, REPLICATED, 3),
+    **{f"fsdp{n}": (mesh(n, cuts=(Cut(0, 0),)), mesh(n, cuts=(Cut(0, 0),)), n) for n in (2, 3, 4, 8)},
+    "tp2 columns": (mesh(2, cuts=(Cut(0, 0),)), REPLICATED, 2),
+    "tp3 rows": (mesh(3, cuts=(Cut(0, 1),)), REPLICATED, 3),
+    "hsdp2x2": (mesh(2, 2, cuts=(Cut(1, 0),)), mesh(2, 2, cuts=(Cut(1, 0),)), 4),
+    "fsdp2xtp2": (mesh(2, 2, cuts=(Cut(1, 0), Cut(0, 0))), mesh(2, 2, cuts=(Cut(0, 0),)), 4),
+    "fsdp3xtp2 rows": (mesh(3, 2, cuts=(Cut(0, 0), Cut(1, 1))), mesh(3, 2, cuts=(Cut(0, 0),)), 6),
+    "hsdp2x2xtp2": (mesh(2, 2, 2, cuts=(Cut(2, 0), Cut(1, 0))), mesh(2, 2, 2, cuts=(Cut(1, 0),)), 8),
+    "packed tp2": (mesh(2, cuts=(Cut(0, 0, 3),)), REPLICATED, 2),
+    "permuted": (mesh(2, 2, cuts=(Cut(1, 0), Cut(0, 0)), order=(3, 1, 0, 2)), REPLICATED, 4),
+}
+MATRICES: dict[str, tuple[Shape, str]] = {
+    "embed": ((257, 96), "F32"),  # large enough to be shared by its replicas
+    "qkv": ((9, 7), "BF16"),
+    "short": ((2, 5), "F64"),
+    "conv": ((6, 3, 2), "C128"),
+    "one": ((1, 1), "U8"),
+}
+OTHERS: dict[str, tuple[Shape, str]] = {
+    "bias": ((7,), "F32"),
+    "norm": ((3,), "F16"),
+    "scalar": ((), "I64"),
+    "empty": ((0, 4), "F32"),
+    "long": ((40_000,), "F8_E4M3"),
+}
+
+
+def table(topology: str) -> dict[str, TensorSpec]:
+    matrices, others, world = TOPOLOGIES[topology]
+    found = {}
+    for names, cut in ((MATRICES, matrices), (OTHERS, others)):
+        for key, (shape, dtype) in names.items():
+            fits = all(c.dim < len(shape) for c in cut.cuts)
+            found[key] = TensorSpec(dtype, shape, cut if fits else REPLICATED, ((0, world),), key == "norm")
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved() -> MemoryStorage:
+    """A checkpoint of every topology under its name."""
+    storage = MemoryStorage()
+    for name, (_, _, world) in TOPOLOGIES.items():
+        worlds.save(storage, {"model": table(name)}, world, path=name)
+    return storage
+
+
+def pairs() -> list[tuple[str, str]]:
+    return list(product(TOPOLOGIES, TOPOLOGIES))
+
+
+def test_there_are_enough_pairs() -> None:
+    assert len(pairs()) >= 60
+
+
+@pytest.mark.parametrize(("source", "target"), pairs())
+def test_any_topology_loads_what_any_other_saved(source: str, target: str, saved: MemoryStorage) -> None:
+    wanted, (_, _, world) = table(target), TOPOLOGIES[target]
+    with Checkpoint(saved, source) as checkpoint:
+        for key, rank in product(wanted, range(world)):
+            found, expected = (
+                worlds.load(checkpoint, key, wanted[key].layout, rank),
+                worlds.local(key, wanted[key], rank),
+            )
+            assert (found.shape, found.tobytes()) == (expected.shape, expected.tobytes())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_element_is_written_by_one_rank(topology: str) -> None:
+    tensors, (_, _, world) = table(topology), TOPOLOGIES[topology]
+    check_cover("model", tensors)
+    written = [piece for rank in range(world) for piece in plan_save(tensors, rank)]
+    for key, spec in tensors.items():
+        assert uncovered(spec.shape, [p.part.box for p in written if p.key == key]) is None
+    assert [p.writer for p in written if p.key == "empty"] == [0]
+    assert all(p.part in parts_of_rank(p.spec.layout, p.spec.shape, p.writer) for p in written if p.key == "norm")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_reader_finds_the_very_boxes_that_the_writers_wrote(topology: str) -> None:
+    tensors, (_, _, world) = table(topology), TOPOLOGIES[topology]
+    chosen = choose_replicas(tensors)
+    for key, spec in tensors.items():
+        wrote = {(p.part.box, p.writer) for rank in range(world) for p in plan_save({**tensors}, rank) if p.key == key}
+        everything = (Part(worlds.Box.whole(spec.shape), (0,) * len(spec.shape)),)
+        found = [(o.stored, o.writer) for o in plan_load(spec, chosen[key], everything)]
+        assert sorted(found) == sorted(wrote if prod(spec.shape) else [])
+
+
+def test_a_pinned_tensor_is_written_by_its_lowest_holder() -> None:
+    layout = mesh(2, 2, cuts=(Cut(1, 0),))
+    tensors = {str(i): TensorSpec("F32", (1 << 20,), layout, ((4, 8),), True) for i in range(5)}
+    writers = {p.writer for rank in range(8) for p in plan_save(tensors, rank)}
+    assert writers == {4, 5}
+
+
+def test_holders_that_do_not_start_at_rank_0_write_their_own() -> None:
+    stage = mesh(4, cuts=(Cut(0, 0),))
+    tensors = {"w": TensorSpec("F32", (8, 2), stage, ((4, 8),)), "e": TensorSpec("F32", (0,), stage, ((4, 8),))}
+    wrote = {(p.key, p.writer): p.part.box.start for rank in range(12) for p in plan_save(tensors, rank)}
+    assert wrote == {("w", 4): (0, 0), ("w", 5): (2, 0), ("w", 6): (4, 0), ("w", 7): (6, 0), ("e", 4): (0,)}
+
+
+def test_shards_with_unequal_numbers_of_replicas_are_still_written_once() -> None:
+    layout = mesh(4, 2, cuts=(Cut(1, 0),))
+    for shape in ((6, 3), (512, 512)):
+        tensors = {"w": TensorSpec("F32", shape, layout, ((0, 3),)), "v": TensorSpec("F32", shape, layout, ((0, 3),))}
+        for key in tensors:
+            boxes = [p.part.box for rank in range(8) for p in plan_save(tensors, rank) if p.key == key]
+            assert uncovered(shape, boxes) is None
+
+
+def test_a_gap_is_named() -> None:
+    tensors = {
+        "fits": TensorSpec("F32", (3, 2), mesh(4, cuts=(Cut(0, 0),)), ((0, 3),)),
+        "gap": TensorSpec("F32", (8, 2), mesh(4, cuts=(Cut(0, 0),)), ((0, 3),)),
+    }
+    with pytest.raises(FormatError, match=r"model: the boxes of 'gap', shape \(8, 2\), .*\(6, 0\)\.\.\(8, 2\)"):
+        check_cover("model", tensors)
+
+
+# ── balance ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def transformer(width: int, layers: int, vocabulary: int) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {"embed": (vocabulary, width), "head": (vocabulary, width), "norm": (width,)}
+    for i in range(layers):
+        shapes |= {f"{i}.{n}": (width, width) for n in "qkvo"} | {f"{i}.norm{n}": (width,) for n in "12"}
+        shapes |= {f"{i}.up": (4 * width, width), f"{i}.down": (width, 4 * width), f"{i}.bias": (4 * width,)}
+    return shapes
+
+
+def resnet() -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {"stem": (64, 3, 7, 7), "fc": (1000, 512), "fc.bias": (1000,)}
+    for i, n in enumerate([64] * 4 + [128] * 4 + [256] * 4 + [512] * 4):
+        shapes |= {f"{i}.conv": (n, n, 3, 3), f"{i}.weight": (n,), f"{i}.bias": (n,), f"{i}.count": ()}
+    return shapes
+
+
+MODELS: dict[str, dict[str, Shape]] = {
+    "transformer": transformer(512, 6, 50_257),
+    "small transformer": transformer(48, 4, 1000),
+    "convolutions": resnet(),
+    "many tiny": {f"t{i}": (i % 17 + 1,) for i in range(500)},
+    "awkward dims": {f"t{i}": (5, 7, 90, 3) for i in range(40)},
+    "leading ones": {f"t{i}": (1, 1, 4096 + i) for i in range(20)},
+}
+
+
+def bytes_per_rank(shapes: dict[str, Shape], layout: Layout, world: int) -> list[int]:
+    tensors = {key: TensorSpec("F32", shape, layout, ((0, world),)) for key, shape in shapes.items()}
+    return [sum(p.nbytes for p in plan_save(tensors, rank)) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_replicas_share_the_writing_evenly(model: str, world: int) -> None:
+    sizes = bytes_per_rank(MODELS[model], REPLICATED, world)
+    assert max(sizes) <= 1.2 * sum(sizes) / world
+
+
+def test_hybrid_replicas_share_the_writing_evenly() -> None:
+    sizes = bytes_per_rank(MODELS["transformer"], mesh(2, 2, cuts=(Cut(1, 0),)), 4)
+    assert max(sizes) <= 1.2 * sum(sizes) / 4
+
+
+def test_a_tensor_is_shared_from_the_documented_size_on() -> None:
+    def shared(elements: int) -> bool:
+        return choose_replicas({"t": TensorSpec("U8", (elements,), REPLICATED, ((0, 4),))})["t"] is None
+
+    assert (shared(4 * SPLIT_BYTES - 1), shared(4 * SPLIT_BYTES)) == (False, True)
+
+
+def test_a_shared_tensor_is_divided_where_the_pieces_are_even() -> None:
+    spec = TensorSpec("F32", (5, 400, 100), REPLICATED, ((0, 4),))
+    boxes = [p.part.box for rank in range(4) for p in plan_save({"t": spec}, rank)]
+    assert [b.shape for b in boxes] == [(5, 100, 100)] * 4
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def piece(key: str, nbytes: int, start: int = 0, dtype: str = "U8") -> Piece:
+    spec = TensorSpec(dtype, (10_000,), REPLICATED, ((0, 1),))
+    stop = start + nbytes // DTYPE_BYTES[dtype]
+    return Piece(key, spec, Part(worlds.Box((start,), (stop,)), (start,)), 0)
+
+
+def test_files_keep_to_the_limit_and_hold_a_name_once() -> None:
+    choose = random.Random(3)
+    for limit in (1, 64, 100, 1000, 1 << 30):
+        pieces = [
+            piece(f"k{choose.randint(0, 30)}", choose.choice([0, 1, 8, 64, 99, 100, 101, 500]), i) for i in range(80)
+        ]
+        files = split_into_files(pieces, limit)
+        assert Counter(id(p) for f in files for p in f) == Counter(map(id, pieces))
+        for found in files:
+            assert len(found) == 1 or sum(p.nbytes for p in found) <= limit
+            assert len({p.key for p in found}) == len(found)
+
+
+def test_small_tensors_share_a_file() -> None:
+    assert len(split_into_files([piece(f"k{i}", 10) for i in range(100)], 100)) == 10
+
+
+def test_wide_elements_come_first_in_a_file_whatever_order_they_are_given_in() -> None:
+    pieces = [piece("a", 3), piece("b", 16, dtype="F64"), piece("c", 6, dtype="F16"), piece("d", 12, dtype="F32")]
+    (found,) = split_into_files(pieces, 1 << 20)
+    assert [p.key for p in found] == ["b", "d", "c", "a"]
+
+
+def test_the_limit_may_be_smaller_than_any_tensor() -> None:
+    assert len(split_into_files([piece("a", 50), piece("b", 50)], 0)) == 2
+
+
+# ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def large(world: int, kind: str) -> dict[str, TensorSpec]:
+    """1,000 tensors."""
+    layouts = {
+        "fsdp": mesh(world, cuts=(Cut(0, 0),)),
+        "hsdp": mesh(world // 8, 8, cuts=(Cut(1, 0),)),
+        "fsdp x tp": mesh(world // 8, 8, cuts=(Cut(1, 0), Cut(0, 0))),
+        "ddp": REPLICATED,
+    }
+    shapes = [(4096, 4096), (16384, 4096), (4096,), (32000, 4096)]
+    return {f"layers.{i}.weight": TensorSpec("BF16", shapes[i % 4], layouts[kind], ((0, world),)) for i in range(1000)}
+
+
+def forget() -> None:
+    for module in (layout_module, plan_module):
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def steps(*calls: object) -> int:
+    """How many lines and calls of Python the calls take; unlike time, the same on every machine."""
+    count = 0
+
+    def trace(frame: object, event: str, arg: object) -> object:
+        nonlocal count
+        count += 1
+        return trace
+
+    forget()
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        for call in calls:
+            call()  # type: ignore[operator]
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp x tp", "ddp"])
+def test_planning_costs_the_same_in_every_world(kind: str) -> None:
+    costs, sizes = [], []
+    for world in (64, 1024, 16384):
+        tensors = large(world, kind)
+        rank = random.Random(world).randrange(world)
+
+        half = mesh(world // 2, cuts=(Cut(0, 0),))
+
+        def load(tensors: Tensors = tensors, rank: int = rank // 2, half: Layout = half) -> None:
+            chosen = choose_replicas(tensors)
+            for key, spec in tensors.items():
+                plan_load(spec, chosen[key], parts_of_rank(half, spec.shape, rank))
+
+        costs.append(
+            [
+                steps(lambda t=tensors, r=rank: plan_save(t, r)),
+                steps(lambda t=tensors: check_cover("model", t)),
+                steps(lambda t=tensors: table_digest({"model": t})),
+                steps(load),
+            ]
+        )
+        sizes.append(len(root_to_json(RootIndex("0" * 32, world, {"model": IndexComponent(tensors)}, {}))))
+    for small, *larger in zip(*costs, strict=True):
+        assert max(larger) <= 1.5 * small + 2000, costs
+    assert sizes[-1] - sizes[0] < 100, sizes
+
+
+def test_ranks_with_the_same_table_have_the_same_digest() -> None:
+    tensors = {"a": TensorSpec("F32", (4,), REPLICATED, ((0, 2),)), "b": TensorSpec("F32", (5,), REPLICATED, ((0, 2),))}
+    base = table_digest({"model": tensors})
+    assert base == table_digest({"model": dict(reversed(tensors.items()))})
+    others = [
+        TensorSpec("F16", (4,), REPLICATED, ((0, 2),)),
+        TensorSpec("F32", (4, 1), REPLICATED, ((0, 2),)),
+        TensorSpec("F32", (4,), mesh(2, cuts=(Cut(0, 0),)), ((0, 2),)),
+        TensorSpec("F32", (4,), REPLICATED, ((0, 2),), True),
+    ]
+    digests = [table_digest({"model": {**tensors, "a": other}}) for other in others]
+    digests += [table_digest({"trainer": tensors}), table_digest({"model": {}}), base]
+    assert len(set(digests)) == len(digests)

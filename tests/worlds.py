@@ -1,0 +1,120 @@
+"""Worlds of any size in one process: every rank plans and writes by itself, only without torch and processes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+
+import numpy
+
+from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, root_to_json
+from lightning_shardckpt.layout import Axis, Cut, Layout, Part, parts_of_rank
+from lightning_shardckpt.plan import Piece, plan_load, plan_save
+from lightning_shardckpt.read import Checkpoint, Request, fill, verify_requests
+from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.write import write_component
+
+SAVE_ID = "5afe" * 8
+PATH = "/runs/step-3.ckpt"
+_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+Array = numpy.ndarray
+
+
+def mesh(*sizes: int, cuts: tuple[Cut, ...] = (), order: tuple[int, ...] | None = None) -> Layout:
+    """A row-major mesh."""
+    axes = tuple(Axis(f"axis{i}", n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes))
+    return Layout(axes, cuts, order)
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+def whole(key: str, spec: TensorSpec) -> Array:
+    """The value of a tensor: the same bytes for the same name, size and dtype."""
+    itemsize = DTYPE_BYTES[spec.dtype]
+    return numpy.frombuffer(_bytes(key, prod(spec.shape) * itemsize), _TYPES[itemsize]).reshape(spec.shape)
+
+
+@lru_cache(maxsize=64)
+def _bytes(key: str, nbytes: int) -> bytes:
+    return hashlib.shake_128(key.encode()).digest(nbytes)
+
+
+def empty_local(parts: tuple[Part, ...], like: Array) -> Array:
+    shape: Shape = tuple(map(max, zip(*(p.local.stop for p in parts), strict=True))) if parts else (0,) * like.ndim
+    return numpy.zeros(shape if like.ndim else (), like.dtype)
+
+
+def local(key: str, spec: TensorSpec, rank: int) -> Array:
+    """What ``rank`` has of a tensor in its memory."""
+    full, parts = whole(key, spec), parts_of_rank(spec.layout, spec.shape, rank)
+    found = empty_local(parts, full)
+    for part in parts:
+        found[at(part.local)] = full[at(part.box)]
+    return found
+
+
+def content(array: Array) -> memoryview:
+    """The row-major bytes of an array, its own memory if that is contiguous."""
+    flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    return memoryview(flat)
+
+
+def save(
+    storage: Storage,
+    tables: Mapping[str, Mapping[str, TensorSpec]],
+    world: int,
+    *,
+    path: str = PATH,
+    size_per_shard: float = 1024,
+    save_id: str = SAVE_ID,
+    **root: object,
+) -> list[list[Piece]]:
+    """Save a world's tensors at ``path``; the pieces that each rank wrote."""
+    draft = storage.draft(path, save_id)
+    draft.begin()
+    components = {}
+    written: list[list[Piece]] = [[] for _ in range(world)]
+    for name, tensors in tables.items():
+        indexes: dict[int, FileInfo] = {}
+        for rank in range(world):
+            pieces = plan_save(tensors, rank)
+            written[rank] += pieces
+
+            def stage(piece: Piece, rank: int = rank) -> memoryview:
+                return content(local(piece.key, piece.spec, rank)[at(piece.part.local)])
+
+            info = write_component(draft, name, rank, save_id, pieces, stage, size_per_shard)
+            if info is not None:
+                indexes[rank] = info
+        components[name] = Component(dict(tensors), {}, indexes)
+    draft.write(ROOT_NAME, [root_to_json(RootIndex(save_id, world, components, {}, **root))])  # type: ignore[arg-type]
+    draft.publish()
+    return written
+
+
+def requests(checkpoint: Checkpoint, key: str, wanted: tuple[Part, ...], local_shape: Shape) -> list[Request]:
+    spec = checkpoint.root.components["model"].tensors[key]
+    return [
+        Request(key, overlap, checkpoint.entry("model", key, overlap), local_shape)
+        for overlap in plan_load(spec, checkpoint.replicas("model")[key], wanted)
+    ]
+
+
+def load(checkpoint: Checkpoint, key: str, layout: Layout, rank: int, *, verify: bool = True) -> Array:
+    """What ``rank`` of another world reads of a model's tensor into its memory."""
+    spec = checkpoint.root.components["model"].tensors[key]
+    parts = parts_of_rank(layout, spec.shape, rank)
+    found = empty_local(parts, numpy.zeros((1,) * len(spec.shape), _TYPES[DTYPE_BYTES[spec.dtype]]))
+    wanted = requests(checkpoint, key, parts, found.shape)
+    if verify:
+        verify_requests(checkpoint, "model", wanted)
+    for request in wanted:
+        fill(checkpoint, request, content(found))
+    return found
