@@ -1,0 +1,1 @@
+"""Where the bytes of a checkpoint are kept: a small protocol and its backends. No torch."""

@@ -1,0 +1,69 @@
+"""What must a place offer to keep checkpoints?
+
+A checkpoint is a flat set of named files that appears whole or not at all. A backend says how it appears: by a
+rename here, by the root index put last on an object store. Names never contain a directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from lightning_shardckpt.header import MAX_JSON_BYTES
+
+Bytes = bytes | memoryview
+
+
+class Reader(Protocol):
+    """A checkpoint opened for reading."""
+
+    def size(self, name: str) -> int:
+        """Length of a file in bytes. Raises FileNotFoundError."""
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` on. Raises EOFError if the file ends before that."""
+
+    def names(self) -> list[str]:
+        """Every entry, sorted; for ``verify`` only: a load opens what the index names."""
+
+    def close(self) -> None:
+        """Release what is open."""
+
+
+class Draft(Protocol):
+    """A checkpoint being written. Every rank holds one; ``begin``, ``publish``, ``discard`` are for one rank only."""
+
+    def begin(self) -> None:
+        """Make the place where all ranks write; fails if the target cannot be replaced."""
+
+    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+        """Write a new file; it is durable on return."""
+
+    def publish(self) -> None:
+        """Make the checkpoint appear at its path, in place of one that is there; durable on return."""
+
+    def discard(self) -> None:
+        """Remove what was written; never raises for what is already gone."""
+
+
+class Storage(Protocol):
+    """A kind of place, addressed by path."""
+
+    def open(self, path: str) -> Reader:
+        """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
+
+    def draft(self, path: str, save_id: str) -> Draft:
+        """A new checkpoint that will appear at ``path``; the drafts of one ``save_id`` are one."""
+
+    def remove(self, path: str) -> None:
+        """Delete the checkpoint at ``path``; nothing that is not one. Raises CheckpointNotFoundError."""
+
+
+def read_all(reader: Reader, name: str) -> bytes:
+    """The whole content of a JSON file. Raises ValueError for more than one may have."""
+    size = reader.size(name)
+    if size > MAX_JSON_BYTES:
+        raise ValueError(f"{size} bytes, more than the limit of {MAX_JSON_BYTES}")
+    content = bytearray(size)
+    reader.read_into(name, 0, memoryview(content))
+    return bytes(content)

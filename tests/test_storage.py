@@ -1,0 +1,487 @@
+"""Does every place keep its promises? One suite for all backends; then what only a file system can do wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage import local
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.memory import MemoryStorage
+from lightning_shardckpt.storage.protocol import Draft, Storage, read_all
+
+ID, OTHER_ID = "0" * 32, "1" * 32
+
+
+def put(storage: Storage, path: str, save_id: str = ID, **files: bytes) -> None:
+    """Publish a checkpoint of these files."""
+    draft = storage.draft(path, save_id)
+    draft.begin()
+    for name, content in {ROOT_NAME: save_id.encode(), **files}.items():
+        draft.write(name, [content])
+    draft.publish()
+
+
+def content(storage: Storage, path: str) -> dict[str, bytes]:
+    reader = storage.open(path)
+    try:
+        return {name: read_all(reader, name) for name in reader.names()}
+    finally:
+        reader.close()
+
+
+# ── what every backend must do ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(params=[MemoryStorage, LocalStorage])
+def storage(request: pytest.FixtureRequest) -> Storage:
+    found: Storage = request.param()
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "runs" / "step-1.ckpt")
+
+
+def test_what_was_published_is_read_back(storage: Storage, path: str) -> None:
+    draft = storage.draft(path, ID)
+    draft.begin()
+    draft.write("a", [b"one", memoryview(b"two"), b"", memoryview(b"three")])
+    draft.write("empty", [])
+    draft.write(ROOT_NAME, (bytes([i]) for i in range(5)))
+    draft.publish()
+    assert content(storage, path) == {"a": b"onetwothree", "empty": b"", ROOT_NAME: bytes(range(5))}
+
+
+def test_nothing_is_there_before_it_is_published(storage: Storage, path: str) -> None:
+    draft = storage.draft(path, ID)
+    draft.begin()
+    draft.write(ROOT_NAME, [b"x"])
+    with pytest.raises(CheckpointNotFoundError, match=r"step-1\.ckpt"):
+        storage.open(path)
+
+
+def test_the_old_one_is_there_until_the_new_one_is(storage: Storage, path: str) -> None:
+    put(storage, path, a=b"old", only_old=b"")
+    draft = storage.draft(path, OTHER_ID)
+    draft.begin()
+    draft.write("a", [b"new"])
+    draft.write(ROOT_NAME, [b"new"])
+    assert content(storage, path)["a"] == b"old"
+    draft.publish()
+    assert content(storage, path) == {"a": b"new", ROOT_NAME: b"new"}
+
+
+def test_every_rank_writes_into_the_same_draft(storage: Storage, path: str) -> None:
+    first, second = storage.draft(path, ID), storage.draft(path, ID)
+    first.begin()
+    second.write("b", [b"2"])
+    first.write(ROOT_NAME, [b"1"])
+    first.publish()
+    assert content(storage, path) == {"b": b"2", ROOT_NAME: b"1"}
+
+
+def test_a_file_is_written_once(storage: Storage, path: str) -> None:
+    draft = storage.draft(path, ID)
+    draft.begin()
+    draft.write("a", [b"1"])
+    with pytest.raises(FileExistsError):
+        draft.write("a", [b"2"])
+
+
+def test_an_error_while_the_content_is_made_passes_through(storage: Storage, path: str) -> None:
+    def parts() -> list[bytes]:
+        raise RuntimeError("staging failed")
+
+    draft = storage.draft(path, ID)
+    draft.begin()
+    with pytest.raises(RuntimeError, match="staging failed"):
+        draft.write("a", (part for part in parts()))
+    draft.discard()
+
+
+def test_a_discarded_draft_leaves_nothing(storage: Storage, path: str) -> None:
+    put(storage, path, a=b"old")
+    draft = storage.draft(path, OTHER_ID)
+    draft.begin()
+    draft.write("a", [b"new"])
+    draft.discard()
+    draft.discard()
+    assert content(storage, path)["a"] == b"old"
+    if isinstance(storage, LocalStorage):
+        assert os.listdir(os.path.dirname(path)) == ["step-1.ckpt"]
+
+
+def test_a_range_is_read_into_the_memory_that_is_given(storage: Storage, path: str) -> None:
+    put(storage, path, a=bytes(range(100)))
+    reader = storage.open(path)
+    target = bytearray(b"." * 10)
+    reader.read_into("a", 90, memoryview(target)[2:7])
+    assert target == b".." + bytes(range(90, 95)) + b"..."
+    reader.read_into("a", 100, memoryview(bytearray()))
+    assert reader.size("a") == 100
+    with pytest.raises(EOFError, match="a ends at byte 100"):
+        reader.read_into("a", 95, memoryview(target))
+    with pytest.raises(FileNotFoundError):
+        reader.size("b")
+    with pytest.raises(FileNotFoundError):
+        reader.read_into("b", 0, memoryview(target))
+    reader.close()
+    reader.close()
+
+
+def test_removing_removes(storage: Storage, path: str) -> None:
+    put(storage, path)
+    storage.remove(path)
+    with pytest.raises(CheckpointNotFoundError):
+        storage.open(path)
+    with pytest.raises(CheckpointNotFoundError):
+        storage.remove(path)
+
+
+# ── a file system ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+LOCAL = LocalStorage()
+
+
+@pytest.fixture(params=["exchange", "no exchange"])
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file system that exchanges two names in one step, and one that cannot."""
+    if request.param == "no exchange":
+        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    return str(request.param)
+
+
+def beside(path: str) -> list[str]:
+    return sorted(name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path))
+
+
+def test_publishing_over_a_checkpoint_leaves_nothing_beside_it(path: str, swap: str) -> None:
+    put(LOCAL, path, a=b"1", gone=b"")
+    put(LOCAL, path, OTHER_ID, a=b"2")
+    assert content(LOCAL, path) == {"a": b"2", ROOT_NAME: OTHER_ID.encode()}
+    assert beside(path) == []
+
+
+def test_this_file_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "in a").touch()
+    assert local._exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert os.listdir(tmp_path / "b") == ["in a"]
+    with pytest.raises(FileNotFoundError, match="exchanging"):
+        local._exchange(str(tmp_path / "a"), str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("crash_at", [1, 2])
+def test_a_crash_between_the_two_renames_leaves_the_old_one_readable(
+    crash_at: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(LOCAL, path, a=b"old")
+    monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    draft = LOCAL.draft(path, OTHER_ID)
+    draft.begin()
+    draft.write(ROOT_NAME, [b"new"])
+    draft.write("a", [b"new"])
+    rename, count = os.rename, 0
+
+    def dying(source: str, target: str) -> None:
+        nonlocal count
+        count += 1
+        if count == crash_at:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", dying)
+    with pytest.raises(KeyboardInterrupt):
+        draft.publish()
+    monkeypatch.undo()
+    assert os.path.lexists(path) == (crash_at == 1)
+    assert content(LOCAL, path)["a"] == b"old"
+    put(LOCAL, path, "2" * 32, a=b"newer")  # the next save puts everything in order, but for what the crash left
+    assert content(LOCAL, path)["a"] == b"newer"
+    assert beside(path) == [f".tmp-{OTHER_ID}"]
+
+
+def test_a_checkpoint_that_was_moved_aside_can_be_removed(path: str) -> None:
+    put(LOCAL, path)
+    os.rename(path, local._aside(path))
+    assert ROOT_NAME in content(LOCAL, path)
+    LOCAL.remove(path)
+    assert os.listdir(os.path.dirname(path)) == []
+
+
+def test_a_removed_checkpoint_does_not_come_back_from_aside(path: str) -> None:
+    put(LOCAL, path)
+    shutil.copytree(path, local._aside(path))  # as if publish had been killed before its last line
+    LOCAL.remove(path)
+    with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
+        LOCAL.open(path)
+
+
+def test_what_waits_aside_is_never_taken_for_another_path(path: str) -> None:
+    put(LOCAL, path)
+    os.rename(path, local._aside(path))
+    with pytest.raises(CheckpointNotFoundError):
+        LOCAL.open(path + "2")
+
+
+@pytest.mark.parametrize("crash", [True, False])
+def test_no_temporary_name_looks_like_a_checkpoint_to_lightning(crash: bool, path: str) -> None:
+    draft = LOCAL.draft(path, ID)
+    draft.begin()
+    for name in (*beside(path), os.path.basename(local._aside(path))):
+        assert name.startswith(".")
+        assert "ckpt" not in name
+
+
+def link(path: Path, target: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def test_saving_to_a_link_replaces_the_link_and_keeps_what_it_names(path: str, swap: str) -> None:
+    other = os.path.join(os.path.dirname(path), "other.ckpt")
+    put(LOCAL, other, a=b"other")
+    os.symlink("other.ckpt", path)
+    put(LOCAL, path, OTHER_ID, a=b"new")
+    assert not os.path.islink(path)
+    assert (content(LOCAL, path)["a"], content(LOCAL, other)["a"]) == (b"new", b"other")
+    assert beside(path) == ["other.ckpt"]
+
+
+def test_saving_to_a_dangling_link_replaces_it(path: str, swap: str) -> None:
+    link(Path(path), "nowhere")
+    with pytest.raises(CheckpointNotFoundError, match="a link to 'nowhere', which is gone"):
+        LOCAL.open(path)
+    put(LOCAL, path)
+    assert ROOT_NAME in content(LOCAL, path)
+    assert beside(path) == []
+
+
+def test_a_checkpoint_is_read_through_a_link(path: str) -> None:
+    put(LOCAL, path, a=b"1")
+    os.symlink(os.path.basename(path), path + ".last")
+    assert content(LOCAL, path + ".last")["a"] == b"1"
+    LOCAL.remove(path + ".last")
+    assert content(LOCAL, path)["a"] == b"1"
+
+
+def test_saving_into_an_empty_directory_replaces_it(path: str, swap: str) -> None:
+    os.makedirs(path)
+    put(LOCAL, path)
+    assert ROOT_NAME in content(LOCAL, path)
+    assert beside(path) == []
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("what", ["a file", "a directory of somebody"])
+def test_what_is_not_ours_is_never_replaced(what: str, when: str, path: str) -> None:
+    def appear() -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if what == "a file":
+            target.write_text("thesis")
+        else:
+            target.mkdir()
+            (target / "thesis").touch()
+
+    draft = LOCAL.draft(path, ID)
+    with pytest.raises(FileExistsError, match=r"step-1\.ckpt.*use another path"):
+        if when == "before":
+            appear()
+        draft.begin()
+        appear()
+        draft.write(ROOT_NAME, [b""])
+        draft.publish()
+    draft.discard()
+    assert beside(path) == []
+    with pytest.raises(CheckpointNotFoundError):
+        LOCAL.remove(path)
+    assert Path(path).is_file() or os.listdir(path) == ["thesis"]
+
+
+def test_the_modes_of_files_follow_the_umask(path: str) -> None:
+    before = os.umask(0o027)
+    try:
+        put(LOCAL, path, a=b"")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o750
+    assert {stat.S_IMODE(os.stat(os.path.join(path, n)).st_mode) for n in ("a", ROOT_NAME)} == {0o640}
+
+
+def test_a_url_is_a_path_if_it_is_one_of_a_file(path: str) -> None:
+    put(LOCAL, f"file://{path}")
+    assert content(LOCAL, path) == content(LOCAL, f"file://{path}")
+    with pytest.raises(ValueError, match="s3://bucket/x"):
+        LOCAL.open("s3://bucket/x")
+
+
+def test_a_parent_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in ("file/a.ckpt", "file/deep/a.ckpt"):
+        with pytest.raises(NotADirectoryError, match="file"):
+            put(LOCAL, str(tmp_path / path))
+
+
+def test_more_files_than_a_process_may_open_are_read(path: str) -> None:
+    count = 200
+    put(LOCAL, path, **{f"f{i}": bytes([i]) for i in range(count)})
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reader = LOCAL.open(path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, before[1]))
+    try:
+        for _ in range(2):
+            assert [read_all(reader, f"f{i}") for i in range(count)] == [bytes([i]) for i in range(count)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        reader.close()
+
+
+def test_files_that_a_reader_opened_are_closed(path: str) -> None:
+    put(LOCAL, path, a=b"")
+    before = sorted(os.listdir("/proc/self/fd"))
+    assert content(LOCAL, path)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_large_writes_and_many_small_parts_arrive_whole(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda file, views: writev(file, [views[0][: max(len(views[0]) // 2, 1)]]))
+    parts = [bytes([i % 256]) * (i % 7) for i in range(3000)]
+    put(LOCAL, path, a=b"".join(parts))
+    draft = LOCAL.draft(path, OTHER_ID)
+    draft.begin()
+    draft.write("b", parts)
+    draft.write(ROOT_NAME, [b""])
+    draft.publish()
+    assert content(LOCAL, path)["b"] == b"".join(parts)
+
+
+# ── what stands in place of a file ────────────────────────────────────────────────────────────────────────────────
+
+
+def make_socket(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as found:
+        os.chdir(os.path.dirname(path))  # the name of a socket is short
+        found.bind(os.path.basename(path))
+
+
+IN_PLACE: dict[str, Callable[[str], object]] = {
+    "fifo": os.mkfifo,
+    "directory": os.mkdir,
+    "link": lambda path: os.symlink("/etc/hostname", path),
+    "dangling link": lambda path: os.symlink("/nowhere", path),
+    "socket": make_socket,
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+@pytest.mark.parametrize("name", [ROOT_NAME, "a"])
+def test_only_regular_files_are_opened(kind: str, name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(".")
+    put(LOCAL, path, a=b"1")
+    os.unlink(os.path.join(path, name))
+    IN_PLACE[kind](os.path.join(path, name))
+    with pytest.raises((FormatError, CheckpointNotFoundError), match=name if name == ROOT_NAME else "regular file"):
+        reader = LOCAL.open(path)
+        try:
+            reader.size(name)
+        finally:
+            reader.close()
+
+
+# ── a disk that is full, or not to be written ─────────────────────────────────────────────────────────────────────
+
+SAVE = f"""
+import errno, os, sys
+from lightning_shardckpt.storage.local import LocalStorage
+path, old, new = sys.argv[1], b"o" * 300_000, b"n" * 900_000
+def put(save_id, content):
+    draft = LocalStorage().draft(path, save_id)
+    try:
+        draft.begin()
+        draft.write("a", [content[:1000], content[1000:]])
+        draft.write({ROOT_NAME!r}, [b"root"])
+        draft.publish()
+    except OSError as error:
+        draft.discard()
+        return error.errno, str(error)
+def check():
+    reader = LocalStorage().open(path)
+    found = bytearray(reader.size("a"))
+    reader.read_into("a", 0, memoryview(found))
+    assert found == old and reader.size({ROOT_NAME!r}) == 4
+    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)], os.listdir(os.path.dirname(path))
+assert put("0" * 32, old) is None
+check()
+LIMIT
+found = put("1" * 32, new)
+assert found and found[0] == EXPECTED, found
+check()
+print("as it should be")
+"""
+
+
+def run(script: str, path: str, *command: str) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", script, path], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "as it should be\n", done.stderr
+
+
+def own_mounts() -> list[str]:
+    """The command that runs another one with mounts of its own; skips where the system forbids it."""
+    command = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("the system allows no user namespaces; test_a_file_that_may_not_grow… covers the same path")
+    return command
+
+
+def mounted(script: str, options: str) -> str:
+    mount = f"subprocess.run(['mount', '-t', 'tmpfs', {options!r}, 'none', sys.argv[1]], check=True)"
+    return f"import subprocess, sys\n{mount}\nsys.argv[1] += '/a.ckpt'\n{script}"
+
+
+def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    script = SAVE.replace("LIMIT", "").replace("EXPECTED", "errno.ENOSPC")
+    run(mounted(script, "-osize=1m"), str(tmp_path), *own_mounts())
+
+
+def test_a_file_that_may_not_grow_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))"
+    run(SAVE.replace("LIMIT", limit).replace("EXPECTED", "errno.EFBIG"), str(tmp_path / "a.ckpt"))
+
+
+def test_a_read_only_place_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    limit = "import subprocess; subprocess.run(['mount', '-o', 'remount,ro', os.path.dirname(path)], check=True)"
+    script = SAVE.replace("LIMIT", limit).replace("EXPECTED", "errno.EROFS")
+    run(mounted(script, "-osize=4m"), str(tmp_path), *own_mounts())
+
+
+def test_a_failing_discard_does_not_hide_why_the_save_failed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft: Draft = LOCAL.draft(path, ID)
+    draft.begin()
+    draft.write("a", [b"1"])
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "rmdir", refuse)
+    draft.discard()

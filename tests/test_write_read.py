@@ -1,0 +1,323 @@
+"""Do the bytes come back, no others, and never changed ones? Oracle: the tensors' bytes, and a reader that counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy
+import pytest
+
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError, StateError
+from lightning_shardckpt.header import MAX_JSON_BYTES, checksum, decode
+from lightning_shardckpt.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec, rank_index_from_json, root_from_json
+from lightning_shardckpt.layout import REPLICATED, Cut, Layout, parts_of_rank
+from lightning_shardckpt.plan import plan_save
+from lightning_shardckpt.read import Checkpoint, fill, verify_requests
+from lightning_shardckpt.storage.memory import MemoryReader, MemoryStorage
+from lightning_shardckpt.write import MB, block_bytes, block_checksums, write_component
+from tests import worlds
+from tests.worlds import PATH, SAVE_ID, mesh
+
+FSDP = {n: mesh(n, cuts=(Cut(0, 0),)) for n in (1, 2, 3, 4, 5, 8)}
+
+
+@dataclass
+class Counting:
+    """A reader that notes what is read of which file."""
+
+    inner: MemoryReader
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def size(self, name: str) -> int:
+        return self.inner.size(name)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        self.reads.append((name, offset, len(target)))
+        self.inner.read_into(name, offset, target)
+
+    def names(self) -> list[str]:
+        return self.inner.names()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def of_shards(self) -> int:
+        return sum(n for name, _, n in self.reads if name.endswith(".safetensors"))
+
+
+class CountingStorage(MemoryStorage):
+    def open(self, path: str) -> MemoryReader:
+        return Counting(super().open(path))  # type: ignore[return-value]
+
+
+def saved(tensors: dict[str, TensorSpec], world: int, size_per_shard: float = 1024) -> CountingStorage:
+    storage = CountingStorage()
+    worlds.save(storage, {"model": tensors}, world, size_per_shard=size_per_shard)
+    return storage
+
+
+def spec(shape: tuple[int, ...], layout: Layout, world: int, dtype: str = "F32") -> TensorSpec:
+    return TensorSpec(dtype, shape, layout, ((0, world),))
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_files_hold_what_their_header_and_the_index_say() -> None:
+    tensors = {"a": spec((6, 4), FSDP[2], 2), "b": spec((3,), REPLICATED, 2, "U8"), "c": spec((), REPLICATED, 2, "F64")}
+    storage = saved(tensors, 2)
+    files = storage.checkpoints[PATH]
+    root = root_from_json(files[ROOT_NAME], "")
+    for rank, info in root.components["model"].indexes.items():
+        assert (len(files[info.name]), checksum(files[info.name])) == (info.nbytes, info.checksum)
+        index = rank_index_from_json(files[info.name], "")
+        assert (index.rank, index.component, index.save_id) == (rank, "model", SAVE_ID)
+        for shard_file in index.files.values():
+            content = files[shard_file.name]
+            length = 8 + int.from_bytes(content[:8], "little")
+            assert (len(content), checksum(content[:length])) == (shard_file.nbytes, shard_file.checksum)
+            stored, save_id = decode(content[8:length], "")
+            assert save_id == SAVE_ID
+            for key, (entry,) in index.shards.items():
+                data = content[entry.begin : entry.begin + entry.nbytes]
+                expected = worlds.content(worlds.whole(key, tensors[key])[worlds.at(entry.box)])
+                assert (stored[key].begin, stored[key].nbytes, data) == (entry.begin, entry.nbytes, bytes(expected))
+                assert entry.checksums == block_checksums(memoryview(data), entry.block)
+
+
+def test_every_file_is_named_by_the_index_and_by_nothing_else() -> None:
+    files = saved({"a": spec((64, 64), FSDP[4], 4), "b": spec((64, 64), REPLICATED, 4)}, 4, 0.001).checkpoints[PATH]
+    root = root_from_json(files[ROOT_NAME], "")
+    indexes = [info.name for info in root.components["model"].indexes.values()]
+    named = [name for index in indexes for name in rank_index_from_json(files[index], "").files]
+    assert sorted([ROOT_NAME, *indexes, *named]) == sorted(files)
+    assert len(named) > 4
+
+
+def test_a_rank_without_pieces_writes_no_file() -> None:
+    storage = saved({"a": spec((2, 4), FSDP[4], 4)}, 4)
+    assert {name.split("-")[2] for name in storage.checkpoints[PATH] if "-dist-" in name if "meta" not in name} == {
+        "00000",
+        "00001",
+    }
+
+
+def test_memory_that_is_not_what_was_planned_is_not_written() -> None:
+    storage = MemoryStorage()
+    tensors = {"a": spec((6, 4), REPLICATED, 1)}
+    with pytest.raises(StateError, match=r"92 bytes of 'a' are here, 96 were planned"):
+        write_component(
+            storage.draft(PATH, SAVE_ID), "model", 0, SAVE_ID, plan_save(tensors, 0), lambda p: memoryview(bytes(92)), 1
+        )
+
+
+def test_the_writer_tells_of_every_byte() -> None:
+    told: list[int] = []
+    tensors = {"a": spec((6, 4), REPLICATED, 1), "b": spec((5,), REPLICATED, 1, "U8")}
+    draft = MemoryStorage().draft(PATH, SAVE_ID)
+    pieces = plan_save(tensors, 0)
+    write_component(draft, "model", 0, SAVE_ID, pieces, lambda p: memoryview(bytes(p.nbytes)), 1, told.append)
+    assert told == [96, 5]
+
+
+def test_blocks_are_small_enough_for_a_reader_and_for_a_reshard() -> None:
+    for nbytes in (0, 1, 4096, 131_073, MB, 10 * MB, 96 * MB + 1, 1 << 40):
+        block = block_bytes(nbytes)
+        assert 4096 <= block <= MB < MAX_BLOCK_BYTES
+        assert block == 4096 or 95 * block < nbytes
+    for parts in (2, 3, 4, 6, 8, 12):
+        assert (12 * MB // parts) % block_bytes(12 * MB) == 0
+
+
+# ── reading no more than needed ───────────────────────────────────────────────────────────────────────────────────
+
+
+RESHARDS = [(4, 2), (2, 4), (4, 3), (4, 1), (3, 4), (4, 8), (1, 8), (8, 3), (1, 3), (1, 5)]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("source", "target"), RESHARDS)
+def test_a_reshard_along_dim_0_reads_little_more_than_it_needs(source: int, target: int, verify: bool) -> None:
+    shape = (1024, 257)  # about 1 MiB
+    storage = saved({"w": spec(shape, FSDP[source], source)}, source)
+    for rank in range(target):
+        with Checkpoint(storage, PATH) as checkpoint:
+            reader: Counting = checkpoint.reader  # type: ignore[assignment]
+            parts = parts_of_rank(FSDP[target], shape, rank)
+            needed = sum(part.box.numel for part in parts) * 4
+            found = worlds.empty_local(parts, worlds.whole("w", spec(shape, REPLICATED, 1)))
+            wanted = worlds.requests(checkpoint, "w", parts, found.shape)
+            opened = {request.overlap.writer for request in wanted}
+            if verify:
+                verify_requests(checkpoint, "model", wanted)
+                assert needed <= reader.of_shards() <= 1.1 * needed
+            reader.reads.clear()
+            for request in wanted:
+                fill(checkpoint, request, worlds.content(found))
+            assert reader.of_shards() == needed
+            assert {name for name, _, _ in reader.reads} == {
+                f"model-dist-{writer:05d}-shard-00001.safetensors" for writer in opened
+            }
+            assert numpy.array_equal(found, worlds.local("w", spec(shape, FSDP[target], target), rank))
+
+
+def test_a_part_is_verified_by_the_blocks_that_it_touches() -> None:
+    shape = (96 << 13,)  # 3 MiB in blocks of 32 KiB
+    storage = saved({"w": spec(shape, REPLICATED, 1)}, 1)
+    with Checkpoint(storage, PATH) as checkpoint:
+        part = parts_of_rank(FSDP[1], shape, 0)[0]
+        third = type(part)(Box((8192 + 1,), (2 * 8192 + 1,)), (0,))  # the second block but for an element, and one more
+        (request,) = worlds.requests(checkpoint, "w", (third,), (8192,))
+        begin = request.entry.begin
+        reader: Counting = checkpoint.reader  # type: ignore[assignment]
+        checkpoint.check_file("model", 0, request.entry.file)
+        reader.reads.clear()
+        verify_requests(checkpoint, "model", [request])
+        assert reader.reads == [(request.entry.file, begin + (1 << 15), 1 << 16)]
+        files = storage.checkpoints[PATH]
+        for offset, touched in ((0, False), (32767, False), (32768, True), (98303, True), (98304, False)):
+            intact = files[request.entry.file]
+            files[request.entry.file] = flipped(intact, begin + offset)
+            try:
+                if touched:
+                    with pytest.raises(
+                        CorruptionError, match=rf"'w'.*rank 0, bytes {begin + offset // 32768 * 32768} to"
+                    ):
+                        verify_requests(checkpoint, "model", [request])
+                else:
+                    verify_requests(checkpoint, "model", [request])
+            finally:
+                files[request.entry.file] = intact
+
+
+def test_a_column_is_read_in_a_few_large_reads() -> None:
+    shape = (512, 512)
+    storage = saved({"w": spec(shape, FSDP[4], 4)}, 4)
+    columns = mesh(4, cuts=(Cut(0, 1),))
+    with Checkpoint(storage, PATH) as checkpoint:
+        reader: Counting = checkpoint.reader  # type: ignore[assignment]
+        found = worlds.load(checkpoint, "w", columns, 3, verify=False)
+        assert numpy.array_equal(found, worlds.local("w", spec(shape, columns, 4), 3))
+        assert sum(name.endswith(".safetensors") for name, _, _ in reader.reads) == 4
+
+
+def test_large_blocks_and_buffers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_shardckpt.read._BUFFER_BYTES", 5000)
+    monkeypatch.setattr("lightning_shardckpt.read._DIRECT_BYTES", 300)
+    for shape in ((100, 41), (7, 3000)):
+        storage = saved({"w": spec(shape, FSDP[3], 3)}, 3)
+        for layout in (FSDP[2], mesh(2, cuts=(Cut(0, 1),)), mesh(2, cuts=(Cut(0, 1, 3),))):
+            with Checkpoint(storage, PATH) as checkpoint:
+                for rank in range(2):
+                    found = worlds.load(checkpoint, "w", layout, rank)
+                    assert numpy.array_equal(found, worlds.local("w", spec(shape, layout, 2), rank))
+
+
+# ── no changed byte loads ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flipped(content: bytes, at: int, bit: int = 0) -> bytes:
+    return content[:at] + bytes([content[at] ^ (1 << bit)]) + content[at + 1 :]
+
+
+SMALL = {
+    "w": spec((3, 2), FSDP[2], 2),
+    "b": spec((5,), REPLICATED, 2, "BF16"),
+    "flag": spec((), REPLICATED, 2, "BOOL"),
+}
+
+
+def load_all(storage: MemoryStorage, target: dict[str, numpy.ndarray]) -> None:
+    """Verify everything first, then fill, as ``checkpoint.load`` does."""
+    with Checkpoint(storage, PATH) as checkpoint:
+        wanted = []
+        for key, tensor in SMALL.items():
+            wanted += worlds.requests(checkpoint, key, parts_of_rank(REPLICATED, tensor.shape, 0), tensor.shape)
+        verify_requests(checkpoint, "model", wanted)
+        for request in wanted:
+            fill(checkpoint, request, worlds.content(target[request.key]))
+
+
+def untouched() -> dict[str, numpy.ndarray]:
+    return {key: numpy.full_like(worlds.whole(key, tensor), 7) for key, tensor in SMALL.items()}
+
+
+def test_a_flipped_bit_in_any_byte_of_any_file_is_an_error_that_names_the_file() -> None:
+    storage = MemoryStorage()
+    worlds.save(storage, {"model": SMALL}, 2)
+    files, target = storage.checkpoints[PATH], untouched()
+    for name, content in list(files.items()):
+        for at in range(len(content)):
+            files[name] = flipped(content, at, at % 8)
+            with pytest.raises((CorruptionError, FormatError), match=name) as caught:
+                load_all(storage, target)
+            assert isinstance(caught.value, ShardCkptError)
+            files[name] = content
+    for key, array in target.items():
+        assert array.tobytes() == untouched()[key].tobytes()
+    load_all(storage, target)
+    for key, tensor in SMALL.items():
+        assert target[key].tobytes() == worlds.whole(key, tensor).tobytes()
+
+
+@pytest.mark.parametrize("change", ["cut", "emptied", "extended", "deleted"])
+def test_a_file_of_another_length_is_an_error_that_names_it(change: str) -> None:
+    storage = MemoryStorage()
+    worlds.save(storage, {"model": SMALL}, 2)
+    files, target = storage.checkpoints[PATH], untouched()
+    for name, content in list(files.items()):
+        files[name] = {"cut": content[:-1], "emptied": b"", "extended": content + b"\0"}.get(change, b"")
+        if change == "deleted":
+            del files[name]
+        with pytest.raises((CorruptionError, FormatError, CheckpointNotFoundError), match=name):
+            load_all(storage, target)
+        files[name] = content
+
+
+def test_a_file_of_another_save_is_an_error_even_if_it_would_fit() -> None:
+    storage = MemoryStorage()
+    worlds.save(storage, {"model": SMALL}, 2)
+    worlds.save(storage, {"model": SMALL}, 2, path="other", save_id="0" * 32)
+    files, foreign = storage.checkpoints[PATH], storage.checkpoints["other"]
+    for name, content in list(files.items()):
+        if name != ROOT_NAME:
+            assert len(foreign[name]) == len(content)
+            files[name] = foreign[name]
+            with pytest.raises(CorruptionError, match=name):
+                load_all(storage, untouched())
+            files[name] = content
+
+
+def test_a_shard_file_that_claims_a_huge_header_allocates_nothing() -> None:
+    storage = MemoryStorage()
+    worlds.save(storage, {"model": SMALL}, 2)
+    files = storage.checkpoints[PATH]
+    name = "model-dist-00000-shard-00001.safetensors"
+    files[name] = (1 << 62).to_bytes(8, "little") + files[name][8:]
+    with pytest.raises(CorruptionError, match=rf"{name}: the header claims {1 << 62} bytes"):
+        load_all(storage, untouched())
+
+
+def test_an_index_beyond_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    worlds.save(storage, {"model": SMALL}, 2)
+    monkeypatch.setattr(MemoryReader, "size", lambda self, name: MAX_JSON_BYTES + 1)
+    with pytest.raises(FormatError, match=rf"{ROOT_NAME}: {MAX_JSON_BYTES + 1} bytes, more than the limit"):
+        Checkpoint(storage, PATH)
+
+
+def test_a_rank_that_should_have_written_but_has_no_index_is_named() -> None:
+    storage = MemoryStorage()
+    worlds.save(storage, {"model": SMALL}, 2)
+    with Checkpoint(storage, PATH) as checkpoint:
+        del checkpoint.root.components["model"].indexes[1]
+        with pytest.raises(FormatError, match="rank 1 should have written some of 'model'"):
+            worlds.load(checkpoint, "w", REPLICATED, 0)
+
+
+def test_there_is_no_checkpoint_without_a_root_index() -> None:
+    storage = MemoryStorage()
+    storage.checkpoints[PATH] = {"model-dist-00000-shard-00001.safetensors": b""}
+    with pytest.raises(CheckpointNotFoundError, match=f"no {ROOT_NAME}"):
+        Checkpoint(storage, PATH)
