@@ -1,0 +1,133 @@
+"""Save and load, in call order: the page that tells how a checkpoint comes to be and how it comes back.
+
+``save``: prepare → agree → write → commit. ``load``: open → compare → verify → fill → apply.
+Each arrow is a ``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_shardckpt.loading import Live, Load, Target, assemble, opened
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.saving import About, Save
+from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.protocol import Storage
+
+_LOCAL = LocalStorage()
+
+
+def save(
+    path: str,
+    describe: Callable[[], Snapshot],
+    *,
+    ranks: Ranks,
+    about: About,
+    size_per_shard: float,
+    storage: Storage = _LOCAL,
+) -> None:
+    """Write a checkpoint at ``path``; it is complete and durable when this returns.
+
+    Collective: every rank of ``ranks`` must call it, with the same path. A checkpoint that is at the path already
+    stays loadable until the new one replaces it.
+
+    Args:
+        path: a directory that does not exist yet, is empty, or is a checkpoint.
+        describe: gives this rank's state; called once, its errors reach all ranks.
+        ranks: who saves together.
+        about: for the root index.
+        size_per_shard: limit of a shard file in MB (2^20 bytes).
+        storage: where ``path`` is; the local file system by default.
+
+    Raises:
+        Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
+    """
+    job = Save(path, ranks, about, size_per_shard, storage)
+    with job.discarded_on_error():
+        agreed = ranks.step(f"preparing to save {path!r}", lambda: job.prepare(describe), job.agree)
+        if len(agreed["groups"]) > 1:  # some ranks hold other tensors than others: one of each kind tells which
+            tables = ranks.step(f"planning to save {path!r}", lambda: job.table(agreed), list)
+            agreed["tables"] = tables
+        ranks.step(f"saving {path!r}", lambda: job.write(agreed), job.commit)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brings back besides the tensors: the trainer's state dict, non-tensor module state, and notes."""
+
+    trainer: dict[str, Any]
+    extra_state: dict[str, Any]
+    notes: list[str]
+
+
+def load(
+    path: str,
+    live: Live,
+    *,
+    ranks: Ranks,
+    strict: bool = True,
+    verify: bool = True,
+    weights_only: bool = True,
+    pick_rank: Callable[[Any], int] | None = None,
+    storage: Storage = _LOCAL,
+) -> Loaded:
+    """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a plain file with Lightning's keys.
+
+    Collective: every rank of ``ranks`` must call it. Each rank reads what it holds of each tensor, into the tensor's
+    own memory. All differences are found, and with ``verify`` all bytes checked on all ranks, before anything changes;
+    that reads the bytes twice, the second time from the page cache where that is large enough.
+
+    Args:
+        path: what to load.
+        live: what to load into.
+        ranks: who loads together.
+        strict: whether a difference between checkpoint and live objects is an error; else the rest is loaded.
+        verify: whether to compare checksums.
+        weights_only: passed to ``torch.load`` for a plain file.
+        pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
+        storage: where ``path`` is; the local file system by default.
+
+    Raises:
+        CheckpointNotFoundError: if there is no complete checkpoint.
+        MismatchError: listing all differences.
+        CorruptionError: naming file, tensor and rank; nothing has changed then.
+    """
+    where = f"checkpoint {path!r}"
+    with opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
+        job = Load(source, live, strict, pick_rank or (lambda _: ranks.rank))
+        ranks.step(f"comparing {where} with the model", job.compare, _nothing)
+        ranks.step(f"verifying {where}", lambda: source.verify(job.targets), _nothing)
+        ranks.step(f"reading {where}", lambda: source.fill(job.targets), _nothing)
+        job.apply()
+        return Loaded(job.trainer, job.extra_state, job.notes)
+
+
+def load_full(
+    path: str, *, optimizers: bool = True, verify: bool = True, storage: Storage = _LOCAL
+) -> dict[str, Any]:
+    """Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
+
+    Raises:
+        CheckpointNotFoundError: if there is no complete checkpoint.
+        CorruptionError: naming file, tensor and rank.
+    """
+    with opened(path, ranks=Ranks.alone(), storage=storage, verify=verify) as source:
+
+        def whole(component: str, key: str) -> torch.Tensor:
+            spec = source.components()[component].tensors[key]
+            target = Target(component, key, torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]))
+            source.verify([target])
+            source.fill([target])
+            return target.tensor
+
+        return assemble(source, whole, optimizers=optimizers)
+
+
+def _nothing(reports: list[None]) -> None:
+    """Rank 0 has nothing to add."""

@@ -1,0 +1,235 @@
+"""One save on one rank: what it does and knows at each step of ``checkpoint.save``."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from lightning_shardckpt.errors import FormatError, MismatchError
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.index import (
+    COMPONENTS,
+    ROOT_NAME,
+    Component,
+    FileInfo,
+    RootIndex,
+    TensorSpec,
+    root_from_json,
+    root_to_json,
+)
+from lightning_shardckpt.layout import REPLICATED, as_holders
+from lightning_shardckpt.plan import Piece, check_cover, plan_save, table_digest
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.staging import dtype_name, host_bytes
+from lightning_shardckpt.state.geometry import local_tensor, view_at
+from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
+from lightning_shardckpt.storage.protocol import Draft, Storage
+from lightning_shardckpt.write import write_component
+
+Tables = dict[str, Component]
+"""The tensors of every component, and the names that share one; without files."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the root index says of the run that saved."""
+
+    step: int | None = None
+    epoch: int | None = None
+    topology: dict[str, int] = field(default_factory=dict)
+
+
+class Save:
+    """One save on one rank: what it knows at each step."""
+
+    def __init__(self, path: str, ranks: Ranks, about: About, size_per_shard: float, storage: Storage) -> None:
+        self._path, self._ranks, self._about, self._storage = path, ranks, about, storage
+        self._size_per_shard = size_per_shard
+        self._draft: Draft | None = None
+        self._agreed: dict[str, Any] = {}
+        self._tables: Tables = {}
+
+    def prepare(self, describe: Callable[[], Snapshot]) -> dict[str, Any]:
+        """On every rank: what it wants to save, as a digest."""
+        self._snapshot = describe()
+        everyone = ((0, self._ranks.world),)
+        self._own_tables: Tables = {
+            name: Component(specs_of(name, leaves, everyone), leaves.aliases)
+            for name, leaves in self._snapshot.leaves.items()
+        }
+        aliases = {name: sorted(c.aliases.items()) for name, c in self._own_tables.items()}
+        digest = table_digest({name: c.tensors for name, c in self._own_tables.items()}) + json.dumps(aliases)
+        return {"path": str(self._path), "step": self._about.step, "digest": checksum(digest.encode())}
+
+    def agree(self, wishes: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: one path and step, a save id, groups of ranks that hold the same tensors, and the draft."""
+        for what in ("path", "step"):
+            found = {json.dumps(wish[what]): rank for rank, wish in reversed(list(enumerate(wishes)))}
+            if len(found) > 1:
+                listed = ", ".join(f"rank {rank}: {value}" for value, rank in sorted(found.items(), key=lambda x: x[1]))
+                hint = "; if the name holds a metric, log it with sync_dist=True" if what == "path" else ""
+                raise MismatchError(f"the ranks disagree about the {what} of this save: {listed}{hint}")
+        groups: dict[str, list[int]] = {}
+        for rank, wish in enumerate(wishes):
+            groups.setdefault(wish["digest"], []).append(rank)
+        save_id = uuid.uuid4().hex
+        self._begin(save_id)
+        return {"save_id": save_id, "groups": list(groups.values())}
+
+    def table(self, agreed: dict[str, Any]) -> str | None:
+        """On the first rank of every group: its tables, as a root index without files."""
+        for group in agreed["groups"]:
+            if self._ranks.rank == group[0]:
+                tables = {
+                    name: Component({k: _held_by(s, group) for k, s in c.tensors.items()}, c.aliases)
+                    for name, c in self._own_tables.items()
+                }
+                return root_to_json(RootIndex(agreed["save_id"], self._ranks.world, tables, {})).decode()
+        return None
+
+    def write(self, agreed: dict[str, Any]) -> dict[str, Any]:
+        """On every rank: its shard files, indexes and documents; returns their sizes and checksums."""
+        self._agreed = agreed
+        rank, save_id = self._ranks.rank, agreed["save_id"]
+        draft = self._draft or self._storage.draft(self._path, save_id)
+        self._tables = _joined_tables(agreed["tables"]) if "tables" in agreed else self._own_tables
+        indexes, elements = {}, 0
+        for component in COMPONENTS:
+            if component not in self._tables:
+                continue
+            tensors, stored_as = self._tables[component].tensors, self._tables[component].aliases
+            pieces = plan_save(tensors, rank)
+            leaves = self._snapshot.leaves.get(component, Leaves())
+            live = {stored_as.get(key, key): tensor for key, tensor in leaves.tensors.items()}
+            if component == "trainer" and rank == 0:
+                own = {k: _own_spec(k, t) for k, t in self._snapshot.own.items()}
+                self._tables["trainer"] = Component({**tensors, **own})
+                pieces, live = pieces + plan_save(own, rank), {**live, **self._snapshot.own}
+            elements += sum(piece.part.box.numel for piece in pieces)
+            info = write_component(draft, component, rank, save_id, pieces, _stager(live), self._size_per_shard)
+            if info is not None:
+                indexes[component] = _info_to_json(info)
+        return {"indexes": indexes, "documents": list(self._documents(draft, agreed)), "elements": elements}
+
+    def _documents(self, draft: Draft, agreed: dict[str, Any]) -> Iterator[list[Any]]:
+        rank, found = self._ranks.rank, self._snapshot.documents
+        names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
+        if rank == 0:
+            names["trainer"] = "trainer-state.json"
+        if any(rank == group[0] for group in agreed["groups"]):
+            names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer")}
+        for role, name in names.items():
+            if found.get(role):
+                content = json.dumps(found[role], separators=(",", ":"), allow_nan=False).encode()
+                draft.write(name, [content])
+                yield _info_to_json(FileInfo(name, len(content), checksum(content)))
+
+    def commit(self, reports: list[dict[str, Any]]) -> None:
+        """On rank 0, when all ranks have written: check that nothing is missing, write the root index, publish."""
+        components = {}
+        expected = 0
+        for name, table in self._tables.items():
+            check_cover(name, table.tensors)
+            expected += sum(torch.Size(spec.shape).numel() for spec in table.tensors.values())
+            wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}
+            indexes = {rank: FileInfo(*infos[name]) for rank, infos in wrote.items()}
+            components[name] = Component(table.tensors, table.aliases, indexes)
+        written = sum(report["elements"] for report in reports)
+        if written != expected:
+            raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")
+        documents = [FileInfo(*info) for report in reports for info in report["documents"]]
+        root = RootIndex(
+            save_id=self._agreed["save_id"],
+            world_size=self._ranks.world,
+            components={n: c for n, c in components.items() if c.tensors},
+            documents={info.name: info for info in documents},
+            step=self._about.step,
+            epoch=self._about.epoch,
+            topology=self._about.topology,
+            software=_software(),
+        )
+        assert self._draft is not None
+        content = root_to_json(root)
+        root_from_json(content, ROOT_NAME)  # what a loader would refuse must not replace a good checkpoint
+        self._draft.write(ROOT_NAME, [content])
+        self._draft.publish()
+        self._draft = None
+
+    def _begin(self, save_id: str) -> None:
+        self._draft = self._storage.draft(self._path, save_id)
+        try:
+            self._draft.begin()
+        except BaseException:
+            self._draft = None  # nothing of ours to discard
+            raise
+
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """Rank 0 removes the draft if the save fails, whoever failed."""
+        try:
+            yield
+        except BaseException:
+            if self._draft is not None:
+                self._draft.discard()
+            raise
+
+
+def _software() -> dict[str, str]:
+    found = {}
+    for name in ("lightning-shardckpt", "lightning", "torch"):
+        with suppress(PackageNotFoundError):  # run from a source tree
+            found[name] = version(name)
+    return found
+
+
+def _held_by(spec: TensorSpec, ranks: list[int]) -> TensorSpec:
+    return TensorSpec(spec.dtype, spec.shape, spec.layout, as_holders(ranks), spec.pinned)
+
+
+def _joined_tables(texts: list[str | None]) -> Tables:
+    """The union of the groups' tables; a tensor that several groups have is held by all of their ranks.
+
+    A group that knows only an alias of a tensor stores it under the name that the others use.
+
+    Raises:
+        MismatchError: if two groups have different tensors under one name.
+    """
+    tables = [root_from_json(text.encode(), "table of a rank").components for text in texts if text is not None]
+    joined: Tables = {}
+    for table in tables:
+        for name, component in table.items():
+            known = joined.setdefault(name, Component({}))
+            known.aliases.update({a: of for a, of in component.aliases.items() if known.aliases.get(of) != a})
+    for table in tables:
+        for name, component in table.items():
+            known = joined[name]
+            for own_key, spec in component.tensors.items():
+                key = known.aliases.get(own_key, own_key)
+                other = known.tensors.get(key, spec)
+                if (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
+                    raise MismatchError(
+                        f"the ranks hold different tensors as {key!r}: {other.dtype} {other.shape} on ranks "
+                        f"{other.holders}, {spec.dtype} {spec.shape} on ranks {spec.holders}"
+                    )
+                both = sorted({r for s in (other, spec) for a, b in s.holders for r in range(a, b)})
+                known.tensors[key] = _held_by(spec, both)
+    return joined
+
+
+def _own_spec(key: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, ((0, 1),), True)
+
+
+def _stager(live: Mapping[str, torch.Tensor]) -> Callable[[Piece], memoryview]:
+    return lambda piece: host_bytes(view_at(local_tensor(live[piece.key]), piece.part.local))
+
+
+def _info_to_json(info: FileInfo) -> list[Any]:
+    return [info.name, info.nbytes, info.checksum]

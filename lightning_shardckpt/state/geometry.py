@@ -1,0 +1,132 @@
+"""Which boxes of a live tensor are here, and where do they lie in local memory?
+
+Translates a DTensor's mesh and placements into a ``Layout``. The order of cuts is not the order of placements:
+FSDP over tensor parallelism (``_StridedShard``) cuts the tensor-parallel slice last although its mesh axis comes
+first. torch's own ``compute_local_shape_and_global_offset`` is wrong there for uneven dims (torch 2.13), so the
+boxes come from ``layout.py`` and are checked against the real local shape.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, Part, parts_of_rank
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """The layout of a tensor over the world; a plain tensor is replicated.
+
+    Raises:
+        StateError: for a ``Partial`` placement, and for cuts that no layout describes.
+    """
+    if not isinstance(tensor, DTensor):
+        return REPLICATED
+    return _layout(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank holds of a tensor, detached; shares storage with it."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[Part, ...]:
+    """The boxes that this rank has of a tensor, checked against its local shape.
+
+    Raises:
+        StateError: if the local shape is not what the placements say, or this rank is not in the mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return (Part(Box.whole(tuple(tensor.shape)), (0,) * tensor.ndim),)
+    local, mesh = tensor._local_tensor, tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise StateError(
+            f"rank {mesh.get_rank()} has a DTensor of shape {tuple(tensor.shape)}, but is not in its {mesh}"
+        )
+    parts = parts_of_rank(layout_of(tensor), tuple(tensor.shape), int(mesh.get_rank()))
+    extent = tuple(max(ends) for ends in zip(*(p.local.stop for p in parts), strict=True))
+    if (extent != tuple(local.shape)) if parts else local.numel():
+        raise StateError(
+            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} on mesh "
+            f"{mesh} has a local tensor of shape {tuple(local.shape)}, expected boxes "
+            f"{[(p.box.start, p.box.stop) for p in parts]}"
+        )
+    return parts
+
+
+def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that this rank has of a tensor, each with the view of local memory that holds it."""
+    local = local_tensor(tensor)
+    return [(part.box, view_at(local, part.local)) for part in parts_of(tensor)]
+
+
+def view_at(local: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of ``local`` that ``box``, in local coordinates, selects; 0-dim safe."""
+    for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
+        if (start, stop) != (0, local.shape[dim]):
+            local = local.narrow(dim, start, stop - start)
+    return local
+
+
+@lru_cache(maxsize=4096)
+def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
+    axes, order = _axes(mesh)
+    return Layout(axes, _cuts(mesh, placements, ndim), order)
+
+
+def _axes(mesh: DeviceMesh) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
+    """The axes of a mesh and all its siblings in the root mesh, so that every rank finds the same."""
+    siblings = mesh._layout.remap_to_tensor(mesh._rank_map)  # (how many, *shape)
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    found = _lattice(siblings, names)
+    if found is not None:
+        return found, None
+    order = siblings.flatten()
+    by_position = _lattice(torch.arange(order.numel()).view_as(siblings), names)
+    assert by_position is not None
+    return by_position, tuple(order.tolist())
+
+
+def _lattice(siblings: torch.Tensor, names: tuple[str, ...]) -> tuple[Axis, ...] | None:
+    """Axes such that ``(rank // stride) % size`` is each rank's coordinate, the finest ones nested; or None."""
+    axes = []
+    for dim, (name, size) in enumerate(zip(names, siblings.shape[1:], strict=True), start=1):
+        moved = siblings.movedim(dim, 0)
+        stride = int((moved[1] - moved[0]).flatten()[0]) if size > 1 else 1
+        coordinate = torch.arange(size).view(-1, *([1] * (siblings.ndim - 1)))
+        if stride <= 0 or not bool((moved // stride % size == coordinate).all()):
+            return None
+        axes.append(Axis(name, size, stride))
+    return tuple(axes)
+
+
+def _cuts(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> tuple[Cut, ...]:
+    """Cuts in order of application: shards left to right, then strided ones that follow a later axis, right to left."""
+    direct: list[Cut] = []
+    deferred: list[Cut] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise StateError(f"a tensor with placement {placement} holds partial sums, which no box describes")
+        if mesh.shape[axis] == 1:
+            continue
+        dim = placement.dim % ndim
+        factor = getattr(placement, "split_factor", 1)
+        later = 1
+        for other, size in zip(placements[axis + 1 :], mesh.shape[axis + 1 :], strict=True):
+            if isinstance(other, Shard | _StridedShard) and other.dim % ndim == dim:
+                later *= size
+        if factor > 1 and factor == later:
+            deferred.append(Cut(axis, dim))
+        elif factor > 1 and later > 1:
+            raise StateError(f"placements {placements} on mesh {mesh} cut dim {dim} in a way that no layout describes")
+        else:
+            direct.append(Cut(axis, dim, factor))
+    return tuple(direct + deferred[::-1])

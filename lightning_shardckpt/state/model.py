@@ -1,0 +1,157 @@
+"""A model's state dict as leaves by canonical FQN, and back into the live tensors.
+
+The canonical FQN of a tensor has no trace of wrappers (torch.compile, activation checkpointing, FSDP1). Tensors with
+several names are stored once, under the first, and the other names are aliases of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.index import Component
+from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tree import encode_small
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_EXTRA = "_extra_state"
+
+
+def canonical_name(name: str) -> str:
+    """``name`` without the parts that wrappers add.
+
+    >>> canonical_name("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'net.layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a state dict entry is what a module returned from ``get_extra_state``."""
+    return name.rpartition(".")[2] == _EXTRA
+
+
+def buffer_names(module: nn.Module) -> frozenset[str]:
+    """Canonical FQNs of a module's buffers under all their names."""
+    return frozenset(canonical_name(name) for name, _ in module.named_buffers(remove_duplicate=False))
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Canonical FQNs of each parameter or buffer that has several, in order of registration."""
+    names: dict[int, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            names.setdefault(id(tensor), []).append(canonical_name(name))
+    return [found for found in names.values() if len(found) > 1]
+
+
+def model_leaves(state_dict: Mapping[str, Any], module: nn.Module | None = None) -> tuple[Leaves, dict[str, Any]]:
+    """The tensors of a state dict, and its other entries as JSON.
+
+    Args:
+        state_dict: as the module's ``state_dict()`` or what hooks made of it; tensors may be DTensors.
+        module: tells buffers from parameters and which names are tied. Without it, plain tensors that are the same
+            memory count as tied.
+
+    Raises:
+        StateError: for an entry that cannot be stored, or names that differ by wrappers only.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    other: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        key = canonical_name(name)
+        if key in tensors or key in other:
+            raise StateError(f"two entries of the state dict have the canonical name {key!r}")
+        if isinstance(value, torch.Tensor) and not is_extra_state(key):
+            tensors[key] = value.detach()
+        else:
+            other[key] = encode_small(value, f"state_dict/{key}")
+    groups = tied_names(module) if module is not None else []
+    aliases = _aliases(tensors, groups)
+    for alias in aliases:
+        del tensors[alias]
+    pinned = buffer_names(module) & tensors.keys() if module is not None else frozenset[str]()
+    return Leaves(tensors, aliases, frozenset(pinned)), other
+
+
+def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[str, str]:
+    """Alias -> name under which the tensor is stored."""
+    group_of = {name: group for group in groups for name in group}
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        mark: Any = None
+        if isinstance(tensor, DTensor):
+            # a rank may hold no element of it, so memory alone can't tell: the module must know the tie
+            if name in group_of:
+                mark = (id(group_of[name]), tensor._local_tensor.numel() and tensor._local_tensor.data_ptr())
+        elif tensor.numel() and not tensor.is_meta:
+            mark = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if mark is not None and mark in first:
+            aliases[name] = first[mark]
+        elif mark is not None:
+            first[mark] = name
+    return aliases
+
+
+@dataclass(slots=True)
+class Differences:
+    """What differs between a checkpoint and live objects, a line each; ``problems`` are errors unless strict is off."""
+
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, name: str, what: str) -> None:
+        """Note a difference of a tensor or a setting."""
+        self.problems.append(f"{name}  {what}")
+
+
+def match_model(
+    stored: Component, live: Leaves, extra: tuple[set[str], set[str]], differences: Differences
+) -> dict[str, str]:
+    """Live key -> stored key of every tensor that can be loaded; the rest is noted in ``differences``.
+
+    Args:
+        stored: the component of the checkpoint.
+        live: leaves of the live model.
+        extra: names of non-tensor entries in the checkpoint and in the live model.
+        differences: collects missing, unexpected, shape and dtype differences.
+    """
+    names: dict[str, list[str]] = {key: [key] for key in live.tensors}
+    for alias, of in live.aliases.items():
+        names[of].append(alias)
+    known = {**{key: key for key in stored.tensors}, **stored.aliases}
+    matched: dict[str, str] = {}
+    for key, tensor in live.tensors.items():
+        sources = list(dict.fromkeys(known[name] for name in names[key] if name in known))
+        if not sources:
+            differences.add(key, _absent(key, known))
+            continue
+        if len(sources) > 1:
+            differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
+        spec = stored.tensors[sources[0]]
+        if spec.shape != tuple(tensor.shape):
+            differences.add(key, f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
+        elif spec.dtype != DTYPES.get(tensor.dtype):
+            differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(tensor.dtype, tensor.dtype)} in model")
+        else:
+            matched[key] = sources[0]
+    wanted = {name for group in names.values() for name in group}
+    for name in sorted((known.keys() - wanted) | (extra[0] - extra[1])):
+        differences.add(name, "in checkpoint only")
+    for name in sorted(extra[1] - extra[0]):
+        differences.add(name, "in model only")
+    return matched
+
+
+def _absent(key: str, known: Mapping[str, str]) -> str:
+    import difflib  # only for an error
+
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    return f"in model only; the checkpoint has {near[0]!r}" if near else "in model only"

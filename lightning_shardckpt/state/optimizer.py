@@ -1,0 +1,251 @@
+"""Optimizer state by parameter FQN, out of the live optimizer and back, without torch's ``get_optimizer_state_dict``.
+
+That function takes a step with zero gradients when the state is still empty, which changes momenta and parameters
+(torch 2.13). Here an optimizer without state has no state.
+
+Tensors shaped like their parameter are leaves ``<optimizer>/<fqn>/<name>``. Everything else (``step``, 0-dim tensors,
+numbers) and the hyper-parameters of the param groups go into a JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.index import Component
+from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.model import Differences
+from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tree import decode_small, encode_small
+
+_NOT_HYPER = ("params", "param_names")
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state dict with FQNs in place of numbers; the tensors are the live ones.
+
+    Args:
+        optimizer: any torch optimizer.
+        names: FQN by ``id`` of the parameter.
+
+    Raises:
+        StateError: if the optimizer has a parameter that the model does not have.
+    """
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise StateError(
+                f"param group {number} of {type(optimizer).__name__} has parameters of shapes {unknown} that the "
+                "module does not have; build the optimizer from the module's parameters in configure_optimizers"
+            )
+        groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
+    return {"state": state, "param_groups": groups}
+
+
+def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, Any]]:
+    """Tensors and document of a list of optimizer state dicts, keyed by FQN or, as torch does, by number.
+
+    Raises:
+        StateError: for values that cannot be stored.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    document: dict[str, Any] = {}
+    for number, state in enumerate(states):
+        values: dict[str, Any] = {}
+        for param, found in state["state"].items():
+            for name, value in found.items():
+                key = f"{number}/{_name(param)}/{name}"
+                if "/" in name:
+                    raise StateError(f"optimizer_states/{key}: the name {name!r} contains a slash")
+                if isinstance(value, torch.Tensor) and (value.ndim > 0 or isinstance(value, DTensor)):
+                    tensors[key] = value.detach()
+                else:
+                    _add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
+        groups = {}
+        for i, group in enumerate(state["param_groups"]):
+            hyper = {k: v for k, v in group.items() if k not in _NOT_HYPER}
+            where = f"optimizer_states/{number}/param_groups/{i}"
+            groups[str(i)] = {"hyper": encode_small(hyper, where), "params": [_name(p) for p in group["params"]]}
+        numbered = any(isinstance(p, int) for group in state["param_groups"] for p in group["params"])
+        shared = {name: list(by_value.values()) for name, by_value in values.items()}
+        document[str(number)] = {"groups": groups, "values": shared, "numbered": numbered}
+    return Leaves(tensors), document
+
+
+def _name(param: str | int) -> str:
+    return param if isinstance(param, str) else f"#{param}"
+
+
+def _add_value(values: dict[str, Any], name: str, param: str, value: Any) -> None:
+    """Group parameters by equal value: all step counters of an optimizer usually agree."""
+    text = json.dumps(value, sort_keys=True)
+    values.setdefault(name, {}).setdefault(text, {"value": value, "params": []})["params"].append(param)
+
+
+class StoredOptimizer:
+    """One optimizer of a checkpoint: its groups, its values, and the names of its tensors."""
+
+    def __init__(self, number: int, document: dict[str, Any], component: Component | None) -> None:
+        groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
+        self.groups: list[list[str]] = [group["params"] for group in groups]
+        self.hyper: list[dict[str, Any]] = [decode_small(group["hyper"]) for group in groups]
+        self.numbered: bool = document["numbered"]
+        self.values: dict[str, dict[str, Any]] = {}
+        for name, shared in document["values"].items():
+            for item in shared:
+                for param in item["params"]:
+                    self.values.setdefault(param, {})[name] = decode_small(item["value"])
+        self.tensors: dict[str, dict[str, str]] = {}
+        prefix = f"{number}/"
+        for key in component.tensors if component is not None else ():
+            if key.startswith(prefix):
+                param, _, name = key[len(prefix) :].rpartition("/")
+                self.tensors.setdefault(param, {})[name] = key
+
+    def state_dict(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """As torch's ``Optimizer.state_dict``, keyed as it was saved; ``tensors`` by stored key."""
+
+        def as_saved(param: str) -> str | int:
+            return int(param[1:]) if self.numbered else param
+
+        state = {
+            as_saved(p): {
+                **self.values.get(p, {}),
+                **{name: tensors[key] for name, key in self.tensors.get(p, {}).items()},
+            }
+            for group in self.groups
+            for p in group
+            if p in self.values or p in self.tensors
+        }
+        groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
+        return {"state": state, "param_groups": groups}
+
+
+class OptimizerLoad:
+    """The plan to bring one live optimizer to a stored state: compare first, then allocate, then apply.
+
+    Args:
+        optimizer: the live optimizer.
+        stored: its counterpart in the checkpoint.
+        names: FQN by ``id`` of the live parameters.
+        renamed: live FQN -> stored FQN where they differ (ties).
+    """
+
+    def __init__(
+        self,
+        number: int,
+        optimizer: Optimizer,
+        stored: StoredOptimizer,
+        names: Mapping[int, str],
+        renamed: Mapping[str, str],
+    ) -> None:
+        self._number, self._optimizer, self._stored = number, optimizer, stored
+        self._stored_name: dict[int, str] = {}
+        self._names = names
+        live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        if stored.numbered:  # torch numbers parameters in order; the order is the only thing to go by
+            if [len(g) for g in live] == [len(g) for g in stored.groups]:
+                for a, b in zip(live, stored.groups, strict=True):
+                    self._stored_name.update(zip(a, b, strict=True))
+        else:
+            self._stored_name = {i: renamed.get(names[i], names[i]) for group in live for i in group}
+        self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
+
+    def compare(self, component: Component | None, differences: Differences) -> None:
+        """Note parameters that only one side has, and state whose shape no live parameter can take."""
+        where = f"optimizer {self._number}"
+        known = set(self._group_of)
+        live = {self._stored_name.get(id(p), ""): p for g in self._optimizer.param_groups for p in g["params"]}
+        if self._stored.numbered and "" in live:
+            sizes = [len(g["params"]) for g in self._optimizer.param_groups]
+            stored = [len(g) for g in self._stored.groups]
+            differences.add(where, f"param groups of {stored} parameters in checkpoint, {sizes} in model")
+            return
+        for name in sorted(known - live.keys()):
+            differences.add(f"{where}: {name}", "in checkpoint only")
+        for name, param in live.items():
+            if name not in known:
+                differences.add(f"{where}: {self._names[id(param)]}", "in model only")
+                continue
+            for key in self._stored.tensors.get(name, {}).values():
+                spec = component.tensors[key] if component is not None else None
+                if spec is not None and spec.shape != tuple(param.shape) and isinstance(param, DTensor):
+                    shape = tuple(param.shape)
+                    what = f"shape {spec.shape} of state for a sharded parameter of {shape}"
+                    differences.add(f"{where}: {key}", what)
+
+    def allocate(self, component: Component | None) -> dict[str, torch.Tensor]:
+        """Stored key -> the tensor to fill for it, laid out like its parameter. Nothing live changes yet."""
+        targets: dict[str, torch.Tensor] = {}
+        for param in self._params():
+            for key in self._stored.tensors.get(self._stored_name[id(param)], {}).values():
+                assert component is not None
+                spec = component.tensors[key]
+                dtype = TORCH_DTYPES[spec.dtype]
+                if spec.shape == tuple(param.shape):
+                    targets[key] = torch.empty_like(param.detach(), dtype=dtype, requires_grad=False)
+                elif not isinstance(param, DTensor):
+                    targets[key] = torch.empty(spec.shape, dtype=dtype, device=param.device)
+        return targets
+
+    def apply(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
+        """Put the filled tensors, the values and the hyper-parameters in place; returns what a person should know."""
+        self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for param in group["params"]:
+                name = self._stored_name.get(id(param))
+                if name not in self._group_of:
+                    continue
+                state = {k: _placed(k, v, param, on_device) for k, v in self._stored.values.get(name, {}).items()}
+                keys = self._stored.tensors.get(name, {})
+                state |= {k: targets[key] for k, key in keys.items() if key in targets}
+                if state:
+                    self._optimizer.state[param] = state
+        return [note for i, group in enumerate(self._optimizer.param_groups) for note in self._apply_hyper(i, group)]
+
+    def _params(self) -> list[torch.Tensor]:
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for p in params if self._stored_name.get(id(p)) in self._group_of]
+
+    def _apply_hyper(self, number: int, group: dict[str, Any]) -> list[str]:
+        """Hyper-parameters follow the parameters: a group takes those of the groups that its parameters were in."""
+        stored = [self._group_of.get(self._stored_name.get(id(p), "")) for p in group["params"]]
+        sources = list(dict.fromkeys(i for i in stored if i is not None))
+        if not group["params"] and number < len(self._stored.groups) and not self._stored.groups[number]:
+            sources = [number]
+        where = f"optimizer {self._number}, param group {number}"
+        notes = []
+        for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):
+            values = [self._stored.hyper[i][key] for i in sources if key in self._stored.hyper[i]]
+            if any(not _same(v, values[0]) for v in values[1:]):
+                kept = group.get(key)
+                notes.append(f"{where}: its parameters were in groups {sources} with {key} = {values}; kept {kept!r}")
+            else:
+                group[key] = values[0]
+        known = {k for i in sources for k in self._stored.hyper[i]}
+        missing = [k for k in group if sources and k not in known and k not in _NOT_HYPER]
+        if missing:
+            notes.append(f"{where}: not in the checkpoint, kept as configured: {missing}")
+        return notes
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return bool(a == b)
+
+
+def _placed(name: str, value: Any, param: torch.Tensor, on_device: bool) -> Any:
+    """Tensors go where torch's ``Optimizer.load_state_dict`` puts them: ``step`` stays on the host unless fused."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(param.device) if on_device or name != "step" else value

@@ -1,0 +1,301 @@
+"""Which boxes does a live DTensor have? Oracle: tensors that hold their own indices, cut by torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.layout import REPLICATED, Layout, parts_of_rank, replicas, unheld
+from lightning_shardckpt.state.geometry import layout_of, local_tensor, local_views, parts_of
+from tests.pool import run_ranks
+
+Found = dict[str, tuple[Layout, torch.Size, list[int]]]
+
+
+def indices(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def boxed(tensor: torch.Tensor) -> list[int]:
+    """The indices that lie in this rank's boxes, put where the parts say."""
+    whole, found = indices(tuple(tensor.shape)), torch.full(local_tensor(tensor).shape, -1)
+    for part in parts_of(tensor):
+        source = tuple(slice(a, b) for a, b in zip(part.box.start, part.box.stop, strict=True))
+        found[tuple(slice(a, b) for a, b in zip(part.local.start, part.local.stop, strict=True))] = whole[source]
+    return found.flatten().tolist()
+
+
+def check(tensors: dict[str, torch.Tensor]) -> Found:
+    """The boxes of tensors that were filled with their own indices must hold just these."""
+    found: Found = {}
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        assert boxed(tensor) == local.flatten().tolist(), (name, tensor)
+        for box, view in local_views(tensor):
+            assert view.shape == box.shape
+            assert not view.numel() or view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        found[name] = layout_of(tensor), tensor.shape, local.flatten().tolist()
+    return found
+
+
+def agree(results: list[Found]) -> None:
+    """All ranks found the same layouts, and by these know of each other's elements; together they have everything."""
+    for name, (layout, shape, _) in results[0].items():
+        assert all(result[name][0] == layout for result in results), name
+        for rank, result in enumerate(results):
+            whole = indices(tuple(shape))
+            said = [
+                whole[tuple(map(slice, p.box.start, p.box.stop))] for p in parts_of_rank(layout, tuple(shape), rank)
+            ]
+            assert sorted(i for part in said for i in part.flatten().tolist()) == sorted(result[name][2])
+            assert rank in replicas(layout, ((0, len(results)),), layout.shard(rank))
+        assert unheld(layout, ((0, len(results)),)) == ()
+        assert {i for result in results for i in result[name][2]} == set(range(shape.numel())), name
+
+
+# ── parameters as parallelism makes them ──────────────────────────────────────────────────────────────────────────
+
+
+def net(width: int, hidden: int) -> nn.Sequential:
+    """Parameters that hold their own indices."""
+    module = nn.Sequential()
+    for name, part in {
+        "up": nn.Linear(width, hidden),
+        "down": nn.Linear(hidden, width),
+        "norm": nn.LayerNorm(width),
+    }.items():
+        module.add_module(name, part)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(indices(tuple(parameter.shape)))
+    return module
+
+
+def fsdp(sizes: tuple[int, int], names: tuple[str, ...], shape: tuple[int, ...]) -> Found:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    module = net(*sizes)
+    if "tp" in names:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(module, mesh["tp"], plan)
+    data = tuple(name for name in names if name != "tp")
+    if data:
+        fully_shard(module, mesh=mesh[data])
+    return check({name: tensor.detach() for name, tensor in module.state_dict().items()})
+
+
+MODELS: dict[int, list[Any]] = {
+    4: [
+        ((7, 5), ("shard",), (4,)),
+        ((2, 3), ("shard",), (4,)),
+        ((8, 8), ("shard", "tp"), (2, 2)),
+        ((7, 14), ("shard", "tp"), (2, 2)),
+        ((3, 1), ("shard", "tp"), (2, 2)),
+        ((7, 5), ("replicate", "shard"), (2, 2)),
+        ((7, 10), ("tp",), (4,)),
+    ],
+    6: [((7, 7), ("shard", "tp"), (3, 2)), ((5, 13), ("shard", "tp"), (2, 3))],
+    8: [((9, 10), ("replicate", "shard", "tp"), (2, 2, 2))],
+}
+
+
+def models(cases: list[Any]) -> list[Found]:
+    return [fsdp(*case) for case in cases]
+
+
+@pytest.mark.parametrize("world", MODELS)
+def test_the_boxes_of_a_parallel_model_are_where_its_elements_are(world: int) -> None:
+    results = run_ranks(world, models, MODELS[world])
+    for number, (_, names, _) in enumerate(MODELS[world]):
+        agree([result[number] for result in results])
+        layout, _, _ = results[0][number]["up.weight"]
+        assert len(layout.cuts) == len({*names} - {"replicate"})
+
+
+# ── tensors distributed by hand ───────────────────────────────────────────────────────────────────────────────────
+
+
+def distributed(shape: tuple[int, ...], mesh: DeviceMesh, *placements: Any) -> torch.Tensor:
+    return distribute_tensor(indices(shape), mesh, list(placements), src_data_rank=None)
+
+
+def by_hand(world: int) -> Found:
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+    line = init_device_mesh("cpu", (6,), mesh_dim_names=("line",))
+    cube = init_device_mesh("cpu", (3, 2), mesh_dim_names=("c", "d"))
+    flat = mesh._flatten("flat")
+    return check(
+        {
+            "plain": indices((3, 2)),
+            "scalar": indices(()),
+            "rows": distributed((7, 2), mesh["a"], Shard(0)),
+            "columns": distributed((2, 7), mesh["b"], Shard(1)),
+            "negative dim": distributed((2, 7), mesh["b"], Shard(-1)),
+            "last": distributed((3, 2, 5), mesh, Replicate(), Shard(2)),
+            "replicated": distributed((3, 2), mesh, Replicate(), Replicate()),
+            "replicated scalar": distributed((), mesh, Replicate(), Replicate()),
+            "both dims": distributed((7, 5), mesh, Shard(0), Shard(1)),
+            "crossed": distributed((7, 5), mesh, Shard(1), Shard(0)),
+            "left to right": distributed((14, 2), mesh, Shard(0), Shard(0)),
+            "left to right, uneven": distributed((7, 2), mesh, Shard(0), Shard(0)),
+            "fewer than ranks": distributed((2, 2), line, Shard(0)),
+            "empty": distributed((0, 2), line, Shard(0)),
+            "no columns": distributed((4, 0), line, Shard(0)),
+            "flattened": distributed((9, 2), flat, Shard(0)),
+            "packed": distributed((12, 2), line, _StridedShard(0, split_factor=2)),
+            "packed, uneven": distributed((9, 2), mesh["a"], _StridedShard(0, split_factor=3)),
+            "packed, short": distributed((2, 2), mesh["b"], _StridedShard(0, split_factor=3)),
+            "packed columns": distributed((2, 12), mesh["b"], _StridedShard(1, split_factor=2)),
+            "7 rows on 3x2": distributed((7, 2), cube, Shard(0), Shard(0)),
+        }
+    )
+
+
+def test_the_boxes_of_any_dtensor_are_where_its_elements_are() -> None:
+    agree(run_ranks(6, by_hand, 6))
+
+
+def right_to_left(world: int, shape: tuple[int, ...], rows: int) -> tuple[list[int], list[int]]:
+    """FSDP's cut of a tensor-parallel slice, by hand: first along the last axis of the mesh, then along the first."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
+    fsdp, tp = (int(c) for c in mesh.get_coordinate() or ())
+
+    def chunk(tensor: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+        found = tensor.chunk(parts)
+        return found[index] if index < len(found) else tensor[:0]
+
+    local = chunk(chunk(indices((rows, 2)), shape[1], tp), shape[0], fsdp)
+    placements = (_StridedShard(0, split_factor=shape[1]), Shard(0))
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1))
+    return boxed(tensor), local.flatten().tolist()
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((3, 2), 7), ((2, 3), 7), ((2, 2), 5), ((3, 2), 1)], ids=str)
+def test_a_strided_shard_is_cut_right_to_left_for_uneven_dims_too(shape: tuple[int, int], rows: int) -> None:
+    results = run_ranks(shape[0] * shape[1], right_to_left, shape[0] * shape[1], shape, rows)
+    for found, local in results:
+        assert found == local
+    assert sorted(i for _, local in results for i in local) == list(range(2 * rows))
+
+
+# ── meshes that do not number the ranks one after the other ──────────────────────────────────────────────────────────
+
+
+def permuted(world: int) -> Found:
+    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))
+    return check(
+        {
+            "rows": distributed((7, 2), mesh["b"], Shard(0)),
+            "other rows": distributed((7, 2), mesh["a"], Shard(0)),
+            "both": distributed((7, 5), mesh, Shard(0), Shard(1)),
+            "hsdp": distributed((7, 5), mesh, Replicate(), Shard(0)),
+        }
+    )
+
+
+def test_a_permuted_mesh_has_one_layout_on_all_ranks() -> None:
+    results = run_ranks(4, permuted, 4)
+    agree(results)
+    assert results[0]["both"][0].order == (3, 1, 0, 2)
+
+
+def apart(world: int) -> Found:
+    cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    flat = cube["a", "c"]._flatten("ac")  # the ranks 0, 1, 4, 5 and 2, 3, 6, 7
+    return check(
+        {"flat": distributed((9, 2), flat, Shard(0)), "ac": distributed((9, 5), cube["a", "c"], Shard(0), Shard(1))}
+    )
+
+
+def test_flattening_axes_that_lie_apart_has_one_layout_on_all_ranks() -> None:
+    results = run_ranks(8, apart, 8)
+    agree(results)
+    assert results[0]["flat"][0].order == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert results[0]["ac"][0].order is None
+
+
+def stages(world: int) -> tuple[int, ...]:
+    rank = torch.distributed.get_rank()
+    meshes = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])]
+    tensor = distributed((3, 2), meshes[min(rank, 1)], Shard(0))
+    check({"w": tensor})
+    return tuple(part.box.start[0] for part in parts_of(tensor))
+
+
+def test_a_mesh_of_some_ranks_needs_no_alignment() -> None:
+    assert run_ranks(3, stages, 3) == [(0,), (0,), (2,)]
+
+
+# ── what has no boxes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refusals(world: int) -> list[str]:
+    line = init_device_mesh("cpu", (2,))
+    square = init_device_mesh("cpu", (2, 1))
+    some = DeviceMesh("cpu", [0])
+    rank = torch.distributed.get_rank()
+    wrong = DTensor.from_local(
+        torch.zeros(3, 2), line, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
+    )
+    turned = DTensor.from_local(
+        torch.zeros(2, 2), line, [Shard(0)], run_check=False, shape=torch.Size((2, 4)), stride=(4, 1)
+    )
+    partial = DTensor.from_local(torch.zeros(3, 2), line, [Partial()], run_check=False)
+    said = []
+    calls: list[Callable[[], object]] = [
+        lambda: parts_of(partial),
+        lambda: parts_of(wrong),
+        lambda: parts_of(turned),
+        lambda: rank == 0 or parts_of(DTensor.from_local(torch.zeros(1), some, [Shard(0)], run_check=False)),
+    ]
+    for call in calls:
+        try:
+            call()
+            said.append("")
+        except StateError as error:
+            said.append(str(error))
+    assert layout_of(distributed((4, 2), square, Shard(0), Shard(0))).shards == (2,)
+    return said
+
+
+def test_what_no_box_describes_is_refused() -> None:
+    first, second = run_ranks(2, refusals, 2)
+    assert ["partial sums" in first[0], "local tensor of shape (3, 2)" in first[1], "shape (2, 2)" in first[2]] == [
+        True
+    ] * 3
+    assert first[3] == ""
+    assert "rank 1 has a DTensor" in second[3]
+
+
+def ambiguous(world: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    tensor = DTensor.from_local(
+        torch.zeros(2, 2),
+        mesh,
+        [_StridedShard(0, split_factor=4), Shard(0)],
+        run_check=False,
+        shape=torch.Size((8, 2)),
+        stride=(2, 1),
+    )
+    with pytest.raises(StateError, match="no layout describes"):
+        layout_of(tensor)
+    return "refused"
+
+
+def test_a_split_factor_that_fits_no_later_axis_is_refused() -> None:
+    assert run_ranks(4, ambiguous, 4) == ["refused"] * 4
+
+
+def test_a_plain_tensor_is_replicated() -> None:
+    tensor = torch.zeros(3, 2)
+    assert layout_of(tensor) is REPLICATED
+    assert [p.box.shape for p in parts_of(tensor)] == [(3, 2)]

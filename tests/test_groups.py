@@ -1,0 +1,74 @@
+"""Ranks that hold different tensors, as pipeline stages or per-rank experts do, save one checkpoint together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shardckpt.checkpoint import load_full, save
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.saving import About
+from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from tests.pool import run_ranks
+
+
+def tensor(seed: int) -> torch.Tensor:
+    return torch.randn(50, 9, generator=torch.Generator().manual_seed(seed))
+
+
+def save_own(path: str, by_rank: list[tuple[dict[str, int], dict[str, str]]]) -> None:
+    ranks = Ranks.of_default_group(30)
+    seeds, aliases = by_rank[ranks.rank]
+    leaves = Leaves({name: tensor(seed) for name, seed in seeds.items()}, aliases)
+    snapshot = Snapshot({"model": leaves}, {}, {"trainer": {"global_step": 1}})
+    save(path, lambda: snapshot, ranks=ranks, about=About(1), size_per_shard=1)
+
+
+@pytest.mark.parametrize(
+    "by_rank",
+    [
+        pytest.param([({"a": 1}, {}), ({"b": 2}, {}), ({"c": 3}, {})], id="nothing in common"),
+        pytest.param([({"a": 1, "b": 2}, {}), ({"b": 2}, {}), ({"b": 2, "c": 3}, {})], id="one tensor on all ranks"),
+        pytest.param([({"a": 1, "c": 3}, {"b": "a"}), ({"b": 1}, {}), ({"b": 1}, {})], id="known by an alias only"),
+        pytest.param([({"a": 1, "c": 3}, {}), ({"a": 1, "c": 3}, {"b": "a"}), ({"a": 1}, {})], id="an alias of one"),
+    ],
+)
+def test_union_of_what_the_ranks_hold_is_stored_once(by_rank: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    run_ranks(3, save_own, path, by_rank)
+    found = load_full(path)["state_dict"]
+    expected = {name: seed for seeds, _ in by_rank for name, seed in seeds.items()}
+    expected |= {alias: expected[of] for _, aliases in by_rank for alias, of in aliases.items()}
+    assert found.keys() == expected.keys() == set("abc")
+    assert all(torch.equal(found[name], tensor(seed)) for name, seed in expected.items())
+
+
+def disagree(path: str) -> str:
+    ranks = Ranks.of_default_group(30)
+    leaves = Leaves({"a": torch.zeros(ranks.rank + 1)})
+    with pytest.raises(MismatchError) as raised:
+        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=About(), size_per_shard=1)
+    return str(raised.value)
+
+
+def test_different_tensors_of_one_name_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for message in run_ranks(2, disagree, str(tmp_path / "a.ckpt")):
+        assert "'a'" in message and "(1,)" in message and "(2,)" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def other_paths(directory: str) -> str:
+    ranks = Ranks.of_default_group(30)
+    snapshot = Snapshot({"model": Leaves({"a": tensor(1)})}, {}, {})
+    with pytest.raises(MismatchError) as raised:
+        save(f"{directory}/{ranks.rank}.ckpt", lambda: snapshot, ranks=ranks, about=About(), size_per_shard=1)
+    return str(raised.value)
+
+
+def test_paths_that_differ_between_ranks_are_listed(tmp_path: Path) -> None:
+    for message in run_ranks(2, other_paths, str(tmp_path)):
+        assert "0.ckpt" in message and "1.ckpt" in message and "sync_dist" in message

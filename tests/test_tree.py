@@ -1,0 +1,356 @@
+"""Does trainer state survive JSON? Oracle: the values themselves, types and all."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import dataclasses
+import datetime
+import enum
+import json
+import math
+import pathlib
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from lightning_shardckpt.errors import FormatError, StateError
+from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.tree import INLINE_BYTES, Dropped, Encoder, decode, decode_small, encode_small
+from tests.pool import run_ranks
+
+
+def trip(value: Any) -> Any:
+    """Through the text of a JSON file, tensors beside it."""
+    encoder = Encoder()
+    text = json.dumps(encoder.encode(value, "state"), allow_nan=False)
+    encoder.check()
+    return decode(json.loads(text), encoder.tensors.__getitem__)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+    if isinstance(a, numpy.ndarray | numpy.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, float):
+        return a.hex() == b.hex()
+    if isinstance(a, dict):
+        return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
+    if isinstance(a, collections.deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(a, list | tuple | collections.deque):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    2**53,
+    2**53 + 1,
+    -(2**200),
+    0.1,
+    -0.0,
+    5e-324,
+    math.inf,
+    -math.inf,
+    math.nan,
+    "",
+    'text "quoted" \n \u2028 ✓',
+    "\udc80 from os.fsdecode",
+    [],
+    [1, [2, []]],
+    {},
+    {"a": {"b": [1]}, "": 2, "c/d": 3},
+    {1: "int", "1": "str", (1, 2): "tuple", None: "none", True and 2.5: "float"},
+    {"$": 1, "$tag": {"$": "int", "v": "7"}},
+    {"v": 1},
+    (),
+    (1, (2,), [3]),
+    {1, 2, 3},
+    frozenset({"a"}),
+    collections.deque([1, 2, (3,)]),
+    collections.deque([1, 2], maxlen=2),
+    collections.OrderedDict([("b", 1), ("a", (2,))]),
+    collections.Counter("abca"),
+    argparse.Namespace(lr=0.1, layers=(1, 2), inner=argparse.Namespace(x=None)),
+    complex(1.5, -0.0),
+    complex(-0.0, math.inf),
+    b"",
+    bytes(range(256)),
+    torch.bfloat16,
+    torch.device("cuda", 3),
+    torch.device("cpu"),
+    pathlib.Path("/a/b c"),
+    datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.UTC),
+    datetime.date(2024, 2, 29),
+    datetime.time(1, 2, 3, 4),
+    datetime.timedelta(-1, 5, 7),
+    range(1, 10, 3),
+    slice(None, 5),
+    numpy.float32(0.1),
+    numpy.int64(-5),
+    numpy.bool_(True),
+    numpy.arange(6, dtype=">i2").reshape(2, 3)[:, ::2],
+    numpy.zeros((0, 3)),
+    numpy.array([1 + 2j], dtype=numpy.complex64),
+    torch.tensor(1.5),
+    torch.arange(6).view(2, 3).T,
+    torch.zeros(0, 3),
+    torch.arange(INLINE_BYTES, dtype=torch.int32),
+    torch.tensor([1 + 2j]).conj(),
+    random.Random(0).getstate(),
+    {"numpy": dict(numpy.random.RandomState(0).get_state(legacy=False))},
+    torch.get_rng_state(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__}-{str(value)[:30]!r}")
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    assert same(trip(value), value)
+    assert same(trip({"deep": [(value,)]}), {"deep": [(value,)]})
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_tensors_of_every_dtype_come_back_bit_by_bit(name: str) -> None:
+    dtype = TORCH_DTYPES[name]
+    content = torch.randint(0, 2 if name == "BOOL" else 256, (3, 5, torch.empty(1, dtype=dtype).element_size()))
+    tensor = content.to(torch.uint8).view(dtype).reshape(3, 5)
+    assert same(decode_small(encode_small(tensor, "t")), tensor)
+    assert same(trip(tensor), tensor)
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Name(str):
+    pass
+
+
+class Items(list[int]):
+    pass
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float
+    point: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Color.RED, 1),
+        (Name("x"), "x"),
+        (Items([1]), [1]),
+        (Point(1, (2,)), (1, (2,))),
+        (torch.Size([1, 2]), (1, 2)),
+        (Config(0.1, Point(1, 2)), {"lr": 0.1, "point": (1, 2)}),
+        (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (numpy.float64(0.5), 0.5),
+        (numpy.str_("x"), "x"),
+        (bytearray(b"x"), b"x"),
+        (torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_type_with_code_comes_back_as_the_plain_one(value: Any, expected: Any) -> None:
+    assert same(trip(value), expected)
+
+
+class Custom:
+    pass
+
+
+def function() -> None:
+    """Nothing."""
+
+
+def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None:
+    encoder = Encoder()
+    state = {
+        "callbacks": {"A": [1, Custom()], "B": {"f": function}},
+        "loops": (lambda: 0, {1: object()}),
+        "type": int,
+        "generator": torch.Generator(),
+        "objects": numpy.array([None]),
+        "fine": 1,
+    }
+    encoder.encode(state, "")
+    with pytest.raises(StateError) as caught:
+        encoder.check()
+    lines = str(caught.value).splitlines()
+    assert lines[1:-1] == [
+        "  callbacks/A/1: tests.test_tree.Custom",
+        "  callbacks/B/f: builtins.function",
+        "  loops/0: builtins.function",
+        "  loops/1/1: builtins.object",
+        "  type: builtins.type",
+        "  generator: torch._C.Generator",
+        "  objects: numpy.ndarray",
+    ]
+    assert "without pickle" in lines[0]
+    assert "state_dict or on_save_checkpoint" in lines[-1]
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
+def test_a_tensor_without_plain_memory_is_named_by_its_path(bad: torch.Tensor) -> None:
+    with pytest.raises(StateError, match="callbacks/x"):
+        Encoder().encode({"callbacks": {"x": bad}}, "")
+
+
+def test_hyper_parameters_degrade_to_a_placeholder_again_and_again() -> None:
+    value = {"hyper_parameters": {"lr": 0.1, "net": Custom()}}
+    for _ in range(3):
+        encoder = Encoder(droppable=("hyper_parameters",))
+        text = json.dumps(encoder.encode(value, ""))
+        encoder.check()
+        value = decode(json.loads(text), encoder.tensors.__getitem__)
+        kept = value["hyper_parameters"]["net"]
+        assert value["hyper_parameters"]["lr"] == 0.1
+        assert isinstance(kept, Dropped)
+        assert kept.type_name == "tests.test_tree.Custom"
+        assert repr(kept).startswith(
+            "<not stored in the checkpoint: tests.test_tree.Custom <tests.test_tree.Custom object"
+        )
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    knot: dict[str, Any] = {}
+    knot["again"] = [knot]
+    with pytest.raises(StateError, match="contains itself"):
+        Encoder().encode(knot, "callbacks")
+
+
+def test_tensors_with_the_same_path_are_kept_apart() -> None:
+    big = INLINE_BYTES + 1
+    value = {
+        "a/b": torch.zeros(big),
+        "a": {"b": torch.ones(big), 1: torch.full((big,), 2.0), "1": torch.full((big,), 3.0)},
+    }
+    assert same(trip(value), value)
+
+
+def test_small_tensors_are_inline_and_large_ones_beside() -> None:
+    encoder = Encoder()
+    encoder.encode({"small": torch.zeros(INLINE_BYTES, dtype=torch.uint8), "large": torch.zeros(INLINE_BYTES + 1)}, "")
+    assert list(encoder.tensors) == ["large"]
+    assert encode_small(torch.zeros(INLINE_BYTES + 1), "x")["$"] == "tensor"
+
+
+def sharded() -> str:
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
+    encoder = Encoder()
+    assert encoder.encode({"a": tensor}, "") == {"a": {"$": "stored", "v": "a"}}
+    try:
+        encode_small({"a": tensor}, "rank_state")
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sharded_tensor_is_never_inline() -> None:
+    (said,) = run_ranks(1, sharded)
+    assert "rank_state/a: a sharded tensor" in said
+
+
+# ── what a hostile file may hold ──────────────────────────────────────────────────────────────────────────────────
+
+
+def b64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+HOSTILE: list[Any] = [
+    {"$": "os.system", "v": "true"},
+    {"$": "unknown"},
+    {"$": "tuple"},
+    {"$": None, "v": 1},
+    {"$": ["tuple"], "v": []},
+    {"$": {}, "v": []},
+    {"$": "tuple", "v": 5},
+    {"$": "set", "v": [[]]},
+    {"$": "map", "v": [[1]]},
+    {"$": "map", "v": [[[], 1]]},
+    {"$": "map", "v": 5},
+    {"$": "counter", "v": [1]},
+    {"$": "namespace", "v": [[1, 2]]},
+    {"$": "deque", "v": [], "maxlen": -1},
+    {"$": "deque", "v": [], "maxlen": "x"},
+    {"$": "deque", "v": []},
+    {"$": "int", "v": "x"},
+    {"$": "int", "v": "9" * 5000},
+    {"$": "float", "v": []},
+    {"$": "complex", "v": [1, 2, 3]},
+    {"$": "bytes", "v": "!"},
+    {"$": "bytes", "v": 5},
+    {"$": "dtype", "v": "F99"},
+    {"$": "dtype", "v": []},
+    {"$": "device", "v": "toaster"},
+    {"$": "device", "v": {}},
+    {"$": "path", "v": 5},
+    {"$": "datetime", "v": "yesterday"},
+    {"$": "datetime", "v": 5},
+    {"$": "timedelta", "v": [1e300]},
+    {"$": "timedelta", "v": None},
+    {"$": "range", "v": [1, 2, 0]},
+    {"$": "range", "v": None},
+    {"$": "slice", "v": []},
+    {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": [2]},
+    {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": [1 << 60]},
+    {"$": "tensor", "v": b64(b""), "dtype": "F32", "shape": [0, 1 << 70]},
+    {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": [-1, -1]},
+    {"$": "tensor", "v": b64(b"1234"), "dtype": "F99", "shape": [1]},
+    {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": None},
+    {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": ["1"]},
+    {"$": "tensor", "v": b64(b"1234")},
+    {"$": "stored", "v": "elsewhere"},
+    {"$": "stored", "v": []},
+    {"$": "dropped", "v": "x"},
+    {"$": "numpy", "v": b64(bytes(8)), "dtype": "O", "shape": [1]},
+    {"$": "numpy", "v": b64(bytes(8)), "dtype": "|O", "shape": [1]},
+    {"$": "numpy", "v": b64(bytes(8)), "dtype": [["a", "<f8"]], "shape": [1]},
+    {"$": "numpy", "v": b64(bytes(8)), "dtype": "<f8", "shape": [2]},
+    {"$": "numpy", "v": b64(bytes(8)), "dtype": "<f8", "shape": [1 << 70]},
+    {"$": "numpy", "v": b64(bytes(7)), "dtype": "<f8", "shape": [1]},
+    {"$": "numpy", "v": b64(bytes(8)), "dtype": "<f9", "shape": [1]},
+    {"$": "numpy", "v": b64(bytes(8)), "dtype": "<f8", "shape": "x"},
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: json.dumps(value)[:60])
+def test_a_value_that_no_encoder_writes_is_a_format_error(value: Any) -> None:
+    with pytest.raises(FormatError):
+        decode({"a": [value]}, dict[str, torch.Tensor]().__getitem__)
+
+
+def test_nesting_without_end_is_a_format_error() -> None:
+    value: Any = 1
+    for _ in range(100_000):
+        value = {"$": "tuple", "v": [value]}
+    with pytest.raises(FormatError):
+        decode(value, dict[str, torch.Tensor]().__getitem__)
+    while isinstance(value, dict):  # so that the garbage collector need not recurse
+        value = value.pop("v").pop()
