@@ -1,0 +1,55 @@
+"""What of a LightningModule must be told that it is sharded? Its first values, its metrics, its optimizer toggles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_shardckpt.state.geometry import local_views, view_at
+
+
+def copy_slice(parameter: Tensor, full: Tensor) -> None:
+    """Give a sharded parameter its part of a whole tensor."""
+    for box, view in local_views(parameter):
+        view.copy_(view_at(full, box))
+
+
+class _GatherOver:
+    """torchmetrics' gather over one group; metrics are deep-copied, a process group cannot be."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, result: Tensor, group: Any | None = None) -> list[Tensor]:
+        return gather_all_tensors(result, group or self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
+        return self
+
+
+def regather_on_toggle(module: pl.LightningModule, regather: Callable[[], None]) -> None:
+    """Make toggle_optimizer reach the gathered parameters: it changes ``requires_grad`` of the sharded ones."""
+
+    def regathering(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*args: Any, **kwargs: Any) -> None:
+            change(*args, **kwargs)
+            regather()
+
+        return changed
+
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        setattr(module, name, regathering(getattr(type(module), name).__get__(module)))
+
+
+def gather_metrics_over(group: dist.ProcessGroup, module: torch.nn.Module) -> None:
+    """Make metrics count each data-parallel rank once."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = _GatherOver(group)

@@ -1,0 +1,89 @@
+"""Gradient clipping over parameters that are cut in different ways.
+
+``torch.nn.utils.clip_grad_norm_`` refuses a mix of plain tensors and DTensors, and DTensors of different meshes
+(torch 2.13). Here every rank sums over its own memory, counts an element that k ranks hold as 1/k, and one
+all-reduce of a single number makes the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor`` on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def copies(tensor: Tensor, ranks: int) -> float:
+    """How many of ``ranks`` processes hold each element of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return float(ranks)
+    parts = math.prod(
+        size
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        if not placement.is_replicate()
+    )
+    return ranks / parts
+
+
+def grad_norm(parameters: Iterable[Tensor], *, device: torch.device, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together, equal on every rank, a 0-dim tensor on ``device``.
+
+    Collective: every rank of the world must call it. Gradients must be reduced and in their parameter's layout.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    grads = [p.grad for p in parameters if p.grad is not None]
+    kept = [g for g in grads if local(g).numel()]
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in kept) else torch.float32
+    total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+    if kept:
+        norms = torch.stack(
+            [torch.as_tensor(n, device=device) for n in _norms([local(g) for g in kept], norm_type, wide)]
+        ).to(total.dtype)
+        if math.isinf(norm_type):
+            total = norms.max()
+        else:
+            weights = torch.tensor([1 / copies(g, ranks) for g in kept], dtype=total.dtype, device=device)
+            total = (norms.pow(norm_type) * weights).sum()
+    if ranks > 1:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+    return total if math.isinf(norm_type) else total.pow(1 / norm_type)
+
+
+def clip_by_norm(
+    parameters: Sequence[Tensor], max_norm: float, *, device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the gradients in place so that their norm is at most ``max_norm``; returns the norm before.
+
+    Collective: every rank of the world must call it. Does not wait for the device.
+    """
+    norm = grad_norm(parameters, device=device, norm_type=norm_type)
+    scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    for grad in _local_grads(parameters):
+        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    return norm
+
+
+def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
+    """Clamp every element of the gradients to [-limit, limit] in place. No communication."""
+    for grad in _local_grads(parameters):
+        grad.clamp_(-limit, limit)
+
+
+def _local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [local(p.grad) for p in parameters if p.grad is not None]
+
+
+def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    if len({(g.device, g.dtype) for g in grads}) == 1 and grads[0].is_cuda:
+        return list(torch._foreach_norm(grads, norm_type, dtype=dtype))
+    return [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads]

@@ -1,0 +1,135 @@
+"""Where do the first values of parameters come from, so that they are the same on every topology?
+
+Real weights come from rank 0. Deferred ones are replayed in full, one tensor at a time on the CPU, and each rank
+keeps its slices. Modules built on the meta device by the user fill themselves through ``reset_parameters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.errors import TopologyError
+
+CopySlice = Callable[[Tensor, Tensor], None]
+"""Copies this rank's slices of the second, full tensor into the first."""
+Value = tuple[nn.Module, str, Tensor]
+"""The owning module, the name of its parameter, and all of that parameter."""
+
+
+@torch.no_grad()
+def broadcast_weights(root: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's parameters and buffers, one tensor at a time; skips DTensors and the meta device.
+
+    Collective: every rank of the world must call it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    seen: set[int] = set()
+    for tensor in [*root.parameters(), *root.buffers()]:
+        if id(tensor) in seen or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
+            continue
+        seen.add(id(tensor))
+        sent = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=0)  # as bytes: gloo knows neither bool nor fp8
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)
+
+
+def meta_slots(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The (module, parameter name) pairs whose values don't exist yet."""
+    return [
+        (module, name)
+        for module in root.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter.is_meta
+    ]
+
+
+@torch.no_grad()
+def allocate(root: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer on the meta device uninitialised memory; breaks ties: call `retie` after."""
+
+    def real(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    root._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
+    """Register one parameter object again under all names of each tie.
+
+    Raises:
+        TopologyError: if tied parameters were cut in different ways.
+    """
+    present = dict(root.named_parameters(remove_duplicate=False))
+    for first, *others in ties:
+        kept = present[first]
+        for name in others:
+            if _layout(present[name]) != _layout(kept):
+                raise TopologyError(
+                    f"tied parameters are cut differently: {first} {_layout(kept)}, {name} {_layout(present[name])}. "
+                    "Give their modules tensor-parallel styles that cut the same dim."
+                )
+            owner, _, attribute = name.rpartition(".")
+            root.get_submodule(owner)._parameters[attribute] = kept
+
+
+def fill(slots: Iterable[tuple[nn.Module, str]], values: Iterable[Value], copy_slice: CopySlice) -> None:
+    """Copy this rank's slices of every value, then initialise the modules of ``slots`` that got none.
+
+    Raises:
+        TopologyError: naming the modules that cannot initialise themselves.
+    """
+    missing = {(id(module), name): module for module, name in slots}
+    for module, name, full in values:
+        _put(module, name, full, copy_slice)
+        missing.pop((id(module), name), None)
+    modules = list({id(module): module for module in missing.values()}.values())
+    helpless = sorted({type(module).__name__ for module in modules if not hasattr(module, "reset_parameters")})
+    if helpless:
+        raise TopologyError(
+            f"parameters of {', '.join(helpless)} are on the meta device and nothing says what their values are. "
+            "Give these modules a reset_parameters() method, or build them without torch.device('meta'): "
+            "ShardedStrategy(defer_init=True) defers configure_model by itself."
+        )
+    for module, name, full in _reset(modules):
+        if (id(module), name) in missing:
+            _put(module, name, full, copy_slice)
+
+
+def _reset(modules: Iterable[nn.Module]) -> Iterator[Value]:
+    """Run ``reset_parameters`` on a full CPU twin of each module; buffers that it assigns land in the module."""
+    for module in modules:
+        full = {
+            name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
+            for name, p in module._parameters.items()
+        }
+        twin = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__, _parameters=full)
+        with torch.no_grad():
+            twin.reset_parameters()  # type: ignore[operator]  # `fill` made sure that it is a method
+        yield from ((module, name, value) for name, value in twin._parameters.items() if value is not None)
+
+
+def _put(module: nn.Module, name: str, full: Tensor, copy_slice: CopySlice) -> None:
+    parameter = module._parameters[name]
+    if parameter is None:
+        return
+    if parameter.shape != full.shape:
+        raise TopologyError(
+            f"parameter {name} of {type(module).__name__} has shape {tuple(parameter.shape)} after it was cut, "
+            f"{tuple(full.shape)} as built; a tensor-parallel plan must keep global shapes"
+        )
+    with torch.no_grad():
+        copy_slice(parameter, full)
+
+
+def _layout(parameter: Tensor) -> object:
+    if not isinstance(parameter, DTensor):
+        return "whole"
+    return parameter.device_mesh.mesh_dim_names, parameter.placements

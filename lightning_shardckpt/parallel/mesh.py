@@ -1,0 +1,108 @@
+"""How many processes does each kind of parallelism get, and which ranks talk to which?
+
+Knows numbers and process groups; nothing about models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_shardckpt.errors import TopologyError
+
+AXES = ("pipeline", "replicate", "shard", "tensor")
+"""The axes of the root mesh, outermost first; ranks are laid out row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The size of each mesh axis."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.pipeline, self.replicate, self.shard, self.tensor)
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of different batches that are in flight at a time."""
+        return self.replicate * self.shard
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.data_parallel * self.tensor
+
+
+def resolve_topology(
+    world_size: int, *, replicate: int = 1, shard: int | Literal["auto"] = "auto", tensor: int = 1, pipeline: int = 1
+) -> Topology:
+    """The topology of ``world_size`` processes; ``shard="auto"`` takes what the other axes leave.
+
+    Raises:
+        TopologyError: if a size is below one or the sizes don't multiply to ``world_size``.
+    """
+    sizes = {"pipeline": pipeline, "replicate": replicate, "shard": shard, "tensor": tensor}
+    wrong = {name: size for name, size in sizes.items() if size != "auto" and (not isinstance(size, int) or size < 1)}
+    if wrong:
+        raise TopologyError(f"mesh sizes must be integers of at least 1, found {wrong}")
+    others = pipeline * replicate * tensor
+    sized = max(1, world_size // others) if shard == "auto" else shard
+    if others * sized != world_size:
+        auto = f"{world_size} is not a multiple of {others}"
+        raise TopologyError(
+            f"{world_size} processes cannot form a mesh of pipeline {pipeline} x replicate {replicate} x shard {shard} "
+            f"x tensor {tensor}: {auto if shard == 'auto' else f'that takes {others * sized}'}. "
+            "Change the number of devices or the sizes given to ShardedStrategy."
+        )
+    return Topology(pipeline, replicate, sized, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The process groups of one topology.
+
+    Attributes:
+        root: axes pipeline, replicate, shard, tensor.
+        user: axes data_parallel, tensor_parallel over the same ranks, as Lightning's ModelParallelStrategy names
+            them. A mesh of its own: slicing a flattened axis out of ``root`` is deprecated in torch 2.13.
+    """
+
+    topology: Topology
+    root: DeviceMesh
+    user: DeviceMesh
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The mesh for ``fully_shard``: two axes for HSDP, else one. A size of 1 is meant: it makes DTensors."""
+        return self.root["replicate", "shard"] if self.topology.replicate > 1 else self.root["shard"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        return self.root["tensor"]
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        return self.user.get_group("data_parallel")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.user.get_local_rank("data_parallel")
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self.root.get_group("tensor")
+
+
+def build_meshes(topology: Topology, device_type: str) -> Meshes:
+    """The meshes of ``topology``. Collective: every rank of the world must call it."""
+    root = init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
+    plain = (topology.pipeline, topology.data_parallel, topology.tensor)
+    named = init_device_mesh(device_type, plain, mesh_dim_names=("pipeline", "data_parallel", "tensor_parallel"))
+    return Meshes(topology, root, named["data_parallel", "tensor_parallel"])

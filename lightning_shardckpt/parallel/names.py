@@ -1,0 +1,81 @@
+"""What is a parameter called, which names share one parameter, and which modules does a pattern mean?
+
+A clean FQN has no trace of wrappers (torch.compile, checkpoint wrappers, DDP-like ones).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import nn
+
+from lightning_shardckpt.errors import TopologyError
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+
+
+def clean_fqn(name: str) -> str:
+    """``name`` without the components that wrappers add.
+
+    >>> clean_fqn("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'net.layers.0.weight'
+    """
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def named_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """Every module of ``root`` except itself, by clean FQN; a wrapper gives way to what it wraps."""
+    return {clean: module for name, module in root.named_modules() if (clean := clean_fqn(name))}
+
+
+def parameter_names(root: nn.Module) -> list[list[str]]:
+    """The names of each parameter, as registered, in registration order: more than one means it is tied."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        found[id(parameter)].append(name)
+    return list(found.values())
+
+
+def matching_modules(modules: dict[str, nn.Module], pattern: str) -> list[str]:
+    """The FQNs that ``pattern`` matches: ``*`` is any part of one component, ``**`` any number of components."""
+    regex = re.compile(_translate(pattern))
+    return [name for name in modules if regex.fullmatch(name)]
+
+
+def nearest(modules: Iterable[str], pattern: str) -> str:
+    """A sentence with the FQNs closest to ``pattern``, layer numbers folded into ``*``; empty if none is close."""
+    folded = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in modules))
+    close = difflib.get_close_matches(re.sub(r"\b\d+\b", "*", pattern), folded, n=3, cutoff=0.4)
+    return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[str]:
+    """The FQNs of the modules that any pattern names, by glob or by class name, outermost first.
+
+    Raises:
+        TopologyError: listing every pattern that matches nothing.
+    """
+    modules = named_modules(root)
+    chosen: set[str] = set()
+    lost = []
+    for pattern in patterns:
+        found = matching_modules(modules, pattern)
+        found += [name for name, module in modules.items() if type(module).__name__ == pattern]
+        chosen.update(found)
+        if not found:
+            lost.append(f"  {pattern!r}{nearest(modules, pattern)}")
+    if lost:
+        raise TopologyError(
+            f"{what}: {len(lost)} patterns match no module of {type(root).__name__}\n"
+            + "\n".join(lost)
+            + "\nGive module names such as 'net.layers.*' or class names such as 'LlamaDecoderLayer'."
+        )
+    return [name for name in modules if name in chosen]
+
+
+def _translate(pattern: str) -> str:
+    pieces = {"**": ".*", "*": "[^.]*"}
+    return "".join(pieces.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern))

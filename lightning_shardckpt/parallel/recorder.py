@@ -1,0 +1,249 @@
+"""How are operations on deferred tensors seen? Two modes of torch that run them on real memory and log them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.parallel.oplog import ALTERNATIVE, Constant, Log, Operation, Storage, View, aten, unseen
+
+_OVERWRITING = {aten.normal_, aten.uniform_, aten.zero_, aten.fill_, aten.copy_}
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operation on real memory and logs those that make or write tracked storages."""
+
+    def __init__(self, log: Log, in_distributed: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log = log
+        self._in_distributed = in_distributed
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise the first operation imports torch._dynamo: a second, and 60 MB
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        subclass = any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types)
+        if subclass or self._in_distributed():
+            with unseen():
+                self._check_unlogged(func, args, kwargs)
+            return func(*args, **kwargs)
+        with unseen():
+            return self._run(func, args, kwargs)
+
+    def _check_unlogged(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        collective = "c10d" in func.namespace
+        written = _written(func, args, kwargs)
+        for tensor in _tensors((args, kwargs)):
+            if not (collective or id(tensor) in written):
+                continue
+            plain = type(tensor) in (torch.Tensor, nn.Parameter)
+            if tensor.device.type == "meta" and (self._log.find(tensor) or not plain):
+                raise StateError(
+                    f"cannot run {func} on a deferred tensor of shape {tuple(tensor.shape)} that was parallelised or "
+                    f"is in a collective: initialise parameters before parallelising them, or {ALTERNATIVE}"
+                )
+            self._log.escape(tensor, str(func))
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        log = self._log
+        if func is aten.scalar_tensor.default:  # torch makes the 1 of ``mirror[0] = 1`` on the mirror's device
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        given, spec = tree_flatten((args, kwargs))
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        storages = {id(t): log.find(t) for t in tensors}
+        foreign = [t for t in tensors if storages[id(t)] is None and t.device.type != "meta"]
+        if foreign and len(foreign) == len(tensors):
+            result = func(*args, **kwargs)
+            # torch.tensor() and torch.from_numpy() both end here; only the latter borrows memory: not resizable
+            fresh = func is aten.lift_fresh.default and result.untyped_storage().resizable()
+            return log.constant(result) if fresh else result
+        written = _written(func, args, kwargs)
+        meta = [t for t in tensors if storages[id(t)] is None and t.device.type == "meta" and id(t) not in written]
+        if meta and any(storages.values()):
+            raise StateError(f"cannot run {func}: one of its inputs was made on the meta device; {ALTERNATIVE}")
+        overwritten = _overwritten(func, given, storages)
+        inputs = [_logged(x, storages) for x in given]
+        real = {
+            id(t): log.real(t, overwritten=storages[id(t)] is overwritten)
+            for t in tensors
+            if storages[id(t)] and t.device.type == "meta"
+        }
+        run_args, run_kwargs = tree_unflatten([real.get(id(x), x) for x in given], spec)
+        generator = next((x for x in given if isinstance(x, torch.Generator)), torch.default_generator)
+        state = generator.get_state()
+        result = func(*run_args, **run_kwargs)
+        random = None if torch.equal(state, generator.get_state()) else (generator, state)
+
+        outputs, out_spec = tree_flatten(result)
+        created = self._track_new(outputs, foreign)
+        writes = {storage for t in tensors if id(t) in written and (storage := storages[id(t)])}
+        if (created or writes) and func.overloadpacket is not aten.set_:
+            if any(id(t) in written for t in foreign):
+                raise StateError(f"cannot log {func}: it also writes to a tensor made elsewhere; {ALTERNATIVE}")
+            touched = frozenset(storage for storage in storages.values() if storage)
+            log.append(
+                Operation(func, inputs, spec, touched, overwritten, created, random, torch.get_default_dtype()), writes
+            )
+        self._follow(tensors, real)
+        return tree_unflatten(list(self._outputs(outputs, tensors, real)), out_spec)
+
+    def _track_new(self, outputs: list[Any], foreign: list[torch.Tensor]) -> tuple[tuple[int, Storage], ...]:
+        known = {t.untyped_storage()._cdata for t in foreign if t.layout is torch.strided}
+        created = []
+        for position, x in enumerate(outputs):
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.layout is torch.strided:
+                memory = x.untyped_storage()
+                if not x.is_quantized and memory._cdata not in known and memory._cdata not in self._log.by_address:
+                    storage = Storage(memory.nbytes(), [])
+                    self._log.track(storage, memory)
+                    created.append((position, storage))
+        return tuple(created)
+
+    def _follow(self, tensors: list[torch.Tensor], real: dict[int, torch.Tensor]) -> None:
+        """Gives mirrors the geometry that their real tensors got, as by ``t_`` or ``resize_``."""
+        for t in tensors:
+            if id(t) in real:
+                mine, theirs = self._log.find(t), self._log.find(real[id(t)])
+                if theirs is None:
+                    raise StateError(f"cannot point a deferred tensor at memory made elsewhere; {ALTERNATIVE}")
+                if mine is not theirs or View.of(t, theirs) != View.of(real[id(t)], theirs):
+                    t.set_(self._log.mirror(real[id(t)], theirs))  # type: ignore[call-overload]
+
+    def _outputs(self, outputs: list[Any], tensors: list[torch.Tensor], real: dict[int, torch.Tensor]) -> Iterator[Any]:
+        """Mirrors in, mirrors out; an input that is returned stays the same object, a view of a real one real."""
+        originals = {id(real.get(id(t), t)): t for t in tensors}
+        held = {t.untyped_storage()._cdata for t in tensors if id(t) not in real and t.layout is torch.strided}
+        for x in outputs:
+            if id(x) in originals:
+                yield originals[id(x)]
+            elif real and isinstance(x, torch.Tensor) and (storage := self._log.find(x)):
+                memory = x.untyped_storage()
+                self._log.keep(storage, memory)
+                yield x if memory._cdata in held else self._log.mirror(x, storage)
+            else:
+                yield x
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Returns the ids of the tensors that `func` writes to, by its schema."""
+    given = dict(enumerate(args)) | kwargs
+    targets = [
+        given.get(argument.name, given.get(position))
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return {id(t) for t in _tensors(targets)}
+
+
+def _overwritten(func: Any, given: list[Any], storages: dict[int, Storage | None]) -> Storage | None:
+    """Returns the storage of which `func` replaces every byte without reading one."""
+    if func.overloadpacket not in _OVERWRITING or not func._schema.name.endswith("_"):
+        return None
+    target, *others = [x for x in given if isinstance(x, torch.Tensor)]
+    storage = storages[id(target)]
+    if storage is None or any(storages[id(t)] is storage for t in others) or not target.is_contiguous():
+        return None
+    whole = target.numel() * target.element_size() == storage.nbytes == target.untyped_storage().nbytes()
+    return storage if whole else None
+
+
+def _logged(x: object, storages: dict[int, Storage | None]) -> object:
+    if not isinstance(x, torch.Tensor):
+        return x
+    storage = storages[id(x)]
+    if storage is not None:
+        return View.of(x, storage)
+    return x if x.device.type == "meta" else Constant.of(x)
+
+
+_Tensor = torch.Tensor
+_SHOWN: dict[Any, Any] = {
+    _Tensor.device.__get__: torch.device("cpu"),
+    _Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    _Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+_SET_DATA: Any = _Tensor.data.__set__  # type: ignore[attr-defined]
+_ON_REAL: set[Any] = {_Tensor.to, _Tensor.cpu, _Tensor.type, _Tensor.tolist, _Tensor.__repr__, _Tensor.get_device}
+_TO_NUMPY: set[Any] = {_Tensor.numpy, _Tensor.__array__}
+_ESCAPES: set[Any] = _TO_NUMPY | {
+    _Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tensor._typed_storage,
+    _Tensor.share_memory_, _Tensor.__dlpack__, _Tensor.__dlpack_device__,
+}  # fmt: skip
+
+
+class Facade(TorchFunctionMode):
+    """Makes a mirror look like the CPU tensor that it stands for, where no operation is dispatched.
+
+    Without it ``nn.init.orthogonal_`` and others would silently skip mirrors, since ``is_meta`` is true for them.
+    """
+
+    def __init__(self, log: Log, in_distributed: Callable[[], bool]) -> None:
+        super().__init__()
+        self._log = log
+        self._in_distributed = in_distributed
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = func in _SHOWN or func in _ON_REAL or func in _ESCAPES or func == _SET_DATA
+        if not special or self._in_distributed():
+            return func(*args, **kwargs)
+        log = self._log
+        with unseen():
+            tracked = log.find(args[0]) is not None
+            mirror = log.is_mirror(args[0])
+            if func == _SET_DATA:
+                return self._set_data(*args)
+            if tracked and not mirror and func in _ESCAPES:
+                log.escape(args[0], func.__name__)
+            if mirror and func in _SHOWN:
+                return _SHOWN[func]
+            if mirror and func in _TO_NUMPY:
+                array = func(log.real(args[0]).clone(), *args[1:], **kwargs)
+                array.flags.writeable = False  # writes to it would be lost
+                return array
+            if mirror and func in _ESCAPES:
+                raise StateError(f"cannot log what Tensor.{func.__name__} of a parameter is used for: {ALTERNATIVE}")
+            real = log.real(args[0]) if mirror else args[0]
+        return self._on_real(func, args[0], real, args[1:], kwargs) if mirror else func(*args, **kwargs)
+
+    def _on_real(
+        self, func: Any, mirror: torch.Tensor, real: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs `func` on `real`, so that ``x.to("cpu")`` returns its very input, as it would without mirrors."""
+        result = func(real, *rest, **kwargs)
+        if result is real:
+            return mirror
+        with unseen():
+            storage = self._log.find(result) if isinstance(result, torch.Tensor) else None
+            return self._log.mirror(result, storage) if storage else result
+
+    def _set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        log = self._log
+        storage = log.find(value)
+        if log.is_mirror(target) and not log.is_mirror(value):
+            if storage is None:  # foreign: from here on the parameter is real
+                _SET_DATA(torch.empty(0), value)
+                torch.utils.swap_tensors(target, type(target)(value))  # type: ignore[no-untyped-call]
+                return
+            log.keep(storage, value.untyped_storage())
+            value = log.mirror(value, storage)
+        elif log.is_mirror(value) and not log.is_mirror(target):
+            value = log.real(value)
+        _SET_DATA(target, value)

@@ -1,0 +1,102 @@
+"""Do the ranks of a tensor-parallel group, which compute one thing together, start from the same?
+
+Different batches, or a replicated parameter whose gradient covers only a part of the heads, make a training silently
+wrong. Both show at once and cost little to look for: the first batch of an epoch, the first backward of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.clip import local
+
+_SPREAD = 0.02  # relative; replicas that compute the same thing agree to the precision of bfloat16
+
+
+@torch.no_grad()
+def check_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare the tensors of ``batch`` over ``group`` by shape and checksums.
+
+    Collective: every rank of the world must call it.
+
+    Raises:
+        TopologyError: on every rank, if the batches of any group differ.
+    """
+    own = torch.zeros(4, dtype=torch.float64, device=device)
+    for tensor in _tensors(batch):
+        flat = tensor.to(device).double().flatten().nan_to_num()
+        place = torch.arange(1, flat.numel() + 1, device=device, dtype=torch.float64).reciprocal()
+        own += torch.stack([torch.ones_like(own[0]), own.new_tensor(flat.numel()), flat.sum(), flat @ place])
+    every = _gathered(own, group)
+    if _any_rank(bool((every != own).any()), device):
+        ranks = dist.get_process_group_ranks(group)
+        raise TopologyError(
+            f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
+            f"{ranks}. Every rank of a group must load the same samples: use strategy.distributed_sampler_kwargs "
+            "(Lightning does for samplers that it adds), and seed random augmentations by the data-parallel rank."
+        )
+
+
+@torch.no_grad()
+def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare the gradients of the parameters of ``root`` that ``group`` replicates.
+
+    Collective: every rank of the world must call it.
+
+    Raises:
+        TopologyError: on every rank, if those of any group differ by more than rounding.
+    """
+    kept = [(name, local(p.grad)) for name, p in root.named_parameters() if p.grad is not None and not _cut(p, group)]
+    sums = [torch.stack([g.double().sum(), g.double().abs().sum()]).to(device) for _, g in kept]
+    wrong: list[str] = []
+    if sums:
+        every = _gathered(torch.stack(sums), group)
+        differs = (every.amax(0) - every.amin(0)).amax(-1) > _SPREAD * every[..., 1].amax(0)
+        wrong = [name for (name, _), bad in zip(kept, differs.tolist(), strict=True) if bad]
+    if _any_rank(bool(wrong), device):
+        raise TopologyError(
+            f"{len(wrong)} replicated parameters have different gradients on the ranks of a tensor-parallel group: "
+            f"{', '.join(wrong[:5])}{', …' if len(wrong) > 5 else ''}. The modules that own them see only a part of "
+            'the heads or columns: give them the style "replicated_with_grad_allreduce" in tensor_parallel_plan.'
+        )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return torch.stack(every)
+
+
+def _any_rank(wrong: bool, device: torch.device) -> bool:
+    votes = torch.tensor(int(wrong), device=device)
+    dist.all_reduce(votes)
+    return bool(votes)
+
+
+def _cut(parameter: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether ``parameter`` is sharded over the ranks of ``group``."""
+    if not isinstance(parameter, DTensor):
+        return False
+    ranks = dist.get_process_group_ranks(group)
+    return any(
+        not placement.is_replicate() and dist.get_process_group_ranks(parameter.device_mesh.get_group(axis)) == ranks
+        for axis, placement in enumerate(parameter.placements)
+    )

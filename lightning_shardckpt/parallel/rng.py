@@ -1,0 +1,66 @@
+"""Which ranks draw the same random numbers?
+
+Ranks that build the same weights, or that hold parts of one activation, must; data-parallel ranks need not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the generators of torch (CPU and current CUDA device), numpy and python."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking must not create a CUDA context
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Inverse of `rng_state`."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def same_rng() -> Iterator[None]:
+    """Inside, every rank draws what rank 0 draws; after it, a rank whose state was its own gets that back.
+
+    Collective: every rank of the world must enter it.
+    """
+    own = rng_state()
+    shared = _broadcast(own, None)
+    differs = not torch.equal(own["torch"], shared["torch"])
+    set_rng_state(shared)
+    try:
+        yield
+    finally:
+        if differs:
+            set_rng_state(own)
+
+
+def share_rng(group: dist.ProcessGroup) -> None:
+    """Give every rank of ``group`` the random state of its first. Collective: every rank of it must call it."""
+    set_rng_state(_broadcast(rng_state(), group))
+
+
+def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return state
+    box = [state]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]

@@ -1,0 +1,205 @@
+"""Which modules are cut over the tensor axis, and how?
+
+A plan is resolved to one style per module before anything is cut, so that every problem is reported at once and the
+model is unchanged when it is. Replicated parameters that see only this rank's heads or columns have gradients that
+are partial sums: the plan names them, ``gradients.py`` sums them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.names import clean_fqn, matching_modules, named_modules, nearest
+
+Style = str | ParallelStyle
+Plan = str | Mapping[str, Style] | Callable[..., Any]
+
+PARTIAL = "replicated_with_grad_allreduce"
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+}
+"""The styles that have a name, spelled as Hugging Face transformers does; ``replicate`` and PARTIAL cut nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """What to do with each module, by clean FQN.
+
+    Attributes:
+        styles: how to cut it.
+        partial: modules kept whole whose gradients are partial sums over the tensor axis.
+        apply: the user's own function of (module, tensor mesh); runs instead of ``styles``.
+    """
+
+    styles: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    apply: Callable[..., Any] | None = None
+
+
+def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) -> TensorPlan:
+    """The plan for ``root`` over ``size`` tensor ranks, checked; ``ties`` are the names of tied parameters.
+
+    Raises:
+        TopologyError: if a pattern matches nothing, a style is unknown or a size doesn't divide.
+    """
+    if isinstance(plan, str) and plan != "auto":
+        plan = cast("Plan", _imported(plan))
+    if callable(plan):
+        return TensorPlan(apply=plan)
+    modules = named_modules(root)
+    if isinstance(plan, str):
+        named = _matched(modules, _hf_plan(root, size), root, strict=False)
+    else:
+        named = _matched(modules, plan, root, strict=True)
+    named |= _tied_styles(modules, named, ties)
+    resolved = TensorPlan(
+        {
+            fqn: STYLES[style]() if isinstance(style, str) else style
+            for fqn, style in named.items()
+            if style not in (PARTIAL, "replicate")
+        },
+        frozenset(fqn for fqn, style in named.items() if style == PARTIAL),
+    )
+    _check_sizes(modules, resolved.styles, size)
+    return resolved
+
+
+def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Cut the modules of ``root`` as ``plan`` says; every rank must already hold equal weights (or none)."""
+    if plan.apply is not None:
+        outcome = plan.apply(root, mesh)
+        if isinstance(outcome, Mapping):
+            raise TopologyError("a callable tensor_parallel_plan must cut the module itself and return None")
+        return
+    modules = named_modules(root)
+    for fqn, style in plan.styles.items():
+        try:
+            parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
+        except NotImplementedError as error:
+            raise TopologyError(
+                f"tensor_parallel_plan: {type(style).__name__} cannot cut {fqn} ({type(modules[fqn]).__name__}): "
+                f"{error}. Use it on Linear or Embedding modules, or give a callable plan."
+            ) from error
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TopologyError(
+            f'tensor_parallel_plan: cannot import {path!r} ({error}); give "auto", a dict of module pattern to style, '
+            "or the import path of a function of (module, tensor_mesh)"
+        ) from error
+    return cast("Callable[..., Any]", found)
+
+
+def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
+    """The plans of the outermost Hugging Face models inside ``root``, keyed from ``root``."""
+    plan: dict[str, Style] = {}
+    for name, model in _hf_models(root):
+        prefix = f"{name}." if name else ""
+        plan |= {prefix + pattern: style for pattern, style in model._tp_plan.items()}
+        _check_heads(name, getattr(model, "config", None), size)
+    if not plan:
+        raise TopologyError(
+            f'tensor_parallel_plan="auto": no module of {type(root).__name__} brings a plan (a Hugging Face model '
+            'with config.base_model_tp_plan does). Give a dict such as {"net.blocks.*.up": "colwise", '
+            '"net.blocks.*.down": "rowwise"}, or a function of (module, tensor_mesh).'
+        )
+    return plan
+
+
+def _hf_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    found: list[str] = []
+    for name, module in root.named_modules():
+        clean = clean_fqn(name)
+        if any(clean.startswith(f"{outer}.") for outer in found):
+            continue
+        if isinstance(getattr(module, "_tp_plan", None), dict) and module._tp_plan:
+            found.append(clean)
+            yield clean, module
+
+
+def _check_heads(name: str, config: Any, size: int) -> None:
+    counts = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+    wrong = {key: count for key, count in counts.items() if isinstance(count, int) and count % size}
+    if wrong:
+        raise TopologyError(
+            f"tensor_parallel_plan: the attention heads of {name or 'the model'} don't divide over "
+            f"tensor_parallel_size {size}: found {wrong}"
+        )
+
+
+def _matched(
+    modules: dict[str, nn.Module], plan: Mapping[str, Style], root: nn.Module, *, strict: bool
+) -> dict[str, Style]:
+    """Module FQN → style; the last pattern that matches a module decides."""
+    named: dict[str, Style] = {}
+    problems = []
+    for pattern, style in plan.items():
+        found = matching_modules(modules, pattern)
+        if isinstance(style, str) and style not in STYLES and style not in (PARTIAL, "replicate"):
+            if found:
+                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {[*STYLES, PARTIAL]}")
+        elif not found and strict:
+            problems.append(f"  {pattern!r} matches no module{nearest(modules, pattern)}")
+        named |= dict.fromkeys(found, style)
+    if not problems and not named:
+        problems = [f"  none of its {len(plan)} patterns matches a module"]
+    if problems:
+        raise TopologyError(
+            f"tensor_parallel_plan doesn't fit {type(root).__name__}:\n"
+            + "\n".join(problems)
+            + "\nIn a pattern, * stands for one component of a module name and ** for any number of them."
+        )
+    return named
+
+
+def _tied_styles(modules: dict[str, nn.Module], named: dict[str, Style], ties: list[list[str]]) -> dict[str, Style]:
+    """Styles for the modules that share a weight with a cut one and have no style: all must cut rows of it alike."""
+    added: dict[str, Style] = {}
+    for tie in ties:
+        owners = [clean_fqn(name).rpartition(".")[0] for name in tie]
+        if not any(owner in named for owner in owners):
+            continue
+        for owner in owners:
+            if owner in named or owner not in modules:
+                continue
+            added[owner] = "embedding_rowwise" if isinstance(modules[owner], nn.Embedding) else "colwise_gather_output"
+    return added
+
+
+def _check_sizes(modules: dict[str, nn.Module], styles: Mapping[str, ParallelStyle], size: int) -> None:
+    """A dim whose slices go on as plain local tensors must divide: torch takes equal slices for granted there."""
+    wrong = []
+    for fqn, style in styles.items():
+        module = modules[fqn]
+        cut = None
+        if isinstance(style, ColwiseParallel) and style.output_layouts[0] == Shard(-1):
+            cut = "out_features"
+        elif isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
+            cut = "in_features"
+        width = getattr(module, cut, None) if cut else None
+        if isinstance(width, int) and width % size:
+            wrong.append(f"  {fqn}: {cut} is {width}")
+    if wrong:
+        raise TopologyError(
+            f"tensor_parallel_plan: these widths don't divide over tensor_parallel_size {size}\n" + "\n".join(wrong)
+        )

@@ -1,0 +1,610 @@
+"""The Trainer's door: ``ShardedStrategy`` for ``lightning.pytorch``.
+
+Lightning's hooks in the order the Trainer calls them; what they do is in ``parallel/``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_shardckpt.adapt import copy_slice, gather_metrics_over, regather_on_toggle
+from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
+from lightning_shardckpt.parallel.deferred import DeferredInit
+from lightning_shardckpt.parallel.fsdp import reshard
+from lightning_shardckpt.parallel.materialize import broadcast_weights
+from lightning_shardckpt.parallel.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
+from lightning_shardckpt.parallel.model import Recipe, ShardedModule, rebind_optimizer, shard
+from lightning_shardckpt.parallel.replicas import check_batch
+from lightning_shardckpt.parallel.rng import same_rng, share_rng
+from lightning_shardckpt.parallel.scaler import unscale_over_ranks
+from lightning_shardckpt.parallel.statistics import broadcast_statistics
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.resume import (
+    Continuation,
+    Place,
+    checked_io,
+    load_checkpoint,
+    load_edited,
+    not_live,
+    parameter_names,
+    save_checkpoint,
+)
+from lightning_shardckpt.state.optimizer import optimizer_state
+from lightning_shardckpt.state.position import make_resumable
+
+__all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
+
+TBroadcast = TypeVar("TBroadcast")
+_RECORD = "_shardckpt_record"  # on the LightningModule: a second Trainer must find what the first one cut
+
+
+class ShardedStrategy(ParallelStrategy):
+    """Trains one LightningModule under any mix of replicated data parallel, FSDP2 and tensor parallel.
+
+    The module is an ordinary one: layers built in ``__init__`` or ``configure_model``, steps unchanged. One that
+    cuts itself in ``configure_model`` with ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, as for
+    Lightning's ModelParallelStrategy, is left as it is. Initial weights are the same on every topology.
+
+    Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
+    topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is cut.
+
+    The tests run on CPU with gloo. CUDA with NCCL, ``cpu_offload`` there and several nodes have not been run.
+
+    Args:
+        data_parallel_shard_size: Processes over which FSDP2 shards; ``"auto"`` takes those that the others leave.
+        data_parallel_replicate_size: Replicas of the sharded model (HSDP).
+        tensor_parallel_size: Processes that compute one layer together.
+        pipeline_parallel_size: Must be 1 in this version.
+        tensor_parallel_plan: ``"auto"`` (the Hugging Face model's own), a dict of module pattern to style, a function
+            of (module, tensor mesh) that cuts the module, or the import path of one. In a pattern ``*`` is any part
+            of one component of a module name, ``**`` any number of components; the last match decides. A style is a
+            torch ParallelStyle or a name: colwise, rowwise, colwise_gather_output, rowwise_split_input,
+            embedding_rowwise, embedding_colwise, replicate, replicated_with_grad_allreduce.
+        fsdp_units: Patterns or class names of the modules that are gathered one by one; by default the layers of the
+            largest homogeneous ModuleList or Sequential. The rest is gathered for the whole step.
+        reshard_after_forward: Free gathered parameters between forward and backward.
+        activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or class.
+        cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
+        defer_init: Run ``configure_model`` without allocating weights; every rank then builds only its slices.
+        accumulate_unsharded: While gradients accumulate, keep them whole on every rank and communicate once. False
+            communicates every backward and keeps the memory of gradients sharded.
+        timeout_s: For the collectives of training.
+        checkpoint_timeout_s: For a rank to wait for the others while saving or loading.
+        process_group_backend: By default gloo on CPU and nccl on CUDA.
+    """
+
+    is_distributed = True  # Lightning knows its own strategies by class; others must say so to get a sampler
+
+    def __init__(
+        self,
+        *,
+        data_parallel_shard_size: int | Literal["auto"] = "auto",
+        data_parallel_replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_plan: str | dict[str, Any] | Callable[..., Any] = "auto",
+        fsdp_units: list[str] | None = None,
+        reshard_after_forward: bool = True,
+        activation_checkpointing: bool | list[str] = False,
+        cpu_offload: bool = False,
+        defer_init: bool = True,
+        accumulate_unsharded: bool = True,
+        timeout_s: float = 1800.0,
+        checkpoint_timeout_s: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        if pipeline_parallel_size != 1:
+            raise TopologyError(f"pipeline_parallel_size must be 1 in this version, found {pipeline_parallel_size}")
+        self._sizes: dict[str, Any] = {
+            "shard": data_parallel_shard_size,
+            "replicate": data_parallel_replicate_size,
+            "tensor": tensor_parallel_size,
+        }
+        self._recipe = Recipe(
+            tensor_parallel_plan=tensor_parallel_plan,
+            fsdp_units=fsdp_units,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload,
+        )
+        self._defer_init = defer_init
+        self._accumulate_unsharded = accumulate_unsharded
+        self._timeout_s = timeout_s
+        self._process_group_backend = process_group_backend
+        self.checkpoint_timeout_s = checkpoint_timeout_s
+        self.num_nodes = 1  # the Trainer's connector overwrites it
+        self._meshes: Meshes | None = None
+        self._sharded: ShardedModule | None = None
+        self._deferred: DeferredInit | None = None
+        self._manual_step = False
+        self._ranks: Ranks | None = None
+        self._continuation: Continuation | None = None
+        self._loaded: tuple[dict[str, Any], frozenset[str]] | None = None
+
+    # --- what it is ---
+
+    @property
+    def topology(self) -> Topology:
+        return self.meshes.topology
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The root mesh: axes pipeline, replicate, shard, tensor."""
+        return self.meshes.root
+
+    @property
+    def meshes(self) -> Meshes:
+        if self._meshes is None:
+            raise RuntimeError("the device mesh exists once the Trainer has set up the processes (fit, validate, …)")
+        return self._meshes
+
+    @property
+    def sharded(self) -> ShardedModule:
+        """The LightningModule as it was cut."""
+        if self._sharded is None:
+            raise RuntimeError("the module is cut in strategy.setup, which has not run for this LightningModule")
+        return self._sharded
+
+    @property
+    def ties(self) -> list[list[str]]:
+        """Clean FQNs of each tied parameter, canonical first."""
+        return self.sharded.ties
+
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Every parameter name as registered → its clean canonical FQN."""
+        return self.sharded.canonical_names
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.topology.data_parallel, "rank": self.meshes.data_parallel_rank}
+
+    # --- processes ---
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._sharded = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # a function attribute, unknown to mypy
+
+    @override
+    def setup_environment(self) -> None:
+        """Called again for every fit, validate, test and predict."""
+        super().setup_environment()
+        if self._meshes is None:
+            self._setup_distributed()
+            topology = resolve_topology(self.world_size, **self._sizes)
+            self._meshes = build_meshes(topology, self.root_device.type)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._meshes.user
+
+    def _setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(  # does nothing if the process group exists
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=timedelta(seconds=self._timeout_s),
+            device_id=device_id,
+        )
+
+    # --- model ---
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        meta: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        with meta, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around ``configure_model``, on every stage; only the first one may build."""
+        assert self.lightning_module is not None
+        if self._found() is not None:
+            yield
+            return
+        broadcast_weights(self.lightning_module, self.root_device)
+        with same_rng():
+            if not self._defer_init:
+                yield
+                return
+            self._deferred = DeferredInit()
+            with self._deferred:
+                yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._continuation = self._loaded = None
+        self._sharded = self._found() or self._shard()
+        if not self.lightning_module.automatic_optimization:
+            regather_on_toggle(self.lightning_module, self.regather)
+        self.model = self.sharded.step
+        self.model_to_device()
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # FSDP2 and DTensor need version counters: no_grad instead
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self._recipe.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self.barrier()
+
+    def _shard(self) -> ShardedModule:
+        assert self.lightning_module is not None
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        values = self._deferred.replay(module, skip_foreign=True) if self._deferred is not None else ()
+        with same_rng():  # for modules that draw their own first values only now
+            record = shard(
+                module, self.meshes, self._recipe, device=self.root_device, values=values, copy_slice=copy_slice
+            )
+        self._deferred = None
+        object.__setattr__(module, _RECORD, record)
+        if self.topology.tensor > 1:
+            share_rng(self.meshes.tensor_group)
+            gather_metrics_over(self.meshes.data_parallel_group, module)
+        return record
+
+    def _found(self) -> ShardedModule | None:
+        """What was cut of the present module earlier, by this strategy or another Trainer's."""
+        assert self.lightning_module is not None
+        record: ShardedModule | None = getattr(self.lightning_module, _RECORD, None)
+        if record is None or not record.holds(self.lightning_module):
+            return None
+        if record.meshes.topology != self.topology:
+            raise TopologyError(
+                f"this LightningModule is already sharded as {record.meshes.topology}, the strategy asks for "
+                f"{self.topology}. Use the same sizes, or a new module."
+            )
+        return record
+
+    @override
+    def model_to_device(self) -> None:
+        """Parameters and buffers were placed when they were cut; what remains is what Lightning remembers."""
+        assert self.lightning_module is not None
+        _update_properties(self.lightning_module, device=self.root_device)
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:  # LightningCLI builds them before the module is cut
+            rebind_optimizer(optimizer, self.sharded)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]  # Lightning asks the plugin
+        plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        scaler = getattr(plugin, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler):
+            unscale_over_ranks(scaler, self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Workers are seeded by data-parallel rank: ranks of one tensor group must draw the same batches."""
+        if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
+            rank = self.meshes.data_parallel_rank
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)  # type: ignore[attr-defined]
+        make_resumable(dataloader)
+        return dataloader
+
+    # --- steps ---
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self.topology.tensor > 1:
+            check_batch(batch, self.meshes.tensor_group, self.root_device)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        self._manual_step = manual = not self.lightning_module.automatic_optimization
+        try:
+            output = self._run_step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        finally:
+            self._manual_step = False
+        if manual or output is None:  # no backward will follow
+            self.reshard()
+        return output  # type: ignore[no-any-return]
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), args, kwargs)  # type: ignore[no-any-return]
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context(), args, kwargs)  # type: ignore[no-any-return]
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _evaluate(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+        output = self._run_step(name, context, args, kwargs)
+        self.reshard()
+        return output
+
+    def _run_step(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+        step = partial(getattr(self.lightning_module, name), *args, **kwargs)
+        with context:
+            return self.sharded.step(step)
+
+    def reshard(self) -> None:
+        """Free gathered parameters; before anything reads parameters outside a step. No communication."""
+        if self._sharded is not None:
+            reshard(self._sharded.step)
+
+    def regather(self) -> None:
+        """In a step with manual optimization, let its rest see what changed. Collective if it is one."""
+        if self._manual_step:
+            self.sharded.step.regather()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Gradients are final before the on_after_backward hooks see them."""
+        plugin, module, sharded = self.precision_plugin, self.lightning_module, self.sharded
+        assert module is not None
+        loss = plugin.pre_backward(closure_loss, module)
+        sharded.gradients.begin()
+        if self._manual_step:
+            sharded.step.expect_backward(loss)
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if sharded.gradients.finish():
+            broadcast_statistics(module, self.meshes.data_parallel_group)  # autograd needed them until now
+        self.regather()
+        return plugin.post_backward(loss, module)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        if not self._accumulate_unsharded:
+            yield
+            return
+        with self.sharded.gradients.hold():
+            yield
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.regather()
+        return output
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_norm(list(self.precision_plugin.main_params(optimizer)), clip_val, device=self.root_device)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_value(self.precision_plugin.main_params(optimizer), clip_val)
+
+    # --- other ranks ---
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
+        dist.barrier(device_ids=devices)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
+        """Over the data-parallel group by default: the ranks of a tensor group hold the same value."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.meshes.data_parallel_group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Over the data-parallel group by default, which LightningModule.all_gather spells WORLD."""
+        if group is None or group is dist.group.WORLD:
+            group = self.meshes.data_parallel_group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        if _distributed_is_initialized():
+            dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # --- the end ---
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._sharded is not None:
+            self._sharded.gradients.reset()
+            self._sharded.step.reset()
+
+    @override
+    def teardown(self) -> None:
+        """Unlike Lightning's, leaves the model where it is: DTensors cannot leave their mesh's device."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("sharded", cls, description="Sharded training and checkpoints", override=True)
+
+    # --- checkpoints ---
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # load_checkpoint has done it
+
+    @property
+    def _place(self) -> Place:
+        topology = self.topology
+        return Place(self.meshes.data_parallel_rank, topology.data_parallel, topology.tensor)
+
+    @property
+    @override
+    def checkpoint_io(self) -> ShardCkptIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ShardCkptIO()
+        return checked_io(self._checkpoint_io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = checked_io(io)
+
+    def _attached_io(self) -> ShardCkptIO:
+        """The CheckpointIO, told who saves together."""
+        if self._ranks is None:
+            self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)
+        assert self.lightning_module is not None
+        sizes = dict(zip(AXES, self.topology.shape, strict=True))
+        self.checkpoint_io.attach(self._ranks, self.lightning_module, sizes)
+        return self.checkpoint_io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Live shards by FQN."""
+        self.reshard()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """By parameter FQN; the tensors are this rank's shards."""
+        assert self.lightning_module is not None
+        return optimizer_state(optimizer, parameter_names(self.lightning_module))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Done by load_checkpoint."""
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """What load_checkpoint could not fill in place, and what on_load_checkpoint hooks changed since."""
+        assert self.lightning_module is not None
+        if self._loaded is not None:
+            loaded, copies = self._loaded
+            self._loaded = None
+            load_edited(self.lightning_module, loaded, checkpoint["state_dict"], copies)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Collective: every rank writes its own slices, under the same path."""
+        if storage_options is not None:
+            raise TypeError(f"ShardedStrategy has no storage options, got {storage_options!r}")
+        save_checkpoint(self._attached_io(), self._trainer(), self._place, checkpoint, filepath)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Collective: fills the live model and optimizers in place, from any topology."""
+        trainer = self._trainer()
+        self.reshard()
+        checkpoint, rank_state = load_checkpoint(
+            self._attached_io(), trainer, self._place, checkpoint_path, weights_only=weights_only
+        )
+        state_dict = dict(checkpoint["state_dict"])
+        self._loaded = state_dict, not_live(trainer.lightning_module, state_dict)
+        if trainer.state.fn == TrainerFn.FITTING and rank_state is not None:
+            self._continuation = Continuation(checkpoint, rank_state, self._place)
+        return checkpoint
+
+    @override
+    def on_train_start(self) -> None:
+        if self._continuation is not None:
+            self._continuation.apply(self._trainer())
+            self._continuation = None
+
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+
+ShardedStrategy.register_strategies(StrategyRegistry)

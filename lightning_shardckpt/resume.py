@@ -1,0 +1,222 @@
+"""How does a Trainer under ``ShardedStrategy`` save all of itself, and continue exactly where it was?
+
+Lightning's checkpoint dict has the shared state. Added to it, per rank: random states, the position in the data, and
+the states of loaders that have their own, since those differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.adapt import copy_slice
+from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.state.geometry import local_tensor
+from lightning_shardckpt.state.model import canonical_name, is_extra_state
+from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
+from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
+
+
+def checked_io(io: object) -> ShardCkptIO:
+    """The CheckpointIO of a ShardedStrategy, which must be ours: others are called on one rank with whole tensors.
+
+    Raises:
+        TypeError: for any other, saying what to do.
+    """
+    if isinstance(io, ShardCkptIO):
+        return io
+    if isinstance(io, _WrappingCheckpointIO):
+        raise TypeError(
+            f"{type(io).__name__} saves in a thread of rank 0 alone, but every rank writes its own slices here. "
+            "Pass ShardCkptIO() alone in plugins."
+        )
+    raise TypeError(
+        f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
+    )
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Canonical FQN by ``id`` of the parameter; the first one of a tied parameter."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), canonical_name(name))
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which data this rank trains on: its data-parallel rank, how many there are, and ranks per data-parallel rank."""
+
+    data_rank: int
+    data_size: int
+    ranks_each: int
+
+    def source_rank(self, rank_state: dict[str, Any]) -> int:
+        """The rank of the saving run whose state this one takes, from any rank's state: of the same data rank."""
+        saved = Place(**rank_state["place"])
+        return (self.data_rank % saved.data_size) * saved.ranks_each
+
+
+def save_checkpoint(io: ShardCkptIO, trainer: pl.Trainer, place: Place, checkpoint: dict[str, Any], path: Any) -> None:
+    """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it."""
+    checkpoint = dict(checkpoint)
+    rank_state: dict[str, Any] = {
+        "rng": get_rng_state(),
+        "place": {"data_rank": place.data_rank, "data_size": place.data_size, "ranks_each": place.ranks_each},
+        "positions": [_position(loader) for loader in _train_loaders(trainer)],
+    }
+    loops = checkpoint.get("loops")
+    if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
+        state = dict(loops["fit_loop"]["state_dict"])
+        rank_state["loaders"] = state.pop("combined_loader")
+        checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
+    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path)
+
+
+def load_checkpoint(
+    io: ShardCkptIO, trainer: pl.Trainer, place: Place, path: Any, *, weights_only: bool | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Load model and (when fitting) optimizers in place; returns the rest as Lightning's dict, and the rank's state.
+
+    Collective: every rank must call it. In the dict, ``state_dict`` holds the live tensors, loaded, for hooks to see.
+    """
+    module = trainer.lightning_module
+    state_dict = module.state_dict()
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    loaded = io.load_into(
+        path,
+        state_dict,
+        trainer.strategy.optimizers if fitting else None,
+        parameter_names(module),
+        strict=module.strict_loading,
+        weights_only=weights_only,
+        pick_rank=place.source_rank,
+    )
+    _set_extra_state(module, loaded.extra_state)
+    checkpoint = loaded.trainer
+    checkpoint["state_dict"] = state_dict
+    rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)
+    if rank_state is not None and "loops" in checkpoint and Place(**rank_state["place"]).data_size == place.data_size:
+        states = rank_state.get("loaders", [])
+        if any(states):  # a loader of the user's has a state of its own
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
+    return checkpoint, rank_state
+
+
+def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
+    """Names of entries that are copies: filling them does not fill the module."""
+    live = {
+        local_tensor(t).untyped_storage().data_ptr()
+        for named in (module.named_parameters(), module.named_buffers())
+        for _, t in named
+    }
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    return frozenset(
+        name
+        for name, value in tensors.items()
+        if local_tensor(value).numel() and local_tensor(value).untyped_storage().data_ptr() not in live
+    )
+
+
+def load_edited(module: nn.Module, loaded: Mapping[str, Any], now: Mapping[str, Any], copies: frozenset[str]) -> None:
+    """Bring entries of the loaded state dict into the module that filling it in place did not, or that hooks replaced.
+
+    Args:
+        module: the live module.
+        loaded: entries as they were filled.
+        now: the same after on_load_checkpoint hooks; whole tensors may stand for sharded ones.
+        copies: names of entries that are not the module's own memory.
+
+    Raises:
+        MismatchError: for entries that the module does not have.
+    """
+    edited = {name: value for name, value in now.items() if name in copies or value is not loaded.get(name)}
+    for name, value in edited.items():
+        before = loaded.get(name)
+        if isinstance(before, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            edited[name] = torch.empty_like(before, dtype=value.dtype)
+            copy_slice(edited[name], value)
+    if edited:
+        unexpected = module.load_state_dict(edited, strict=False).unexpected_keys
+        if unexpected and getattr(module, "strict_loading", True):
+            raise MismatchError(f"on_load_checkpoint left entries that the model does not have: {unexpected}")
+
+
+def _set_extra_state(module: nn.Module, states: Mapping[str, Any]) -> None:
+    for name, sub in module.named_modules():
+        key = canonical_name(f"{name}._extra_state" if name else "_extra_state")
+        if key in states and is_extra_state(key):
+            sub.set_extra_state(states[key])
+
+
+class Continuation:
+    """What remains to be done when training starts: random state and position in the data."""
+
+    def __init__(self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], place: Place) -> None:
+        self._rng: dict[str, Any] = rank_state["rng"]
+        self._positions: list[Any] = rank_state["positions"]
+        self._batches = batches_done(checkpoint["loops"])
+        saved = Place(**rank_state["place"])
+        self._same_data = saved.data_size == place.data_size
+        self._fresh = place.data_rank if place.data_rank >= saved.data_size else None
+
+    def apply(self, trainer: pl.Trainer) -> None:
+        """Called when training starts: the train loaders exist, no batch has been drawn for this epoch."""
+        set_rng_state(self._rng)
+        if self._fresh is not None:  # more data-parallel ranks than before: no two may draw the same noise
+            torch.manual_seed(int(torch.randint(1 << 62, ())) + self._fresh)
+        loaders = _train_loaders(trainer)
+        if not self._resume(loaders, trainer) and self._batches:
+            rank_zero_warn(
+                f"resuming after {self._batches} batches of an epoch, but the order of its data can't be continued "
+                "exactly: the number of data-parallel ranks or the dataloaders changed, or a loader is not a torch "
+                "DataLoader"
+            )
+        for loader in loaders:
+            epoch: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # its subclass
+            _set_sampler_epoch(loader, epoch)
+        fetcher = trainer.fit_loop._data_fetcher
+        if fetcher is not None:
+            iter(fetcher)  # Lightning made its iterator before the checkpoint was loaded, from another random state
+
+    def _resume(self, loaders: list[Any], trainer: pl.Trainer) -> bool:
+        """Prepare the loaders; False if some can't continue with the batches that they would have drawn."""
+        if len(self._positions) != len(loaders):
+            return False
+        cycles = trainer.fit_loop._combined_loader is not None and "cycle" in trainer.fit_loop._combined_loader._mode
+        exact, leader = self._same_data, None
+        for loader, position in zip(loaders, self._positions, strict=True):
+            if not isinstance(loader, ResumableLoader):
+                exact = exact and hasattr(loader, "load_state_dict")
+                continue
+            loader.set_sampler_seed(position["seed"])
+            then = {"process": get_rng_state(), "own": position["own"] if self._same_data else []}
+            start = position["epoch_start"] if self._same_data and self._batches is not None else None
+            if self._batches and not self._same_data:
+                start = then  # the order of another epoch, but not the same samples twice
+            given = batches_of_loader(loader, self._batches or 0, cycles=cycles)
+            resumption = Resumption(start, given, then, leader)
+            leader = leader or resumption
+            loader.resume(resumption)
+            exact = exact and (start is not None or not self._batches)
+        return exact
+
+
+def _train_loaders(trainer: pl.Trainer) -> list[Any]:
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def _position(loader: object) -> dict[str, Any] | None:
+    return loader.position() if isinstance(loader, ResumableLoader) else None

@@ -1,0 +1,235 @@
+"""Small models for the training tests, and their twin: the same training in plain torch, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+VOCABULARY, LENGTH, GLOBAL_BATCH, STEPS = 23, 5, 12, 4
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 3)).transpose(1, 2) for f in self.qkv)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 26), nn.Linear(26, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+class Net(nn.Module):
+    """A transformer with odd sizes, a direct and a 0-dim parameter and a frozen one."""
+
+    def __init__(self, tied: bool = False, width: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.randn(LENGTH, width) / 10)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * self.temperature
+
+
+PLAN: dict[str, Any] = {
+    "net.embed": "embedding_rowwise",
+    "net.blocks.*.attention.qkv.*": "colwise",
+    "net.blocks.*.attention.out": "rowwise",
+    "net.blocks.*.up": "colwise",
+    "net.blocks.*.down": "rowwise",
+    "net.head": "colwise_gather_output",
+}
+
+
+def llama(**options: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_HF, **options))
+
+
+def qwen3(**options: Any) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**_HF, head_dim=4, **options))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=8,
+        n_embd=12,
+        n_layer=2,
+        n_head=3,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+_HF: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 18,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "tied net": lambda: Net(tied=True),
+    "llama": llama,
+    "tied llama": lambda: llama(tie_word_embeddings=True),
+    "qwen3": qwen3,
+    "gpt2": gpt2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; the fields that change the numbers are those that `twin` reads, too."""
+
+    net: str = "net"
+    late: bool = False
+    clip: float | None = None
+    accumulate: int = 1
+    strategy: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    first: dict[str, Tensor]
+    last: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+def loss_of(net: nn.Module, batch: list[Tensor]) -> Tensor:
+    output = net(batch[0])
+    logits = output if isinstance(output, Tensor) else output.logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+class Module(pl.LightningModule):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.losses = case, []
+        if not case.late:
+            self.net = BUILDERS[case.net]()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = BUILDERS[self.case.net]()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = loss_of(self.net, batch)
+        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("val", loss_of(self.net, batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Rank r of n gets rows r, r + n, … of the rows that the twin has in one batch."""
+        place = self.trainer.strategy.distributed_sampler_kwargs
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset(), shuffle=False, **place)
+        return DataLoader(dataset(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+
+    val_dataloader = train_dataloader
+
+
+def dataset() -> TensorDataset:
+    tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH * STEPS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    # A large eps: AdamW divides by the square root of gradients that are zero but for rounding.
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
+
+
+def full_state(module: nn.Module) -> dict[str, Tensor]:
+    """Collective: every rank must call it."""
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in module.state_dict().items()}
+
+
+def trainer_for(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
+    options = {"max_epochs": 1, "precision": "64-true", "use_distributed_sampler": False} | options
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+def twin(case: Case) -> Trained:
+    """Train in plain torch. Weights of a late case are drawn in float64, as Lightning's 64-true does then."""
+    pl.seed_everything(3, verbose=False)
+    torch.set_default_dtype(torch.float64 if case.late else torch.float32)
+    net = BUILDERS[case.net]()
+    torch.set_default_dtype(torch.float32)
+    net = nn.ModuleDict({"net": net}).double()
+    first = {k: v.clone() for k, v in net.state_dict().items()}
+    optimizer = optimizer_of(net)
+    losses = []
+    for step, batch in enumerate(batches(), 1):
+        loss = loss_of(net["net"], batch)
+        (loss / case.accumulate).backward()
+        losses.append(loss.item())
+        if step % case.accumulate == 0:
+            if case.clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        val = sum(loss_of(net["net"], batch).item() for batch in batches()) / STEPS
+    return Trained(losses, first, dict(net.state_dict()), {"train": sum(losses) / STEPS, "val": val})
+
+
+def batches() -> Iterator[list[Tensor]]:
+    yield from DataLoader(dataset(), GLOBAL_BATCH)

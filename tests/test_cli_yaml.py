@@ -1,0 +1,230 @@
+"""Can strategy and CheckpointIO be given in YAML alone, with code that knows nothing of this package?"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.pool import ROOT, run_ranks
+
+EVERY_ARGUMENT = {
+    "data_parallel_shard_size": 3,
+    "data_parallel_replicate_size": 2,
+    "tensor_parallel_size": 4,
+    "pipeline_parallel_size": 1,
+    "tensor_parallel_plan": {"embed": "embedding_rowwise", "blocks.*.up": "colwise"},
+    "fsdp_units": ["blocks.*"],
+    "reshard_after_forward": False,
+    "activation_checkpointing": ["Block"],
+    "cpu_offload": True,
+    "defer_init": False,
+    "accumulate_unsharded": False,
+    "timeout_s": 12.5,
+    "checkpoint_timeout_s": 13.5,
+    "process_group_backend": "gloo",
+}
+SINGLE = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "plugins": [{"class_path": "lightning_shardckpt.ShardCkptIO"}],
+}
+TOPOLOGIES = {"fsdp2_tp2.yaml": (4, 2), "fsdp3.yaml": (3, 1), "single.yaml": (1, 1)}
+
+
+@dataclass
+class Parsed:
+    """What a LightningCLI made of its arguments."""
+
+    strategy: str
+    attributes: dict[str, Any]
+    checkpoint_io: str
+    size_per_shard: float
+    verify: bool
+    devices: int
+
+
+def cli(*arguments: str) -> Any:
+    """A LightningCLI for BoringModel; runs the subcommand, if `arguments` begin with one."""
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    _be_the_command_line(arguments)
+    run = arguments[0] == "fit"
+    return LightningCLI(BoringModel, run=run, seed_everything_default=False, save_config_callback=None)
+
+
+def _be_the_command_line(arguments: Sequence[str]) -> None:
+    """For the rest of this process, which is a child of the pool."""
+    sys.argv = ["train.py", *arguments]
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI itself uses what they are about
+
+
+def parse(*arguments: str) -> Parsed:
+    return parsed(cli(*arguments))
+
+
+def parsed(made: Any) -> Parsed:
+    strategy = made.trainer.strategy
+    return Parsed(
+        strategy=type(strategy).__name__,
+        attributes=plain(strategy),
+        checkpoint_io=type(strategy.checkpoint_io).__name__,
+        size_per_shard=strategy.checkpoint_io.size_per_shard,
+        verify=strategy.checkpoint_io.verify,
+        devices=made.trainer.num_devices,
+    )
+
+
+def plain(strategy: Any) -> dict[str, Any]:
+    """Return the attributes that the arguments of a ShardedStrategy set, as text."""
+    from lightning_shardckpt import ShardedStrategy
+
+    found = vars(ShardedStrategy()).keys() - {"_parallel_devices"}
+    kinds = (bool, int, float, str, dict, tuple)
+    return {
+        name: repr(value)
+        for name, value in vars(strategy).items()
+        if name in found and (isinstance(value, kinds) or type(value).__name__ == "Recipe")
+    }
+
+
+def parse_beside_code(*arguments: str) -> tuple[Parsed, dict[str, Any], dict[str, Any], set[str]]:
+    """Return also the attributes of the same strategy built in Python, those of a default one, and all arguments."""
+    from lightning_shardckpt import ShardedStrategy
+
+    names = set(inspect.signature(ShardedStrategy).parameters)
+    return parse(*arguments), plain(ShardedStrategy(**EVERY_ARGUMENT)), plain(ShardedStrategy()), names
+
+
+def write(path: Path, trainer: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump({"trainer": {**SINGLE, **trainer}}, sort_keys=False))
+    return f"--config={path}"
+
+
+def alone(fn: Any, *arguments: str) -> Any:
+    """Run `fn` in a process of its own, which is no rank of anything."""
+    return run_ranks(1, fn, *arguments, init_process_group=False)[0]
+
+
+def test_every_argument_of_the_strategy_can_be_given_in_yaml(tmp_path: Path) -> None:
+    strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": EVERY_ARGUMENT}
+    config = write(tmp_path / "c.yaml", {"strategy": strategy})
+    got, in_code, default, names = alone(parse_beside_code, config)
+    assert names == EVERY_ARGUMENT.keys()  # a new argument belongs here, too
+    assert got.strategy == "ShardedStrategy"
+    differing = {name for name in default if default[name] != in_code[name]}
+    assert len(differing) >= 6  # so that the comparison below says something
+    assert {name: got.attributes[name] for name in differing} == {name: in_code[name] for name in differing}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"data_parallel_shard_size": "auto"},
+        {"tensor_parallel_plan": "auto"},
+        {"tensor_parallel_plan": "torch.nn.functional.relu"},
+        {"fsdp_units": None},
+        {"activation_checkpointing": True},
+        {"process_group_backend": None},
+    ],
+    ids=str,
+)
+def test_an_argument_of_several_types_takes_each_of_them(argument: dict[str, Any], tmp_path: Path) -> None:
+    strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": argument}
+    assert alone(parse, write(tmp_path / "c.yaml", {"strategy": strategy})).strategy == "ShardedStrategy"
+
+
+def test_the_checkpoint_io_takes_its_arguments_from_yaml(tmp_path: Path) -> None:
+    plugin = {"class_path": "lightning_shardckpt.ShardCkptIO", "init_args": {"size_per_shard": 5.5, "verify": False}}
+    strategy = {"class_path": "lightning_shardckpt.ShardedStrategy"}
+    got = alone(parse, write(tmp_path / "c.yaml", {"strategy": strategy, "plugins": [plugin]}))
+    assert (got.checkpoint_io, got.size_per_shard, got.verify) == ("ShardCkptIO", 5.5, False)
+
+
+def test_the_strategy_has_a_short_name_once_the_yaml_names_the_checkpoint_io(tmp_path: Path) -> None:
+    got = alone(parse, write(tmp_path / "c.yaml", {"strategy": "sharded"}))
+    assert (got.strategy, got.checkpoint_io) == ("ShardedStrategy", "ShardCkptIO")
+
+
+def test_the_checkpoint_io_goes_with_a_strategy_of_lightning(tmp_path: Path) -> None:
+    got = alone(parse, write(tmp_path / "c.yaml", {"strategy": "ddp"}))
+    assert (got.strategy, got.checkpoint_io) == ("DDPStrategy", "ShardCkptIO")
+
+
+def print_config(*arguments: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli(*arguments, "--print_config")
+    return out.getvalue()
+
+
+def test_print_config_shows_every_argument_and_its_output_is_a_config(tmp_path: Path) -> None:
+    strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": {"tensor_parallel_size": 2}}
+    config = write(tmp_path / "c.yaml", {"strategy": strategy})
+    printed = alone(print_config, config)
+    shown = yaml.safe_load(printed)["trainer"]
+    assert shown["strategy"]["init_args"].keys() == EVERY_ARGUMENT.keys()
+    assert shown["strategy"]["init_args"]["tensor_parallel_size"] == 2
+    assert shown["plugins"][0]["init_args"].keys() == {"size_per_shard", "verify"}
+    (tmp_path / "printed.yaml").write_text(printed)
+    again = f"--config={tmp_path / 'printed.yaml'}"
+    assert alone(parse, again).attributes == alone(parse, config).attributes
+
+
+def test_a_wrong_argument_is_refused_with_its_name(tmp_path: Path) -> None:
+    strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": {"tensor_paralel_size": 2}}
+    assert "tensor_paralel_size" in alone(complaint, write(tmp_path / "c.yaml", {"strategy": strategy}))
+
+
+def complaint(*arguments: str) -> str:
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit):
+        cli(*arguments)
+    return err.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_the_configs_of_the_examples_are_valid(name: str) -> None:
+    devices, tensor = TOPOLOGIES[name]
+    configs = [f"--config={ROOT / 'configs' / file}" for file in ("transformer.yaml", name)]
+    got = alone(parse_example, *configs)
+    assert (got.strategy, got.checkpoint_io, got.devices) == ("ShardedStrategy", "ShardCkptIO", devices)
+    assert f"'tensor': {tensor}" in got.attributes["_sizes"]
+
+
+def parse_example(*arguments: str) -> Parsed:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from lightning.pytorch.cli import LightningCLI
+    from text import ByteTransformer, PythonDocs
+
+    _be_the_command_line(arguments)
+    return parsed(LightningCLI(ByteTransformer, PythonDocs, run=False, save_config_callback=None))
+
+
+def fit(*arguments: str) -> int:
+    """Collective: every rank must call it. Returns the global step."""
+    step: int = cli("fit", *arguments).trainer.global_step
+    return step
+
+
+def test_a_run_from_yaml_alone_saves_and_resumes_on_other_ranks(tmp_path: Path) -> None:
+    keep = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path)}}
+    trainer = {"strategy": "sharded", "callbacks": [keep], "max_epochs": 1, "limit_train_batches": 3}
+    trainer |= {"limit_val_batches": 0, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "devices": 2}
+    assert run_ranks(2, fit, write(tmp_path / "two.yaml", trainer)) == [3, 3]
+    (saved,) = tmp_path.glob("*.ckpt")
+    one = write(tmp_path / "one.yaml", {**trainer, "devices": 1, "max_epochs": 2})
+    assert run_ranks(1, fit, one, f"--ckpt_path={saved}") == [6]

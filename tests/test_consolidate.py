@@ -1,0 +1,342 @@
+"""One file for torch.load out of any sharded checkpoint. Oracles: the tensors before the save, torch.save, zipfile."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
+from lightning_shardckpt.torchfile import Plain, write
+from tests import tiny, zoo
+from tests.pool import ROOT, run_ranks
+
+TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4 ranks; tests must not change it."""
+    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
+    run_ranks(4, zoo.save, str(path))
+    return path
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "zoo.ckpt"))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    as_bytes = [t.contiguous().flatten().view(torch.uint8) if t.numel() else t for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_every_tensor_has_the_bits_that_it_had_before_the_save(saved: Path, tmp_path: Path, mmap: bool) -> None:
+    file = consolidate(saved, tmp_path / "out.pt")
+    found = torch.load(file, mmap=mmap)
+    expected = zoo.whole_tensors()
+    expected["tied.float64"] = expected["rows.float64"]
+    assert found["state_dict"].keys() == expected.keys()
+    assert [k for k, t in expected.items() if not same_bits(t, found["state_dict"][k])] == []
+    moments = found["optimizer_states"][0]["state"]
+    assert [k for k in moments if not same_bits(expected[k], moments[k]["exp_avg"])] == []
+    assert all(m["step"].item() == 7 for m in moments.values()) and len(moments) == 4
+    assert same_bits(found["callbacks"]["EMA"]["rows.large"], expected["both.large"])
+    assert found["state_dict"]["tied.float64"].data_ptr() == found["state_dict"]["rows.float64"].data_ptr()
+
+
+def test_the_trainer_state_is_at_the_top_level_as_lightning_has_it(saved: Path, tmp_path: Path) -> None:
+    found = torch.load(consolidate(saved, tmp_path / "out.pt"))
+    del found["callbacks"]["EMA"]
+    assert {k: found[k] for k in zoo.TRAINER_STATE} == zoo.TRAINER_STATE
+    assert found.keys() == zoo.TRAINER_STATE.keys() | {"state_dict", "optimizer_states"}
+    group = found["optimizer_states"][0]["param_groups"][0]
+    assert group == {"lr": 0.5, "betas": (0.9, 0.99), "params": list(found["optimizer_states"][0]["state"])}
+
+
+def test_the_archive_is_valid_and_aligned_and_its_pickle_is_that_of_torch_save(saved: Path, tmp_path: Path) -> None:
+    file = consolidate(saved, tmp_path / "out.pt")
+    archive, buffer = zipfile.ZipFile(file), io.BytesIO()
+    assert archive.testzip() is None
+    torch.save(torch.load(file), buffer)
+    judge = zipfile.ZipFile(buffer)
+    assert archive.read("archive/data.pkl") == judge.read("archive/data.pkl")
+    records = [n for n in judge.namelist() if n.startswith("archive/data/")]
+    assert [archive.read(n) for n in records] == [judge.read(n) for n in records]
+    with file.open("rb") as raw:
+        for info in archive.infolist():
+            raw.seek(info.header_offset + 26)
+            name, extra = (int.from_bytes(raw.read(2), "little") for _ in range(2))
+            assert (info.header_offset + 30 + name + extra) % 64 == 0
+
+
+def test_a_record_beyond_the_32_bit_limits_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_shardckpt.torchfile._ZIP64_FROM", 1)  # the zip64 fields, without the gigabytes
+    value = {"a": torch.arange(1000), "b": torch.tensor(3)}
+    with (tmp_path / "x.pt").open("xb") as file:
+        write(file, value, lambda tensor: [])
+    assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
+    assert all(torch.equal(torch.load(tmp_path / "x.pt", mmap=True)[k], v) for k, v in value.items())
+
+
+def test_values_that_torch_load_refuses_become_plain_and_are_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.warns(UserWarning, match="made_by"):
+        zoo.save(str(tmp_path / "a.ckpt"), zoo.odd_values())
+    found = torch.load(consolidate(tmp_path / "a.ckpt"))["hyper_parameters"]
+    assert torch.equal(found.pop("array"), torch.arange(3))
+    assert found == {
+        "width": 3,
+        "folder": "/data/x",
+        "when": "2024-01-02",
+        "frozen": {1, 2},
+        "queue": [1, 2],
+        "span": "range(0, 3)",
+        "scale": 0.5,
+        "dtype": torch.bfloat16,
+    }
+    changed = [name for name in zoo.odd_values()["hyper_parameters"] if f"hyper_parameters/{name}: " in caplog.text]
+    assert changed == ["folder", "when", "frozen", "queue", "span", "array", "made_by"]
+
+
+def test_plain_values_load_by_default_whatever_they_were() -> None:
+    odd = [1 << 5000, slice(1), {(1, 2): {frozenset([3])}}, collections_of_everything(), b"x", 1j, torch.device("cpu")]
+    buffer = io.BytesIO()
+    torch.save(Plain().of(odd), buffer)
+    buffer.seek(0)
+    torch.load(buffer)
+
+
+def collections_of_everything() -> Any:
+    import argparse
+    import decimal
+    import fractions
+
+    return argparse.Namespace(a=decimal.Decimal(1), b=fractions.Fraction(1, 2), c=[(), {}, set(), bytearray(b"x")])
+
+
+# ── what the file is good for ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A consolidated checkpoint of 2 steps on FSDP2 × TP2, and the whole state that it must have."""
+    path = str(tmp_path_factory.mktemp("training") / "a.ckpt")
+    expected = run_ranks(4, trained, path)[0]
+    return str(consolidate(path)), expected
+
+
+def trained(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = tiny.fit(TP2, 2, save=path)["state"]
+    return found
+
+
+def resumed(path: str, strategy: Any) -> dict[str, Any]:
+    plugins = {"plugins": []} if isinstance(strategy, str) else {}
+    return tiny.fit(strategy, 2, resume=path, seed=7, **plugins)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (2, "ddp"), (2, {}), (4, TP2)])
+def test_training_resumes_from_it(training: tuple[str, dict[str, Any]], world: int, strategy: Any) -> None:
+    file, expected = training
+    for found in run_ranks(world, resumed, file, strategy):
+        assert tiny.differences(expected, found["state"]) == [] and found["step"] == 2
+
+
+def test_a_module_loads_from_it(training: tuple[str, dict[str, Any]]) -> None:
+    file, expected = training
+    module = tiny.TinyLM.load_from_checkpoint(file)
+    weights = {f"model/{k}": v for k, v in module.state_dict().items()}
+    assert tiny.differences(weights, {k: v for k, v in expected.items() if k.startswith("model/")}) == []
+    assert module.hparams == {"optimizer": "adamw", "build_late": False, "frozen": True}
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as users start it."""
+    command = [sys.executable, "-m", "lightning_shardckpt.consolidate", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_writes_next_to_the_folder_and_says_nothing(copy: Path) -> None:
+    done = run(str(copy) + "/")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (copy.parent / "zoo.ckpt.consolidated").is_file()
+    assert sorted(p.name for p in copy.parent.iterdir()) == ["zoo.ckpt", "zoo.ckpt.consolidated"]
+
+
+def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["consolidate"], ["consolidate", "a", "--format", "b"], [], ["other"]):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 2
+    assert "usage: python -m lightning_shardckpt" in capsys.readouterr().err
+
+
+def _file_inside(copy: Path) -> Path:
+    return copy / "checkpoint.index.json"
+
+
+def _grandparent(copy: Path) -> Path:
+    (copy.parent / "a" / "b").mkdir(parents=True)
+    shutil.move(copy, copy.parent / "a" / "b" / "zoo.ckpt")
+    return copy.parent / "a"
+
+
+def _lightning_directory(copy: Path) -> Path:
+    (copy.parent / "fsdp").mkdir()
+    for name in ("meta.pt", ".metadata"):
+        (copy.parent / "fsdp" / name).touch()
+    return copy.parent / "fsdp"
+
+
+def _dcp_directory(copy: Path) -> Path:
+    (copy.parent / "x" / "dcp").mkdir(parents=True)
+    (copy.parent / "x" / "dcp" / ".metadata").touch()
+    return copy.parent / "x" / "dcp"
+
+
+def _plain_file(copy: Path) -> Path:
+    torch.save({}, copy.parent / "plain.ckpt")
+    return copy.parent / "plain.ckpt"
+
+
+def _unfinished(copy: Path) -> Path:
+    (copy / "checkpoint.index.json").unlink()
+    return copy
+
+
+NOT_OURS = "Only sharded checkpoints saved with lightning-shardckpt .* is not in that format"
+WRONG_FOLDERS = {
+    "missing": (lambda c: c.parent / "zo.ckpt", r"does not exist: .*zo\.ckpt; did you mean '.*zoo\.ckpt'\?"),
+    "file inside": (_file_inside, r"must be a folder, .*; did you mean '.*zoo\.ckpt'\?"),
+    "parent": (lambda c: c.parent, rf"{NOT_OURS}: .*did you mean '.*zoo\.ckpt'\?"),
+    "grandparent": (_grandparent, rf"{NOT_OURS}: .*did you mean '.*zoo\.ckpt'\?"),
+    "Lightning FSDP": (_lightning_directory, r"Lightning's FSDPStrategy .*lightning\.pytorch\.utilities\.consol"),
+    "DCP": (_dcp_directory, r"a checkpoint of torch\.distributed\.checkpoint.*dcp_to_torch"),
+    "plain file": (_plain_file, r"must be a folder, .* is a file that torch\.load reads, not sharded"),
+    "unfinished": (_unfinished, r"what an unfinished save left: it has no checkpoint\.index\.json"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_FOLDERS)
+def test_a_wrong_folder_is_explained(kind: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, message = WRONG_FOLDERS[kind]
+    path = make(copy)
+    with pytest.raises(CheckpointNotFoundError, match=message):
+        consolidate(path)
+    assert main(["consolidate", str(path)]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_existing_output_is_not_overwritten(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = copy.parent / "zoo.ckpt.consolidated"
+    output.write_text("mine")
+    assert main(["consolidate", str(copy)]) == 1
+    assert "already exists. Choose a different path by providing `--output_file`" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+    assert main(["consolidate", str(copy), "--output_file", str(copy.parent / "new" / "b.pt")]) == 0
+    assert torch.load(copy.parent / "new" / "b.pt")["epoch"] == 3
+
+
+@pytest.mark.parametrize("kind", ["data", "header", "index", "document", "root", "truncated", "deleted"])
+def test_damage_is_an_error_that_names_the_file_and_leaves_nothing_behind(kind: str, copy: Path) -> None:
+    victim = copy / {
+        "index": "optimizer-meta-dist-00001.index.json",
+        "document": "trainer-state.json",
+        "root": "checkpoint.index.json",
+    }.get(kind, "model-dist-00003-shard-00001.safetensors")
+    if kind == "deleted":
+        victim.unlink()
+    elif kind == "truncated":
+        os.truncate(victim, victim.stat().st_size - 1)
+    else:
+        flip(victim, 20 if kind == "header" else victim.stat().st_size - 9)
+    with pytest.raises(CorruptionError, match=victim.name) as error:
+        consolidate(copy)
+    assert kind != "data" or "corrupted data of '" in str(error.value)
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+def test_a_write_error_leaves_nothing_behind(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(zipfile._ZipWriteFile, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        consolidate(copy)
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+# ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_MEASURED = """
+import resource, sys, torch
+from lightning_shardckpt import torchfile, loading
+from lightning_shardckpt.consolidate import consolidate
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+consolidate(sys.argv[1])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, "lightning" in sys.modules)
+"""
+
+
+def save_large(path: str, rows: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (4,))
+    base = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
+    state = {f"dim{d}": distribute_tensor(base, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}
+    io = zoo.ShardCkptIO(size_per_shard=64)
+    io.attach(zoo.Ranks.of_default_group(60), torch.nn.Module(), {})
+    io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    rows = 40 * 1024  # 160 MiB per tensor
+    run_ranks(4, save_large, str(tmp_path / "a.ckpt"), rows)
+    command = [sys.executable, "-c", _MEASURED, str(tmp_path / "a.ckpt")]
+    grown_mib, with_lightning = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert int(grown_mib) < 100 and with_lightning == "False"
+    found = torch.load(tmp_path / "a.ckpt.consolidated", mmap=True)["state_dict"]
+    expected = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
+    assert torch.equal(found["dim0"], expected) and torch.equal(found["dim1"], expected)
+
+
+def test_importing_the_tool_imports_neither_torch_nor_lightning() -> None:
+    tools = "lightning_shardckpt.consolidate, lightning_shardckpt.cli"
+    code = f"import sys, {tools}; print(sys.modules.keys() & {{'torch', 'lightning'}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_no_value_of_the_file_needs_more_than_the_default_unpickler(saved: Path, tmp_path: Path) -> None:
+    text = zipfile.ZipFile(consolidate(saved, tmp_path / "out.pt")).read("archive/data.pkl")
+    assert text[:2] == bytes([pickle.PROTO[0], 2])

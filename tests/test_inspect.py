@@ -1,0 +1,116 @@
+"""What the tool shows is what was saved; it needs neither torch nor lightning. Oracle: the tensors before the save."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.inspect import inspect
+from tests import zoo
+from tests.pool import ROOT, run_ranks
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
+    run_ranks(4, zoo.save, str(path))
+    return path
+
+
+def test_json_lists_every_tensor_as_it_was(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = {t["name"]: t for t in found["tensors"] if t["component"] == "model"}
+    expected = zoo.whole_tensors()
+    assert {name: (t["shape"], t["bytes"]) for name, t in model.items()} == {
+        name: (list(t.shape), t.nbytes) for name, t in expected.items()
+    }
+    assert (found["step"], found["epoch"], found["world_size"]) == (7, 3, 4)
+    assert found["topology"] == {"shard": 2, "tensor": 2}
+    assert model["twice.large"]["cuts"] == [
+        {"dim": 0, "axis": "tensor", "parts": 2, "blocks": 1},
+        {"dim": 0, "axis": "shard", "parts": 2, "blocks": 1},
+    ]
+    assert model["rows.float64"]["aliases"] == ["tied.float64"]
+    assert found["problems"] == []
+
+
+def test_files_and_sizes_are_those_on_disk(saved: Path) -> None:
+    found = inspect(saved)
+    assert {f["name"]: f["bytes"] for f in found["files"]} == {p.name: p.stat().st_size for p in saved.iterdir()}
+    assert all(f["rank"] == int(f["name"].split("-dist-")[1][:5]) for f in found["files"] if "-dist-" in f["name"])
+    assert found["bytes"] == sum(p.stat().st_size for p in saved.iterdir())
+
+
+def test_text_is_aligned_and_short(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 70 and max(map(len, lines)) < 140
+    assert "world       4 ranks: shard 2 × tensor 2" in lines
+    (more,) = (line for line in lines if line.endswith("--tensors PATTERN picks"))
+    assert more.startswith("… and ") and "more tensors: --all lists them" in more
+    header = next(line for line in lines if line.startswith("tensor "))
+    row = next(line for line in lines if line.startswith("both.bfloat16"))
+    assert row.index("BF16") == header.index("dtype") and row.index("13 × 7") == header.index("shape")
+    assert row.endswith("dim 0 / 2 over shard, dim 1 / 2 over tensor")
+
+
+def test_a_pattern_picks_tensors_by_part_of_the_name_glob_or_alias(saved: Path) -> None:
+    def names(pattern: str) -> list[str]:
+        return [t["name"] for t in inspect(saved, pattern)["tensors"] if t["component"] == "model"]
+
+    assert names("few") == names("*.few") == ["rows.few"]
+    assert names("tied.*") == ["rows.float64"]
+    assert names("nothing") == []
+
+
+def test_all_lists_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["inspect", str(saved), "--all"])
+    out = capsys.readouterr().out
+    names = [*zoo.whole_tensors(), *(p.name for p in saved.iterdir())]
+    assert [name for name in names if name not in out] == [] and "… and" not in out
+
+
+def test_a_damaged_rank_index_is_reported_and_the_rest_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoo.save(str(tmp_path / "a.ckpt"))
+    (tmp_path / "a.ckpt" / "model-meta-dist-00000.index.json").unlink()
+    assert main(["inspect", str(tmp_path / "a.ckpt"), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "model-meta-dist-00000.index.json: the file is missing" in out and "rows.few" in out
+
+
+@pytest.mark.parametrize("wrong", ["..", "../../..", "checkpoint.index.json", "model-dist-9", "../step=10.ckp"])
+def test_a_wrong_path_gets_did_you_mean(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "version_0" / "checkpoints" / "step=10.ckpt"
+    zoo.save(str(path))
+    assert main(["inspect", os.path.normpath(path / wrong)]) == 1
+    error = capsys.readouterr().err
+    assert f"did you mean {str(path)!r}?" in error and "Traceback" not in error
+
+
+def test_a_path_with_nothing_near_gets_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "x" / "y")]) == 1
+    error = capsys.readouterr().err
+    assert "there is nothing at this path" in error and "did you mean" not in error
+
+
+@pytest.mark.parametrize("tool", [["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--quick"]])
+def test_the_tool_imports_neither_torch_nor_lightning(saved: Path, tool: list[str]) -> None:
+    code = """
+import sys
+from lightning_shardckpt.cli import main
+status = main(sys.argv[1:])
+loaded = sys.modules.keys() & {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "pickle5"}
+sys.exit(f"loaded {loaded}" if loaded else status)
+"""
+    command = [sys.executable, "-c", code, *tool, str(saved)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,212 @@
+"""What a user of the Trainer does with checkpoints: ckpt_path in every form, ModelCheckpoint, stock strategies."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load_from_checkpoint
+from lightning_shardckpt.errors import MismatchError, StateError
+from tests import tiny
+from tests.pool import run_ranks
+
+
+def _held_out() -> Any:
+    return tiny.loader(count=16, shuffle=False)
+
+
+FOUR = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+
+
+def save_with_model_checkpoint(directory: str) -> dict[str, Any]:
+    pl.seed_everything(1)
+    best = ModelCheckpoint(directory, monitor="val_loss", save_top_k=2, save_last="link", filename="{step}")
+    run = tiny.trainer(FOUR, max_epochs=3, limit_train_batches=2, callbacks=[best], enable_checkpointing=True)
+    run.fit(module := tiny.TinyLM(), tiny.loader(), _held_out())
+    state = tiny.full_state(module, run.optimizers)
+    return {
+        "names": sorted(os.listdir(directory)),
+        "last": os.path.realpath(best.last_model_path),
+        "best": best.best_model_path,
+        "kept": sorted(best.best_k_models),
+        "state": state,
+    }
+
+
+def use_every_ckpt_path(directory: str, best: str) -> dict[str, Any]:
+    pl.seed_everything(2)
+    keeping = ModelCheckpoint(directory, monitor="val_loss", save_top_k=2, save_last="link", filename="{step}")
+    run = tiny.trainer({}, max_epochs=4, limit_train_batches=2, callbacks=[keeping], enable_checkpointing=True)
+    module = tiny.TinyLM()
+    run.fit(module, tiny.loader(), _held_out(), ckpt_path="last")
+    found: dict[str, Any] = {"steps": run.global_step, "losses": len(module.losses)}
+    for path in ("best", "last", keeping.best_model_path):
+        (metrics,) = run.validate(module, _held_out(), ckpt_path=path, verbose=False)
+        (tested,) = run.test(module, _held_out(), ckpt_path=path, verbose=False)
+        found[path] = (metrics["val_loss"], tested["val_loss"])
+    found["score"] = float(keeping.best_model_score)
+    predictions = run.predict(tiny.TinyLM(), _held_out(), ckpt_path=best)
+    found["predictions"] = torch.cat(predictions).shape
+    return found
+
+
+def test_model_checkpoint_keeps_and_finds_checkpoints(tmp_path: Path) -> None:
+    directory = str(tmp_path / "run")
+    saved = run_ranks(4, save_with_model_checkpoint, directory)[0]
+    assert len(saved["kept"]) == 2
+    assert saved["names"] == sorted([*(os.path.basename(p) for p in saved["kept"]), "last.ckpt"])
+    assert saved["last"] in saved["kept"] and os.path.islink(os.path.join(directory, "last.ckpt"))
+    for found in run_ranks(2, use_every_ckpt_path, directory, saved["best"]):
+        assert (found["steps"], found["losses"]) == (8, 2)  # of the fourth epoch only
+        assert found["best"][0] == found["best"][1] == pytest.approx(found["score"], abs=0)
+
+
+def weights_only(directory: str) -> tuple[str, float]:
+    pl.seed_everything(1)
+    run = tiny.trainer({}, max_steps=2, limit_val_batches=0)
+    run.fit(tiny.TinyLM(), tiny.loader())
+    run.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
+    again = tiny.trainer({}, max_steps=4)
+    (metrics,) = again.validate(tiny.TinyLM(), _held_out(), ckpt_path=f"{directory}/weights.ckpt", verbose=False)
+    with pytest.raises(MismatchError) as raised:
+        again.fit(tiny.TinyLM(), tiny.loader(), ckpt_path=f"{directory}/weights.ckpt")
+    return str(raised.value), metrics["val_loss"]
+
+
+def test_weights_only_checkpoint_validates_and_says_why_it_cannot_resume(tmp_path: Path) -> None:
+    for message, loss in run_ranks(2, weights_only, str(tmp_path)):
+        assert "weights only" in message and "save_weights_only=False" in message
+        assert loss > 0
+
+
+class Fails(tiny.TinyLM):
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.global_step == 2:
+            raise ZeroDivisionError("as users do")
+
+
+def saved_on_exception(directory: str) -> int:
+    saving = {"callbacks": [OnExceptionCheckpoint(directory)], "enable_checkpointing": True}
+    run = tiny.trainer({}, max_steps=4, limit_val_batches=0, **saving)
+    with pytest.raises(ZeroDivisionError):
+        run.fit(Fails(), tiny.loader())
+    resumed = tiny.trainer({}, max_steps=4, limit_val_batches=0)
+    resumed.fit(module := tiny.TinyLM(), tiny.loader(), ckpt_path=f"{directory}/on_exception.ckpt")
+    return len(module.losses)
+
+
+def test_on_exception_checkpoint_is_complete_and_resumes(tmp_path: Path) -> None:
+    assert run_ranks(2, saved_on_exception, str(tmp_path)) == [2, 2]
+
+
+def stock(strategy: str, steps: int, path: str, resume: str | None) -> dict[str, Any]:
+    found = tiny.fit(strategy, steps, save=path, resume=resume)
+    return {k: v for k, v in found["state"].items() if k != "model/scratch"}
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("auto", 1)])
+def test_stock_strategies_save_load_and_exchange_checkpoints(strategy: str, world: int, tmp_path: Path) -> None:
+    first, second, third = (str(tmp_path / f"{i}.ckpt") for i in range(3))
+    expected = run_ranks(world, stock, strategy, 2, first, None)[0]
+    sharded = run_ranks(4, resume_sharded, first, second)
+    assert tiny.differences(expected, sharded[0]) == []
+    back = run_ranks(world, stock, strategy, 2, third, second)
+    for found in back:
+        assert tiny.differences(expected, found) == []
+
+
+def resume_sharded(path: str, save: str) -> dict[str, Any]:
+    return tiny.fit(FOUR, 2, resume=path, save=save, seed=5)["state"]
+
+
+def test_strategy_by_name_brings_its_checkpoint_io(tmp_path: Path) -> None:
+    assert run_ranks(1, by_name) == [("ShardedStrategy", "ShardCkptIO")]
+
+
+def by_name() -> tuple[str, str]:
+    run = pl.Trainer(accelerator="cpu", devices=1, strategy="sharded", logger=False, enable_checkpointing=False)
+    return type(run.strategy).__name__, type(run.strategy.checkpoint_io).__name__
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO(), AsyncCheckpointIO(ShardCkptIO())], ids=["torch", "async"])
+def test_other_checkpoint_ios_are_refused_with_the_remedy(io: Any) -> None:
+    with pytest.raises(TypeError, match="ShardCkptIO"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=ShardedStrategy(), plugins=[io], logger=False)
+
+
+def test_storage_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="storage options"):
+        ShardCkptIO().save_checkpoint({}, "x.ckpt", storage_options={"a": 1})
+
+
+class WithHyper(tiny.TinyLM):
+    def __init__(self, width: int, hook: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def save_with_hyper(path: str, hook: Any) -> dict[str, Any]:
+    run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
+    run.fit(module := WithHyper(8, print if hook else None), tiny.loader())
+    told = hook and run.is_global_zero
+    with pytest.warns(UserWarning, match="hyper_parameters/hook: builtins.builtin_function") if told else nullcontext():
+        run.save_checkpoint(path)
+    return tiny.full_state(module, [])
+
+
+def test_load_from_checkpoint_constructs_the_module_with_its_hyper_parameters(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected = run_ranks(2, save_with_hyper, path, False)[0]
+    module = load_from_checkpoint(WithHyper, path)
+    assert (module.hparams["width"], module.hparams["hook"]) == (8, None)
+    assert tiny.differences(expected, tiny.full_state(module, [])) == []
+    assert load_from_checkpoint(WithHyper, path, width=9).hparams["width"] == 9
+
+
+def test_hyper_parameter_that_cannot_be_stored_is_named_at_save_and_asked_for_at_load(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    run_ranks(2, save_with_hyper, path, True)
+    with pytest.raises(StateError, match="hook=…"):
+        load_from_checkpoint(WithHyper, path)
+    assert load_from_checkpoint(WithHyper, path, hook=None).hparams["width"] == 8
+
+
+class Halves(tiny.TinyLM):
+    """Its hooks store other values than it has, and undo that; one entry is a copy."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        state["blocks.0.down.bias"] = state["blocks.0.down.bias"].clone()
+        return state
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {k: v / 2 if k == "head.weight" else v for k, v in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["head.weight"] = checkpoint["state_dict"]["head.weight"] * 2
+        checkpoint["state_dict"]["gate"] = torch.ones(2, 16)
+
+
+def train_halves(strategy: Any, path: str, resume: bool) -> dict[str, Any]:
+    pl.seed_everything(2 if resume else 1)
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0)
+    run.fit(module := Halves(), tiny.loader(), ckpt_path=path if resume else None)
+    if not resume:
+        run.save_checkpoint(path)
+    return tiny.full_state(module, run.optimizers)
+
+
+def test_what_hooks_change_in_the_state_dict_counts(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected = run_ranks(4, train_halves, FOUR, path, False)[0]
+    for found in run_ranks(3, train_halves, {}, path, True):
+        assert tiny.differences(expected, found) == ["model/gate"]
+        assert torch.equal(found["model/gate"], torch.ones(2, 16))

@@ -1,0 +1,143 @@
+"""Optimizer state survives save and load whatever the optimizer and its groups. Oracle: the state before the save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_shardckpt.errors import MismatchError
+from tests import tiny
+from tests.pool import run_ranks
+
+
+class Groups(tiny.TinyLM):
+    """Uneven groups, an empty one, a parameter without gradient, two optimizers, hyper-parameters of odd types."""
+
+    def __init__(self) -> None:
+        super().__init__(frozen=False)
+        self.automatic_optimization = False
+        self.unused = nn.Parameter(torch.randn(5, 3))
+
+    def configure_optimizers(self) -> Any:
+        body = torch.optim.AdamW(
+            [
+                {"params": [self.unused, *self.blocks.parameters()], "lr": 3e-3, "note": ("any", {"thing": 1})},
+                {"params": [], "lr": 7.0},
+                {"params": [self.gate], "betas": (0.5, 0.6)},
+            ],
+            lr=1e-2,
+        )
+        rest = [*self.embed.parameters(), *self.head.parameters(), self.scale]
+        return [body, torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+    def training_step(self, batch: Any, index: int) -> None:
+        (tokens,) = batch
+        loss = nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+def train_groups(steps: int, save: str | None, resume: str | None) -> dict[str, Any]:
+    pl.seed_everything(4 if resume is None else 5)
+    run = tiny.trainer({}, max_steps=steps, limit_val_batches=0)
+    run.fit(module := Groups(), tiny.loader(), ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return tiny.full_state(module, run.optimizers)
+
+
+def test_two_optimizers_with_uneven_and_empty_groups(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected = run_ranks(3, train_groups, 4, path, None)[0]  # Lightning counts a step per optimizer
+    assert not any("unused/state" in key for key in expected)
+    for found in run_ranks(2, train_groups, 4, None, path):
+        assert tiny.differences(expected, found) == []
+
+
+def save_before_the_first_step(path: str, optimizer: str) -> dict[str, Any]:
+    run = tiny.trainer({}, max_steps=0, limit_val_batches=0)
+    pl.seed_everything(4)
+    run.fit(module := tiny.TinyLM(optimizer), tiny.loader())
+    run.save_checkpoint(path)
+    return tiny.full_state(module, run.optimizers)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_saving_before_the_first_step_takes_no_step(optimizer: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    for found in run_ranks(2, save_before_the_first_step, path, optimizer):
+        assert not any("/state/" in key for key in found)
+    for found in run_ranks(2, tiny.fit, {}, 0):
+        expected = run_ranks(1, save_before_the_first_step, str(tmp_path / "b.ckpt"), optimizer)[0]
+        assert {k for k in found["state"] if "/state/" in k} == {k for k in expected if "/state/" in k} == set()
+
+
+class Unfrozen(tiny.TinyLM):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train_unfrozen(frozen: bool, strict: bool, save: str | None, resume: str | None) -> dict[str, Any]:
+    pl.seed_everything(4)
+    run = tiny.trainer({}, max_steps=2, limit_val_batches=0)
+    module = Unfrozen(frozen=frozen)
+    module.strict_loading = strict
+    with pytest.warns(UserWarning, match="blocks.0.up.weight") if resume and run.is_global_zero else _nothing():
+        run.fit(module, tiny.loader(), ckpt_path=resume)
+    if save:
+        run.save_checkpoint(save)
+    return tiny.full_state(module, run.optimizers)
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def refused(path: str) -> str:
+    with pytest.raises(MismatchError) as raised:
+        train_unfrozen(False, True, None, path)
+    return str(raised.value)
+
+
+def test_changed_set_of_trainable_parameters(tmp_path: Path) -> None:
+    """Without strict loading, what was trained before keeps its state, and what is new begins without one."""
+    path = str(tmp_path / "a.ckpt")
+    expected = run_ranks(2, train_unfrozen, True, True, path, None)[0]
+    for found in run_ranks(3, train_unfrozen, False, False, None, path):
+        kept = {k: v for k, v in found.items() if "blocks.0.up" not in k or k.startswith("model/")}
+        assert tiny.differences(expected, kept) == []
+        assert not any("blocks.0.up" in k and "/state/" in k for k in found)
+
+
+class Adafactored(tiny.TinyLM):
+    """torch's Adafactor keeps a row and a column per matrix; it does not run on DTensors."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+
+
+def train_adafactor(steps: int, save: str | None, resume: str | None) -> dict[str, Any]:
+    pl.seed_everything(4 if resume is None else 5)
+    run = tiny.trainer("ddp", max_steps=steps, limit_val_batches=0)
+    run.fit(module := Adafactored(frozen=False), tiny.loader(), ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return tiny.full_state(module, run.optimizers)
+
+
+def test_state_that_is_not_shaped_like_its_parameter(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected = run_ranks(2, train_adafactor, 2, path, None)[0]
+    assert any(k.endswith("state/row_var") for k in expected)
+    for found in run_ranks(2, train_adafactor, 2, None, path):
+        assert tiny.differences(expected, found) == []

@@ -1,0 +1,279 @@
+"""Are topologies, plans, units, clipping and first values right, apart from any Trainer?"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value, grad_norm
+from lightning_shardckpt.parallel.fsdp import choose_units, trunk_layers
+from lightning_shardckpt.parallel.materialize import fill, meta_slots
+from lightning_shardckpt.parallel.mesh import Topology, resolve_topology
+from lightning_shardckpt.parallel.names import clean_fqn, matching_modules, named_modules, parameter_names
+from lightning_shardckpt.parallel.rng import same_rng, share_rng
+from lightning_shardckpt.parallel.tensor import PARTIAL, resolve_plan
+from tests.nets import PLAN, Net, llama, qwen3
+from tests.pool import run_ranks
+
+
+class Root(nn.Module):
+    """What a LightningModule is to these functions: it holds the net."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+# ── topology ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "shape"),
+    [
+        (1, {}, (1, 1, 1, 1)),
+        (6, {}, (1, 1, 6, 1)),
+        (8, {"tensor": 2, "replicate": 2}, (1, 2, 2, 2)),
+        (8, {"shard": 4, "tensor": 2}, (1, 1, 4, 2)),
+        (2, {"tensor": 2}, (1, 1, 1, 2)),
+    ],
+)
+def test_auto_takes_the_processes_that_the_other_axes_leave(
+    world: int, sizes: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    topology = resolve_topology(world, **sizes)
+    assert topology.shape == shape
+    assert topology.world_size == world
+    assert Topology(*shape).data_parallel == shape[1] * shape[2]
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "message"),
+    [
+        (6, {"tensor": 4}, "6 processes cannot form a mesh .* shard auto x tensor 4: 6 is not a multiple of 4"),
+        (2, {"tensor": 4}, "2 is not a multiple of 4"),
+        (8, {"shard": 3, "replicate": 2}, "8 processes .* replicate 2 x shard 3 x tensor 1: that takes 6"),
+        (2, {"tensor": 0}, "at least 1, found {'tensor': 0}"),
+        (2, {"shard": "all"}, "found {'shard': 'all'}"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_world_are_named(world: int, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        resolve_topology(world, **sizes)
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_star_is_one_component_and_two_are_any_number() -> None:
+    modules = named_modules(Root(Net()))
+    assert matching_modules(modules, "net.blocks.*.up") == [f"net.blocks.{i}.up" for i in range(3)]
+    assert matching_modules(modules, "**.out") == [f"net.blocks.{i}.attention.out" for i in range(3)]
+    assert matching_modules(modules, "net.*") == [name for name in modules if name.count(".") == 1]
+    assert matching_modules(modules, "net.norm*") == ["net.norm"]
+    assert matching_modules(modules, "net.block") == []
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    net = Net()
+    net.blocks[1] = torch.compile(net.blocks[1], backend="eager")  # type: ignore[assignment]
+    root = Root(net)
+    assert "net.blocks.1._orig_mod.up" in dict(root.named_modules())
+    assert [name for name in named_modules(root) if "up" in name] == [f"net.blocks.{i}.up" for i in range(3)]
+    assert clean_fqn("_orig_mod.a._orig_mod._checkpoint_wrapped_module.b._orig_mod") == "a.b"
+    assert clean_fqn("my_orig_mod.weight") == "my_orig_mod.weight"
+
+
+# ── FSDP units ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_units_are_the_layers_of_the_trunk() -> None:
+    assert choose_units(Root(Net()), None) == [f"net.blocks.{i}" for i in range(3)]
+    assert choose_units(Root(llama()), None) == ["net.model.layers.0", "net.model.layers.1"]
+    assert choose_units(Root(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))), None) == []
+
+
+def test_encoder_and_decoder_are_both_trunks_and_a_small_list_is_none() -> None:
+    transformer = nn.Transformer(8, 2, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=16, batch_first=True)
+    root = Root(nn.ModuleDict({"core": transformer, "heads": nn.ModuleList(nn.Linear(8, 2) for _ in range(2))}))
+    expected = [f"net.core.{part}.layers.{i}" for part in ("encoder", "decoder") for i in range(2)]
+    assert trunk_layers(root) == expected
+
+
+def test_a_module_that_shares_a_parameter_with_the_outside_is_no_unit() -> None:
+    net = Net()
+    net.blocks[2].up.weight = net.blocks[0].up.weight
+    assert choose_units(Root(net), None) == ["net.blocks.1"]
+    assert choose_units(Root(Net(tied=True)), ["net.embed", "net.head", "Attention"]) == [
+        f"net.blocks.{i}.attention" for i in range(3)
+    ]
+
+
+def test_units_that_match_nothing_are_listed_with_the_nearest_names() -> None:
+    with pytest.raises(TopologyError) as error:
+        choose_units(Root(Net()), ["net.block.*", "Blok", "Attention"])
+    assert "2 patterns match no module of Root" in str(error.value)
+    assert "'net.block.*' (nearest: net.blocks.*" in str(error.value)
+    assert "Attention" not in str(error.value)
+
+
+# ── tensor-parallel plans ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve(net: nn.Module, plan: Any, size: int = 2) -> Any:
+    root = Root(net)
+    return resolve_plan(root, plan, [names for names in parameter_names(root) if len(names) > 1], size)
+
+
+def test_auto_is_the_plan_of_the_hugging_face_model() -> None:
+    plan = resolve(qwen3(), "auto")
+    assert isinstance(plan.styles["net.model.layers.1.self_attn.q_proj"], ColwiseParallel)
+    assert isinstance(plan.styles["net.model.layers.0.mlp.down_proj"], RowwiseParallel)
+    assert plan.styles["net.lm_head"].output_layouts == (Replicate(),)
+    assert plan.partial == {f"net.model.layers.{i}.self_attn.{k}_norm" for i in range(2) for k in "qk"}
+
+
+def test_the_last_pattern_that_matches_decides_and_a_style_may_be_an_object() -> None:
+    style = ColwiseParallel(output_layouts=Replicate())
+    plan = resolve(Net(), {"net.blocks.*.up": "colwise", "net.blocks.1.up": style, "net.norm": PARTIAL})
+    assert plan.styles["net.blocks.1.up"] is style
+    assert plan.styles["net.blocks.0.up"] is not style
+    assert plan.partial == {"net.norm"}
+
+
+def test_a_module_tied_to_a_cut_one_is_cut_alike() -> None:
+    plan = resolve(Net(tied=True), {"net.head": "colwise_gather_output"})
+    assert isinstance(plan.styles["net.embed"], RowwiseParallel)
+    plan = resolve(Net(tied=True), {"net.embed": "embedding_rowwise"})
+    assert isinstance(plan.styles["net.head"], ColwiseParallel)
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "message"),
+    [
+        ({"net.blok.*.up": "colwise"}, 2, r"'net.blok.\*.up' matches no module \(nearest: net.blocks.\*.up"),
+        ({}, 2, "none of its 0 patterns matches"),
+        ({"net.head": "diagonal"}, 2, "'net.head': unknown style 'diagonal', expected one of"),
+        ("auto", 2, "no module of Root brings a plan"),
+        ({"net.blocks.*.up": "colwise"}, 4, "net.blocks.0.up: out_features is 26"),
+        ({"net.blocks.*.down": "rowwise"}, 4, "net.blocks.2.down: in_features is 26"),
+        ("no.such:function", 2, "cannot import 'no.such:function'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_an_error_before_anything_is_cut(plan: Any, size: int, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        resolve(Net(), plan, size)
+
+
+def test_heads_that_do_not_divide_are_an_error() -> None:
+    with pytest.raises(TopologyError, match=re.escape("{'num_key_value_heads': 2}")):
+        resolve(llama(), "auto", 4)
+
+
+def test_a_plan_may_be_the_import_path_of_a_function() -> None:
+    assert resolve(Net(), "tests.test_parallel:choose_units").apply is choose_units
+
+
+# ── clipping ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mixed_gradients() -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters cut in every way over 2 x 2 ranks, one smaller than the mesh, and the same ones whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    whole = [torch.randn(shape, dtype=torch.float64) for shape in [(5, 3), (4,), (), (1, 2), (7, 2), (6, 5)]]
+    cut = [
+        distribute_tensor(whole[0], mesh, [Shard(0), Shard(1)]),
+        distribute_tensor(whole[1], mesh["b"], [Shard(0)]),
+        whole[2].clone(),
+        distribute_tensor(whole[3], mesh["a"], [Shard(0)]),
+        distribute_tensor(whole[4], mesh, [Replicate(), Shard(0)]),
+        distribute_tensor(whole[5], mesh, [Shard(0), Shard(0)]),
+    ]
+    return [with_gradient(t) for t in cut], [with_gradient(t) for t in whole]
+
+
+def with_gradient(tensor: Tensor) -> Tensor:
+    parameter = nn.Parameter(torch.zeros_like(tensor))
+    parameter.grad = tensor
+    return parameter
+
+
+def check_clipping() -> None:
+    cpu = torch.device("cpu")
+    for norm_type in (1.0, 2.0, float("inf")):
+        cut, whole = mixed_gradients()
+        expected = nn.utils.clip_grad_norm_(whole, 1.5, norm_type)
+        torch.testing.assert_close(grad_norm(cut, device=cpu, norm_type=norm_type), expected)
+        clip_by_norm(cut, 1.5, device=cpu, norm_type=norm_type)
+        for a, b in zip(cut, whole, strict=True):
+            torch.testing.assert_close(full(a.grad), b.grad)
+    cut, whole = mixed_gradients()
+    clip_by_norm(cut, 1e6, device=cpu)  # below the limit nothing changes, to the bit
+    assert all(torch.equal(full(a.grad), b.grad) for a, b in zip(cut, whole, strict=True))
+    clip_by_value(cut, 0.3)
+    nn.utils.clip_grad_value_(whole, 0.3)
+    assert all(torch.equal(full(a.grad), b.grad) for a, b in zip(cut, whole, strict=True))
+    assert grad_norm([], device=cpu) == 0
+
+
+def full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_clipping_counts_each_element_once_however_it_is_cut() -> None:
+    run_ranks(4, check_clipping)
+
+
+# ── first values ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_rng() -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    with same_rng():
+        inside = torch.rand(()).item()
+    after = torch.rand(()).item()
+    share_rng(dist.group.WORLD)
+    return [inside, after, torch.rand(()).item()]
+
+
+def test_ranks_draw_alike_where_they_must_and_apart_elsewhere() -> None:
+    (inside, after, shared), (inside1, after1, shared1) = run_ranks(2, check_rng)
+    torch.manual_seed(0)
+    assert [inside, after] == [torch.rand(()).item(), torch.rand(()).item()]
+    torch.manual_seed(1)
+    assert after1 == torch.rand(()).item()
+    assert inside1 == inside
+    assert shared1 == shared
+
+
+def test_modules_on_the_meta_device_reset_themselves() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    slots = meta_slots(net)
+    net.to_empty(device="cpu")
+    torch.manual_seed(5)
+    fill(slots, (), lambda parameter, whole: parameter.copy_(whole))
+    torch.manual_seed(5)
+    expected = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True))
+
+
+def test_meta_parameters_without_any_value_are_an_error() -> None:
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(TopologyError, match="parameters of Net are on the meta device"):
+        fill(meta_slots(net), (), lambda parameter, whole: None)
+
+
+def test_the_plan_of_these_tests_fits_the_net() -> None:
+    assert len(resolve(Net(), PLAN).styles) == 2 + 6 * 3

@@ -1,0 +1,146 @@
+"""Is what the README says true? Its code blocks run here, in order, in one directory, each as a reader would run it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import ROOT, run_ranks
+
+README = (ROOT / "README.md").read_text()
+SET_UP = "python3.11 -m venv .venv"
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    line: int
+    code: str
+
+    @property
+    def world(self) -> int:
+        """How many processes the Trainer of the block asks for."""
+        found = re.search(r"devices=(\d+)", self.code)
+        return int(found[1]) if found else 1
+
+
+def blocks() -> list[Block]:
+    found = re.finditer(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], README[: match.start()].count("\n") + 2, match[2]) for match in found]
+
+
+BLOCKS = blocks()
+COMMANDS = [block for block in BLOCKS if block.language == "bash" and not block.code.startswith(SET_UP)]
+SET_UPS = [block.code.strip() for block in BLOCKS if block.language == "bash" and block.code.startswith(SET_UP)]
+
+
+def test_every_block_is_of_a_kind_that_is_checked_here() -> None:
+    assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "text"}
+    assert README.count("\n```") == 2 * len(BLOCKS)  # so that none is overlooked
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_command_that_runs_the_tests_is_what_ci_runs() -> None:
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    lines = [line.replace('"$python"', "python3.11").replace('"$VENV"', ".venv") for line in script]
+    lines = [line.replace('"$VENV/', ".venv/").replace('"', "").replace(" --quiet", "") for line in script_body(lines)]
+    assert " && ".join(lines) == SET_UPS[1].replace('"', "")
+
+
+def script_body(lines: list[str]) -> list[str]:
+    """Return the lines from the one that makes the environment on."""
+    first = next(number for number, line in enumerate(lines) if line.startswith(SET_UP))
+    return [line for line in lines[first:] if line and not line.startswith("#")]
+
+
+def test_the_command_of_the_main_job_runs_a_script_that_is_there() -> None:
+    command, script = SET_UPS[0].rsplit(" ", 1)
+    assert command == f"{SET_UP} && .venv/bin/pip install -c configs/constraints.txt -e . && .venv/bin/python"
+    assert f"python {script}" in (ROOT / script).read_text()  # test_examples.py runs it
+    assert len(SET_UPS) == 2
+
+
+def test_the_yaml_is_a_config_of_a_lightning_cli(tmp_path: Path) -> None:
+    (block,) = (block for block in BLOCKS if block.language == "yaml")
+    (tmp_path / "config.yaml").write_text(block.code)
+    names, size = run_ranks(1, parse, str(tmp_path / "config.yaml"), init_process_group=False)[0]
+    assert names == ("ShardedStrategy", "ShardCkptIO")
+    assert size == 512
+
+
+def parse(config: str) -> tuple[tuple[str, str], float]:
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    sys.argv = ["train.py", f"--config={config}"]
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI itself uses what they are about
+    cli = LightningCLI(BoringModel, run=False, seed_everything_default=False, save_config_callback=None)
+    io_: Any = cli.trainer.strategy.checkpoint_io
+    return (type(cli.trainer.strategy).__name__, type(io_).__name__), io_.size_per_shard
+
+
+@pytest.mark.slow
+def test_python_and_bash_blocks_run_in_order_and_print_what_is_shown(tmp_path: Path) -> None:
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    printed = ""
+    for block in BLOCKS:
+        if block.language == "python":
+            run_python(block, tmp_path)
+        elif block in COMMANDS:
+            printed += run_bash(block, tmp_path)
+    shown = [line for block in BLOCKS if block.language == "text" for line in block.code.splitlines()]
+    verdict = next(line for line in shown if "is whole" in line)
+    assert numbers_hidden(verdict) in map(numbers_hidden, printed.splitlines())
+    (tree,) = (block.code for block in BLOCKS if block.language == "text" and "root index" in block.code)
+    named = set(re.findall(r"^  (\S+\.\w+) ", tree, re.MULTILINE))
+    assert named - set(os.listdir(tmp_path / "checkpoints" / tree.splitlines()[0].rstrip("/"))) == set()
+
+
+def run_python(block: Block, folder: Path) -> None:
+    if block.code.startswith("# model.py"):
+        (folder / "model.py").write_text(block.code)
+        return
+    run_ranks(block.world, execute, "\n" * (block.line - 1) + block.code, str(folder))
+
+
+def execute(code: str, folder: str) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    warnings.filterwarnings("ignore", "The dirpath has changed")  # the run under ddp keeps its checkpoints elsewhere
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def run_bash(block: Block, folder: Path) -> str:
+    printed = ""
+    for line in block.code.strip().splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "python"
+        command = [sys.executable, *arguments]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, f"README.md:{block.line}: {line}\n{done.stdout}\n{done.stderr}"
+        printed += done.stdout
+    return printed
+
+
+def numbers_hidden(line: str) -> str:
+    """Return the line without its numbers of bytes, which depend on the versions of torch and Lightning."""
+    return re.sub(r"[\d.]+ [KM]iB", "# bytes", line)

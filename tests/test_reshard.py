@@ -1,0 +1,55 @@
+"""A checkpoint from any topology loads on any other, bit for bit. Oracle: torch's own gather before the save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.pool import run_ranks
+
+FSDP: dict[str, Any] = {}
+HSDP: dict[str, Any] = {"data_parallel_replicate_size": 2}
+TP = {"tensor_parallel_plan": tiny.TP_PLAN}
+TP2 = {"tensor_parallel_size": 2, **TP}
+TP4 = {"tensor_parallel_size": 4, **TP}
+
+
+def save(strategy: dict[str, Any], path: str, optimizer: str) -> dict[str, Any]:
+    return tiny.fit(strategy, 2, save=path, model={"optimizer": optimizer})["state"]
+
+
+def load(strategy: dict[str, Any], path: str, optimizer: str, save_as: str | None = None) -> dict[str, Any]:
+    """From other initial weights; trains no step, so that the state is what was loaded."""
+    return tiny.fit(strategy, 2, resume=path, save=save_as, seed=7, model={"optimizer": optimizer})["state"]
+
+
+CASES = [
+    ("fsdp4", 4, FSDP, "adamw", [(1, FSDP), (2, FSDP), (3, FSDP), (8, FSDP)]),
+    ("tp2", 2, TP2, "amsgrad", [(4, TP4), (1, FSDP)]),
+    ("tp2-fsdp2", 4, TP2, "momentum", [(4, FSDP)]),
+    ("fsdp4-to-tp", 4, FSDP, "momentum", [(4, TP2)]),
+    ("hsdp2x2", 4, HSDP, "adamw", [(3, FSDP)]),
+    ("fsdp3", 3, FSDP, "sgd", [(4, HSDP)]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
+    _, world, strategy, optimizer, targets = case
+    path = str(tmp_path / "a.ckpt")
+    expected = run_ranks(world, save, strategy, path, optimizer)[0]
+    assert any("/state/" in key for key in expected) == (optimizer != "sgd")
+    for target_world, target in targets:
+        for found in run_ranks(target_world, load, target, path, optimizer):
+            assert tiny.differences(expected, found) == []
+
+
+def test_a_chain_of_topologies_keeps_every_bit(tmp_path: Path) -> None:
+    first, second, third = (str(tmp_path / f"{i}.ckpt") for i in range(3))
+    expected = run_ranks(4, save, TP2, first, "adamw")[0]
+    run_ranks(3, load, FSDP, first, "adamw", second)
+    run_ranks(4, load, TP4, second, "adamw", third)
+    assert tiny.differences(expected, run_ranks(1, load, FSDP, third, "adamw")[0]) == []

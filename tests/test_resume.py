@@ -1,0 +1,141 @@
+"""Training that was interrupted and resumed equals training that was not. Oracle: the uninterrupted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests import tiny
+from tests.pool import run_ranks
+
+TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+
+
+def straight_and_resumed(
+    strategy: dict[str, Any], directory: str, steps: int, stop: int, model: dict[str, Any], data: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    saving = tiny.SaveAt(stop, f"{directory}/a.ckpt")
+    straight = tiny.fit(strategy, steps, model=model, data=data, callbacks=[saving])
+    resumed = tiny.fit(strategy, steps, resume=f"{directory}/a.ckpt", seed=99, model=model, data=data)
+    return straight, resumed
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "steps", "stop", "model", "data"),
+    [
+        pytest.param(4, {}, 6, 3, {}, {}, id="fsdp4 in the middle of an epoch"),
+        pytest.param(4, TP2, 6, 3, {"build_late": True}, {}, id="fsdp2 x tp2, layers built in configure_model"),
+        pytest.param(1, {}, 6, 3, {"optimizer": "momentum"}, {"count": 20}, id="one process, random sampler"),
+        pytest.param(2, {}, 8, 6, {}, {"count": 16}, id="in the second epoch"),
+        pytest.param(2, {}, 8, 4, {}, {"count": 16}, id="at the end of an epoch"),
+        pytest.param(2, {}, 5, 2, {}, {"workers": 2}, id="with worker processes"),
+    ],
+)
+def test_resumed_run_equals_the_uninterrupted_one(
+    world: int, strategy: Any, steps: int, stop: int, model: Any, data: Any, tmp_path: Path
+) -> None:
+    for straight, resumed in run_ranks(world, straight_and_resumed, strategy, str(tmp_path), steps, stop, model, data):
+        assert resumed["losses"] == straight["losses"][stop:]
+        assert tiny.differences(straight["state"], resumed["state"]) == []
+        assert (resumed["step"], resumed["lr"]) == (straight["step"], straight["lr"]) == (steps, straight["lr"])
+
+
+def with_and_without_saves(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    saves = [tiny.SaveAt(step, f"{directory}/{step}.ckpt") for step in (1, 2, 3)]
+    return tiny.fit({}, 4, callbacks=saves), tiny.fit({}, 4)
+
+
+def test_saving_leaves_no_trace_in_training(tmp_path: Path) -> None:
+    for saving, plain in run_ranks(2, with_and_without_saves, str(tmp_path)):
+        assert saving["losses"] == plain["losses"]
+        assert tiny.differences(saving["state"], plain["state"]) == []
+
+
+def after_the_end(directory: str) -> tuple[list[float], list[float]]:
+    first = tiny.fit({}, 3, save=f"{directory}/a.ckpt")
+    return first["losses"], tiny.fit({}, 6, resume=f"{directory}/a.ckpt")["losses"]
+
+
+def test_a_run_that_ended_in_the_middle_of_an_epoch_continues_with_the_next_epoch(tmp_path: Path) -> None:
+    """Lightning counts the epoch in which max_steps was reached as done."""
+    for first, second in run_ranks(2, after_the_end, str(tmp_path)):
+        assert (len(first), len(second)) == (3, 3)
+
+
+class TwoLoaders(tiny.TinyLM):
+    """Draws from two loaders, and validates in the middle of an epoch."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step((torch.cat([part[0] for part in batch.values() if part is not None]),), index)
+
+
+def with_loaders(kind: str, directory: str, stop: int, resume: bool) -> tuple[list[float], dict[str, Any]]:
+    pl.seed_everything(9 if resume else 1)
+    more: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
+    module: tiny.TinyLM = tiny.TinyLM()
+    data: Any = tiny.loader(count=12)
+    held_out = None
+    if kind == "persistent workers":
+        data = tiny.loader(count=12, workers=1, persistent_workers=True)
+    elif kind == "own generator":
+        data = tiny.loader(count=12, generator=torch.Generator().manual_seed(5))
+    elif kind in ("max_size_cycle", "min_size"):
+        module = TwoLoaders()
+        data = CombinedLoader({"long": tiny.loader(count=12), "short": tiny.loader(count=8)}, kind)
+    elif kind == "iterable":
+        data = DataLoader(Stream(), batch_size=2)
+    elif kind == "validation":
+        held_out, more = tiny.loader(count=8, shuffle=False), more | {"limit_val_batches": 2, "val_check_interval": 3}
+    path = f"{directory}/a.ckpt"
+    saving = [] if resume else [tiny.SaveAt(stop, path)]
+    run = tiny.trainer({}, max_steps=10, callbacks=saving, **more)
+    run.fit(module, data, held_out, ckpt_path=path if resume else None)
+    return module.losses, tiny.full_state(module, run.optimizers)
+
+
+class Stream(IterableDataset[Any]):
+    """Shuffles as it goes, with the generator of the process."""
+
+    def __iter__(self) -> Any:
+        for index in torch.randperm(12).tolist():
+            yield (torch.full((9,), index),)
+
+
+KINDS = ("one", "persistent workers", "own generator", "max_size_cycle", "min_size", "iterable", "validation")
+STOPS = [(kind, stop) for kind in KINDS for stop in (4, 6, 7)]
+STOPS.remove(("validation", 6))  # Lightning does not run the validation that followed this save when it resumes
+
+
+@pytest.mark.parametrize(("kind", "stop"), STOPS)
+def test_every_kind_of_loader_continues_with_the_batches_it_would_have_drawn(
+    kind: str, stop: int, tmp_path: Path
+) -> None:
+    """With the random sampler of torch, whose order comes from the state of the process; six batches an epoch."""
+    ((losses, state),) = run_ranks(1, with_loaders, kind, str(tmp_path), stop, False)
+    ((resumed, state_resumed),) = run_ranks(1, with_loaders, kind, str(tmp_path), stop, True)
+    assert resumed == losses[stop:]
+    assert tiny.differences(state, state_resumed) == []
+
+
+def at_the_end_of_validation(directory: str, resume: bool) -> tuple[list[float], dict[str, Any]]:
+    pl.seed_everything(9 if resume else 1)
+    keep = ModelCheckpoint(directory, monitor="val_loss", save_top_k=-1, filename="{step}")
+    options = {"use_distributed_sampler": False, "val_check_interval": 0.5, "enable_checkpointing": True}
+    run = tiny.trainer({}, max_epochs=2, callbacks=[keep], **options)
+    path = f"{directory}/step=6.ckpt" if resume else None
+    run.fit(module := tiny.TinyLM(), tiny.loader(count=12), tiny.loader(count=8, shuffle=False), ckpt_path=path)
+    return module.losses, tiny.full_state(module, run.optimizers)
+
+
+def test_checkpoint_of_the_validation_that_ends_an_epoch_continues_exactly(tmp_path: Path) -> None:
+    ((losses, state),) = run_ranks(1, at_the_end_of_validation, str(tmp_path), False)
+    ((resumed, state_resumed),) = run_ranks(1, at_the_end_of_validation, str(tmp_path), True)
+    assert resumed == losses[6:]
+    assert tiny.differences(state, state_resumed) == []

@@ -1,0 +1,244 @@
+"""Every kind of state: dtypes, ties, extra state, wrappers, tensors under other keys; written once, never gathered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt.checkpoint import load_full
+from tests import tiny
+from tests.pool import run_ranks
+
+FOUR = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+
+
+class Odd(nn.Module):
+    """Buffers of every dtype, views, empties, ties, extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ints = torch.arange(24).reshape(4, 6)
+        fields = {
+            "int64": ints,
+            "int8": ints.to(torch.int8),
+            "bool": ints % 3 == 0,
+            "complex64": torch.complex(ints.float(), -ints.float()),
+            "complex128": torch.complex(ints.double(), -ints.double()),
+            "bf16": ints.to(torch.bfloat16),
+            "fp8": (ints / 4).to(torch.float8_e4m3fn),
+            "fp64": ints.double() / 7,
+            "scalar": torch.tensor(2.5, dtype=torch.float16),
+            "empty": torch.empty(0, 5),
+            "transposed": ints.float().t(),
+            "view": torch.arange(100.0)[10:90:3],
+            "conjugated": torch.complex(ints.float(), ints.float()).conj(),
+        }
+        for name, value in fields.items():
+            self.register_buffer(name, value)
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.tied = self.weight
+        self.extra: dict[str, Any] = {"steps": (1, 2), "table": torch.arange(3), "inf": float("inf")}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class OddModule(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = Odd()
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.odd.weight
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.head(torch.ones(2, 4)).square().mean() + self.odd.tied.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_odd(strategy: Any, path: str | None, resume: str | None) -> dict[str, Any]:
+    pl.seed_everything(1)
+    module, run = OddModule(), tiny.trainer(strategy, max_steps=1, limit_val_batches=0)
+    if resume is not None:
+        for buffer in module.odd.buffers():
+            buffer.zero_() if buffer.numel() else None
+        module.odd.extra = {}
+    run.fit(module, tiny.loader(), ckpt_path=resume)
+    if path is not None:
+        run.save_checkpoint(path)
+    assert module.head.weight is module.odd.weight is module.odd.tied
+    state = tiny.full_state(module, run.optimizers)
+    state["model/odd.fp8"] = state["model/odd.fp8"].view(torch.uint8)  # pickle can't return fp8 to the test
+    return state | {"extra": json.dumps({k: str(v) for k, v in module.odd.extra.items()})}
+
+
+@pytest.mark.parametrize(("strategy", "world"), [({}, 2), ("auto", 1)], ids=["sharded", "single device"])
+def test_every_dtype_tie_view_and_extra_state_comes_back(strategy: Any, world: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected = run_ranks(world, train_odd, strategy, path, None)[0]
+    assert expected["extra"].startswith('{"steps"')
+    for found in run_ranks(3, train_odd, {}, None, path):
+        assert tiny.differences(expected, found) == []
+    root = json.loads((tmp_path / "a.ckpt" / "checkpoint.index.json").read_text())
+    aliases = root["components"]["model"]["aliases"]
+    assert set(aliases) | set(aliases.values()) == {"head.weight", "odd.tied", "odd.weight"} and len(aliases) == 2
+    stored = [key for file in Path(path).glob("model-*.safetensors") for key in load_file(file)]
+    assert not set(stored) & set(aliases)
+
+
+class Average(pl.Callback):
+    """An exponential average of the weights, laid out like them."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        for name, parameter in module.named_parameters():
+            self.average[name] = torch.lerp(self.average.get(name, parameter).detach(), parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "plain": torch.arange(2000.0), "decay": 0.1, 3: "int key"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = state["average"]
+        assert torch.equal(state["plain"], torch.arange(2000.0)) and state[3] == "int key"
+
+
+class Data(pl.LightningDataModule):
+    seen = 0
+
+    def train_dataloader(self) -> Any:
+        return tiny.loader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 11}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def train_averaged(strategy: Any, path: str | None, resume: str | None) -> tuple[dict[str, Any], bool, int]:
+    pl.seed_everything(1)
+    average, data = Average(), Data()
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0, callbacks=[average])
+    run.fit(tiny.TinyLM(), data, ckpt_path=resume)
+    if path is not None:
+        run.save_checkpoint(path)
+    whole = {name: tiny.whole(t) for name, t in average.average.items()}
+    return whole, isinstance(average.average["embed.weight"], DTensor), data.seen
+
+
+def test_sharded_tensors_under_other_keys_are_stored_sharded_and_return_sharded(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected, _, _ = run_ranks(4, train_averaged, FOUR, path, None)[0]
+    for found, sharded, seen in run_ranks(3, train_averaged, {}, None, path):
+        assert tiny.differences(expected, found) == []
+        assert sharded and seen == 11
+    sizes = [file.stat().st_size for file in Path(path).glob("trainer-dist-*.safetensors")]
+    assert len(sizes) == 4  # each rank wrote its part of the average
+
+
+class NoFullTensor(TorchDispatchMode):
+    """Notes the largest plain tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+class Wide(tiny.TinyLM):
+    def _build(self) -> None:
+        super()._build()
+        self.wide = nn.Parameter(torch.randn(64, 1000))
+
+
+def save_and_load_watched(path: str) -> tuple[int, int, int]:
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a DTensor was gathered")
+
+    run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
+    run.fit(module := Wide(), tiny.loader())
+    DTensor.full_tensor = DTensor.redistribute = gathering  # type: ignore[method-assign]
+    checkpoint = run._checkpoint_connector.dump_checkpoint()
+    with NoFullTensor() as saving:
+        run.strategy.save_checkpoint(checkpoint, path)
+    with NoFullTensor() as loading:
+        run.strategy.load_checkpoint(path)
+    return saving.largest, loading.largest, module.wide.numel()
+
+
+def test_no_rank_holds_a_full_tensor_while_saving_or_loading(tmp_path: Path) -> None:
+    for saving, loading, full in run_ranks(4, save_and_load_watched, str(tmp_path / "a.ckpt")):
+        assert max(saving, loading) <= full // 4
+
+
+def test_ranks_write_balanced_shares_and_split_files(tmp_path: Path) -> None:
+    for strategy in ({}, {"data_parallel_replicate_size": 4}):
+        path = tmp_path / f"{len(strategy)}.ckpt"
+        run_ranks(4, save_wide, strategy, str(path))
+        sizes = [sum(f.stat().st_size for f in path.glob(f"*-dist-{rank:05d}-shard-*")) for rank in range(4)]
+        assert max(sizes) <= 1.3 * min(sizes)
+        assert max(sizes) <= 1.2 * sum(sizes) / 4
+        assert len(list(path.glob("model-dist-00000-shard-*"))) > 1  # 0.05 MB each
+
+
+def save_wide(strategy: Any, path: str) -> None:
+    run = tiny.trainer(strategy, max_steps=1, limit_val_batches=0, plugins=[ShardCkptIO(size_per_shard=0.05)])
+    run.fit(Wide(), tiny.loader())
+    run.save_checkpoint(path)
+
+
+def wrapped(compiled: bool, recomputed: bool) -> nn.Module:
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    net[1] = checkpoint_wrapper(net[1]) if recomputed else net[1]
+    net[0] = torch.compile(net[0], backend="eager") if compiled else net[0]
+    return nn.ModuleDict({"net": torch.compile(net, backend="eager") if compiled else net})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_wrappers_leave_no_trace_in_names(compiled: bool, recomputed: bool, tmp_path: Path) -> None:
+    source = wrapped(compiled, recomputed)
+    io = ShardCkptIO()
+    io.save_checkpoint({"state_dict": source.state_dict()}, tmp_path / "a.ckpt")
+    stored = load_full(str(tmp_path / "a.ckpt"))["state_dict"]
+    assert sorted(stored) == ["net.0.bias", "net.0.weight", "net.1.bias", "net.1.weight"]
+    for other in (wrapped(c, r) for c in (False, True) for r in (False, True)):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        io.load_into(tmp_path / "a.ckpt", other.state_dict(), None, {}, strict=True)
+        expected = list(source.state_dict().values())
+        assert all(torch.equal(a, b) for a, b in zip(expected, other.state_dict().values(), strict=True))
+
+
+def test_stale_files_of_an_earlier_save_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    run_ranks(4, save_wide, {}, str(path))
+    run_ranks(2, save_wide, {}, str(path))
+    assert not list(path.glob("*-dist-00002*")) and sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt"]
+    moved = tmp_path / "elsewhere" / "b"
+    moved.parent.mkdir()
+    path.rename(moved)
+    assert load_full(str(moved))["global_step"] == 1

@@ -1,0 +1,622 @@
+"""Do the strategy's options, Lightning's other ways to train, and the errors work? The numbers: test_strategy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import SumMetric
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.fsdp import fsdp_modules
+from lightning_shardckpt.pytorch import ShardedStrategy
+from tests.nets import PLAN, VOCABULARY, Case, Module, batches, dataset, full_state, loss_of, optimizer_of, trainer_for
+from tests.pool import run_ranks
+
+TOLERANCE = 1e-12  # sums of float64 in another order
+State = dict[str, Tensor]
+
+
+def fit(module: pl.LightningModule, strategy: ShardedStrategy, **options: Any) -> pl.Trainer:
+    trainer = trainer_for(strategy, dist.get_world_size(), **options)
+    trainer.fit(module)
+    return trainer
+
+
+def assert_close(got: State, expected: State, tolerance: float = TOLERANCE) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+def plain_training(net: nn.Module, clip: float | None = None) -> State:
+    """Train in plain torch on the global batches of `tests.nets`; returns the state as a LightningModule names it."""
+    root = nn.ModuleDict({"net": net}).double()
+    optimizer = optimizer_of(root)
+    for batch in batches():
+        loss_of(net, batch).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(root.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(root.state_dict())
+
+
+# ── options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": ["Attention", "net.blocks.1"]},
+    {"cpu_offload": True},
+    {"fsdp_units": ["net.blocks.*.attention", "Block", "net.embed"]},
+    {"accumulate_unsharded": False},
+    {"defer_init": False},
+]
+
+
+def train_with_options() -> list[tuple[list[str], State]]:
+    out = []
+    for options in OPTIONS:
+        pl.seed_everything(3, verbose=False)
+        module = Module(Case(late=True))
+        fit(module, ShardedStrategy(**options), accumulate_grad_batches=2)
+        out.append((list(module.state_dict()), full_state(module)))
+        assert len(list(fsdp_modules(module))) == (7 if "fsdp_units" in options else 3)
+    return out
+
+
+def test_options_change_neither_names_nor_numbers() -> None:
+    (names, expected), *others = run_ranks(2, train_with_options)[0]
+    for options, (got_names, got) in zip(OPTIONS[1:], others, strict=True):
+        assert got_names == names, options
+        assert_close(got, expected, 1e-14 if "accumulate_unsharded" in options else 0)
+
+
+def train_in_precision(precision: str, tensor: int) -> tuple[float, set[torch.dtype], float]:
+    pl.seed_everything(3, verbose=False)
+    module = Module(Case("llama", late=True))
+    trainer = fit(module, ShardedStrategy(tensor_parallel_size=tensor), precision=precision, gradient_clip_val=0.5)
+    values = torch.cat([v.double().flatten() for v in full_state(module).values()])
+    return float(trainer.callback_metrics["val"]), {p.dtype for p in module.parameters()}, values.norm().item()
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"), [("bf16-mixed", "float32", 2e-3), ("bf16-true", "bfloat16", 2e-2)]
+)
+def test_bfloat16_trains_the_same_up_to_its_rounding(precision: str, dtype: str, tolerance: float) -> None:
+    (alone,) = run_ranks(1, train_in_precision, precision, 1)
+    ranks = run_ranks(2, train_in_precision, precision, 2)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert ranks[0][1] == {getattr(torch, dtype)}
+    assert ranks[0][0] == pytest.approx(alone[0], rel=tolerance)
+    assert ranks[0][2] == pytest.approx(alone[2], rel=tolerance)
+
+
+class Overflow(Module):
+    """In the second batch, one element of one gradient is infinite: a shard of rank 0 has it."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return loss + self.net.position[0, 0] * torch.inf if index == 1 else loss  # type: ignore[index]
+
+
+def train_with_scaler() -> tuple[State, list[float]]:
+    pl.seed_everything(3, verbose=False)
+    module, scaler = Overflow(Case()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = fit(module, ShardedStrategy(), precision=None, plugins=[plugin], gradient_clip_val=0.5)
+    steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+    return full_state(module), [scaler.get_scale(), *steps]
+
+
+def test_every_rank_skips_the_step_in_which_one_overflows() -> None:
+    for state, scale_and_steps in run_ranks(2, train_with_scaler):
+        assert scale_and_steps == [512, 3]  # halved once; three of four steps
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def train_with_optimizers() -> list[State]:
+    out = []
+    for flags in ({}, {"foreach": True}, {"fused": True}):
+        pl.seed_everything(3, verbose=False)
+        module = Module(Case("qwen3"))
+        module.configure_optimizers = partial(adamw, module, flags)  # type: ignore[method-assign]
+        fit(module, ShardedStrategy(tensor_parallel_size=2))
+        out.append(full_state(module))
+    return out
+
+
+def adamw(module: nn.Module, flags: dict[str, bool]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, **flags)
+
+
+def test_foreach_and_fused_optimizers_take_parameters_of_different_meshes() -> None:
+    plain, foreach, fused = run_ranks(2, train_with_optimizers)[0]
+    assert_close(foreach, plain)
+    assert_close(fused, plain)
+
+
+# ── Trainer's other entry points ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Everything(Module):
+    """Has all four stages, and a metric that counts samples."""
+
+    def __init__(self) -> None:
+        super().__init__(Case(late=True))
+        self.samples = SumMetric()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        super().validation_step(batch, index)
+        self.samples.update(len(batch[0]))
+        self.log("samples", self.samples)
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("test", loss_of(self.net, batch), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.net(batch[0])  # type: ignore[no-any-return]
+
+    test_dataloader = predict_dataloader = Module.train_dataloader
+
+
+def run_stages() -> None:
+    pl.seed_everything(3, verbose=False)
+    strategy = partial(ShardedStrategy, tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    module, world = Everything(), dist.get_world_size()
+    trainer = trainer_for(strategy(), world)
+    (before,) = trainer.validate(module, verbose=False)
+    assert before["samples"] == len(dataset())  # the ranks of a tensor group count once
+    trainer.fit(module)
+    fitted = float(trainer.callback_metrics["val"])
+    assert fitted < before["val"]
+    assert trainer.validate(module, verbose=False)[0]["val"] == fitted
+    assert trainer.test(module, verbose=False)[0]["test"] == fitted
+    assert trainer.predict(module)[0].shape == (12, 5, VOCABULARY)  # type: ignore[index,union-attr]
+    again = trainer_for(strategy(), world)
+    assert again.validate(module, verbose=False)[0]["val"] == fitted
+    again.fit(module)
+    assert float(again.callback_metrics["val"]) < fitted
+    assert trainer.validate(Everything(), verbose=False)[0]["val"] != fitted
+    with pytest.raises(TopologyError, match=r"already sharded as .*tensor=2.*asks for .*tensor=1"):
+        trainer_for(ShardedStrategy(), world).validate(module, verbose=False)
+    module.extra = nn.Linear(2, 2)
+    with pytest.raises(TopologyError, match=r"got 2 parameters after it was sharded, the first is extra.weight"):
+        trainer.validate(module, verbose=False)
+
+
+def test_stages_and_trainers_share_a_module() -> None:
+    run_ranks(2, run_stages)
+
+
+class Gan(pl.LightningModule):
+    """Manual optimization with two optimizers and two forwards in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(
+            nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4)
+        )
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def losses(self, z: Tensor, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        return (
+            lambda: -self.judge(self.generator(z)).mean(),
+            lambda: self.judge(self.generator(z).detach()).mean() - self.judge(x).tanh().mean(),
+        )
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        for optimizer, loss in zip(self.optimizers(), self.losses(*batch), strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=0.01),
+            torch.optim.SGD(self.judge.parameters(), lr=0.01, momentum=0.9),
+        ]
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        place = self.trainer.strategy.distributed_sampler_kwargs
+        sampler: DistributedSampler[Any] = DistributedSampler(noise(), shuffle=False, **place)
+        return DataLoader(noise(), batch_size=12 // place["num_replicas"], sampler=sampler)
+
+
+def noise() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(*(torch.randn(36, n, generator=generator, dtype=torch.float64) for n in (3, 4)))
+
+
+def train_gan() -> State:
+    pl.seed_everything(1, verbose=False)
+    module = Gan()
+    fit(module, ShardedStrategy())
+    return full_state(module)
+
+
+def train_gan_in_plain_torch() -> State:
+    pl.seed_everything(1, verbose=False)
+    module = Gan().double()
+    optimizers = module.configure_optimizers()
+    for batch in DataLoader(noise(), batch_size=12):
+        for optimizer, loss in zip(optimizers, module.losses(*batch), strict=True):
+            module.zero_grad()
+            loss().backward()
+            optimizer.step()
+    return dict(module.state_dict())
+
+
+def test_manual_optimization_equals_plain_torch() -> None:
+    (expected,) = run_ranks(1, train_gan_in_plain_torch)
+    for got in run_ranks(2, train_gan):
+        assert_close(got, expected)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCABULARY, 4), nn.BatchNorm1d(5)
+        self.head = nn.Linear(4, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens)))  # type: ignore[no-any-return]
+
+
+def train_batch_norm() -> State:
+    module = Module(Case(late=True))
+    module.net = Normed()
+    fit(module, ShardedStrategy())
+    return full_state(module)
+
+
+def test_batch_norm_statistics_are_those_of_the_first_rank_everywhere() -> None:
+    first, second = run_ranks(2, train_batch_norm)
+    assert_close(first, second, 0)
+    assert first["net.norm.running_mean"].abs().sum() > 0
+    assert first["net.norm.num_batches_tracked"] == 4
+
+
+def seeds_of_workers() -> tuple[int, Any]:
+    pl.seed_everything(3, workers=True, verbose=False)
+    strategy = ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    module = Module(Case())
+    trainer = trainer_for(strategy, dist.get_world_size(), max_steps=1, use_distributed_sampler=True)
+    module.train_dataloader = partial(DataLoader, dataset(), batch_size=6, shuffle=True)  # type: ignore[method-assign]
+    trainer.fit(module)
+    loader = trainer.train_dataloader
+    assert loader.sampler.num_replicas == 2
+    return loader.sampler.rank, loader.worker_init_fn.keywords["rank"]
+
+
+def test_ranks_of_a_tensor_group_get_the_same_batches_and_worker_seeds() -> None:
+    assert run_ranks(4, seeds_of_workers) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+
+
+class Dropped(nn.Module):
+    """Dropout of what every rank of a tensor group has, and of what each has a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.embed(tokens), 0.3, self.training)
+        x = self.down(nn.functional.dropout(self.up(x), 0.3, self.training))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class WithDropout(Module):
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = Dropped()
+
+
+def train_with_dropout() -> State:
+    torch.manual_seed(dist.get_rank())  # as without a seed: every rank would draw its own numbers
+    module = WithDropout(Case(late=True))
+    plan = {"net.up": "colwise", "net.down": "rowwise"}
+    fit(module, ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan))
+    return {name: value.to_local() for name, value in module.state_dict().items() if not name.startswith("net.up")}
+
+
+def test_replicas_stay_equal_to_the_bit_under_dropout_without_a_seed() -> None:
+    ranks = run_ranks(4, train_with_dropout)
+    for first, second in (ranks[:2], ranks[2:]):  # the ranks of a tensor group
+        for name in ("net.embed.weight", "net.head.weight", "net.head.bias", "net.down.bias"):
+            assert torch.equal(first[name], second[name]), name
+
+
+# ── modules that cut themselves ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCABULARY, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class CutsItself(Module):
+    """As for Lightning's ModelParallelStrategy: this strategy is not asked to cut anything."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(Case(late=True))
+        self.how, self.net = how, None  # type: ignore[assignment]
+        if how == "early":
+            self.net = Feedforward()
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta" if self.how == "meta" else "cpu"):
+                self.net = Feedforward()
+        if isinstance(self.net.up.weight, DTensor):
+            return
+        assert self.device_mesh is not None
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        if self.how != "tensor only":
+            fully_shard(self.net.up, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+WAYS = ["early", "late", "meta", "tensor only"]
+
+
+def train_what_cuts_itself(tensor: int) -> list[State]:
+    out = []
+    for how in WAYS:
+        pl.seed_everything(9 if how == "early" and dist.get_rank() else 3, verbose=False)
+        module = CutsItself(how)
+        trainer = fit(module, ShardedStrategy(tensor_parallel_size=tensor), gradient_clip_val=0.05)
+        trainer.validate(module, verbose=False)
+        out.append(full_state(module))
+    return out
+
+
+def train_feedforward() -> tuple[State, State]:
+    out = []
+    for dtype in (torch.float32, torch.float64):
+        pl.seed_everything(3, verbose=False)
+        torch.set_default_dtype(dtype)
+        out.append(plain_training(Feedforward(), clip=0.05))
+    return out[0], out[1]
+
+
+def test_a_module_that_cuts_itself_trains_as_plain_torch() -> None:
+    ((early, late),) = run_ranks(1, train_feedforward)
+    for rank in run_ranks(4, train_what_cuts_itself, 2):
+        for how, got in zip(WAYS, rank, strict=True):
+            assert_close(got, early if how == "early" else late)
+
+
+def sequence_parallel(root: nn.Module, mesh: Any) -> None:
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+    plan = {
+        "net.embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "net.norm": SequenceParallel(),
+        "net.up": ColwiseParallel(input_layouts=Shard(1)),
+        "net.down": RowwiseParallel(output_layouts=Shard(1)),
+        "net.head": whole,
+    }
+    parallelize_module(root, mesh, plan)
+
+
+def train_sequence_parallel() -> State:
+    pl.seed_everything(3, verbose=False)
+    module = Module(Case(late=True))
+    module.net = Feedforward()
+    module.train_dataloader = module.val_dataloader = even_length  # type: ignore[method-assign,assignment]
+    strategy = ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=sequence_parallel)
+    fit(module, strategy, gradient_clip_val=0.05, accumulate_grad_batches=2)
+    return full_state(module)
+
+
+def train_even_length() -> State:
+    pl.seed_everything(3, verbose=False)
+    module = Module(Case(late=True))
+    module.net = Feedforward()
+    module.train_dataloader = module.val_dataloader = even_length  # type: ignore[method-assign,assignment]
+    fit(module, ShardedStrategy(), gradient_clip_val=0.05, accumulate_grad_batches=2)
+    return full_state(module)
+
+
+def even_length() -> DataLoader[tuple[Tensor, ...]]:
+    tokens = dataset().tensors
+    return DataLoader(TensorDataset(tokens[0][:, :4], tokens[1][:, :4]), batch_size=12)
+
+
+def test_a_callable_plan_may_use_sequence_parallel_norms() -> None:
+    (expected,) = run_ranks(1, train_even_length)
+    for got in run_ranks(2, train_sequence_parallel):
+        assert_close(got, expected)
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train_without_the_style_of_norms() -> None:
+    module = Module(Case("qwen3"))
+    plan = {
+        **{f"net.model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "net.model.layers.*.self_attn.o_proj": "rowwise",
+    }
+    fit(module, ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan))
+
+
+class OtherBatches(Module):
+    def on_before_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
+        if dist.get_rank() == 3:
+            batch[0][0, 0] += 1
+        return batch
+
+
+def train_on_other_batches() -> None:
+    fit(OtherBatches(Case()), ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN))
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            train_without_the_style_of_norms,
+            "4 replicated parameters have different gradients on the ranks of a tensor-p",
+        ),
+        (train_on_other_batches, "the ranks of a tensor-parallel group got different batches"),
+    ],
+)
+def test_ranks_of_a_tensor_group_that_drift_apart_are_an_error_everywhere(
+    train: Callable[[], None], message: str
+) -> None:
+    for outcome in run_ranks(4, train, expect_errors=True):
+        assert outcome.error is not None
+        assert outcome.error.type == "TopologyError"
+        assert message in outcome.error.message
+
+
+def test_pipelines_are_refused() -> None:
+    with pytest.raises(TopologyError, match="pipeline_parallel_size must be 1 in this version, found 2"):
+        ShardedStrategy(pipeline_parallel_size=2)
+
+
+def fit_with_foreign_optimizer() -> None:
+    module = Module(Case())
+    foreign = nn.Linear(2, 2)
+    module.configure_optimizers = partial(optimizer_of, foreign)  # type: ignore[method-assign]
+    with pytest.raises(TopologyError, match=r"param group 0 of AdamW holds 2 parameters .* \(first shape: \(2, 2\)\)"):
+        fit(module, ShardedStrategy())
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    run_ranks(1, fit_with_foreign_optimizer)
+
+
+# ── how it is started ───────────────────────────────────────────────────────────────────────────────────────────────
+
+CONFIG: dict[str, Any] = {
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_steps": 2,
+        "strategy": {
+            "class_path": "lightning_shardckpt.ShardedStrategy",
+            "init_args": {
+                "data_parallel_shard_size": "auto",
+                "data_parallel_replicate_size": 1,
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 1,
+                "tensor_parallel_plan": {"net.up": "colwise", "net.down": "rowwise"},
+                "fsdp_units": ["Embedding"],
+                "reshard_after_forward": False,
+                "activation_checkpointing": ["Embedding"],
+                "cpu_offload": True,
+                "defer_init": False,
+                "accumulate_unsharded": False,
+                "timeout_s": 60.0,
+                "checkpoint_timeout_s": 30.5,
+                "process_group_backend": "gloo",
+            },
+        },
+    },
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
+}
+
+
+class FromConfig(Module):
+    """LightningCLI builds its optimizer, from parameters that are cut later."""
+
+    def __init__(self) -> None:
+        super().__init__(Case(late=True))
+        self.net = Feedforward()
+
+    configure_optimizers = pl.LightningModule.configure_optimizers  # type: ignore[assignment]
+
+
+def run_cli() -> tuple[dict[str, Any], bool, int]:
+    sys.argv = ["train.py"]  # the CLI warns about arguments beside its own
+    os.environ["PL_GLOBAL_SEED"] = "1"  # … and about a missing seed
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning 2.6 uses a deprecated method
+    Path("config.yaml").write_text(yaml.safe_dump(CONFIG))
+    defaults = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    start = partial(LightningCLI, FromConfig, save_config_callback=None, trainer_defaults=defaults)
+    printed = StringIO()
+    with redirect_stdout(printed), pytest.raises(SystemExit):
+        start(args=["fit", "--config", "config.yaml", "--print_config"])
+    cli = start(args=["fit", "--config", "config.yaml"])
+    live = set(cli.model.parameters())
+    (optimizer,) = cli.trainer.optimizers
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return yaml.safe_load(printed.getvalue())["trainer"]["strategy"], held == live, len(optimizer.state)
+
+
+def test_lightning_cli_takes_and_prints_every_argument() -> None:
+    for strategy, trained, states in run_ranks(2, run_cli):
+        assert strategy["init_args"] == CONFIG["trainer"]["strategy"]["init_args"]
+        assert trained
+        assert states == 9
+
+
+SCRIPT = """
+import lightning.pytorch as pl
+import lightning_shardckpt.pytorch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="sharded", max_steps=2, limit_val_batches=1, **quiet)
+trainer.fit(BoringModel())
+print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.strategy.topology.shape}", flush=True)
+"""
+
+
+def test_the_trainer_starts_the_processes_of_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, script], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "rank" in line and "of 2" in line) == [
+        f"rank {rank} of 2: (1, 1, 2, 1)" for rank in range(2)
+    ]

@@ -1,0 +1,279 @@
+"""Whatever happens to a checkpoint's files is found and named. Oracle: what the test itself has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import ShardCkptError
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.index import ROOT_NAME, FileInfo, root_from_json, root_to_json
+from lightning_shardckpt.verify import verify
+from tests import zoo
+from tests.pool import run_ranks
+
+DATA = "model-dist-00003-shard-00001.safetensors"
+INDEX = "model-meta-dist-00001.index.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4 ranks, and beside it another save of the same state; tests must not change them."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(4, save_twice, str(folder / "zoo.ckpt"), str(folder / "other.ckpt"))
+    return folder / "zoo.ckpt"
+
+
+def save_twice(first: str, second: str) -> None:
+    zoo.save(first)
+    zoo.save(second)
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "zoo.ckpt"))
+
+
+def found(path: Path, quick: bool = False) -> list[str]:
+    return [str(finding) for finding in verify(path, quick=quick).findings]
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_whole_checkpoint_gives_one_line_and_status_0(
+    saved: Path, quick: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(saved)] + ["--quick"] * quick) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and f"is {'complete' if quick else 'whole'}: {len(list(saved.iterdir()))} files" in out
+    assert verify(saved).nbytes == sum(p.stat().st_size for p in saved.glob("*.safetensors"))
+
+
+def test_a_flipped_byte_anywhere_in_any_file_is_found_and_its_file_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    zoo.save(str(path))
+    for file in sorted(path.iterdir()):
+        size = file.stat().st_size
+        for offset in {0, 7, 8, 9, size // 3, size // 2, size - 2, size - 1}:
+            flip(file, offset)
+            lines = found(path)
+            assert lines and all(line.startswith(file.name) for line in lines), (file.name, offset, lines)
+            flip(file, offset)
+    assert found(path) == []
+
+
+def test_corrupted_data_names_file_rank_tensor_and_bytes(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = (copy / DATA).stat().st_size
+    flip(copy / DATA, size - 1)
+    (line,) = found(copy)
+    assert line.startswith(f"{DATA} (rank 3): 'twice.bool': corrupted data, bytes ") and line.endswith(f" to {size}")
+    assert found(copy, quick=True) == []
+    assert main(["verify", str(copy)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == line
+
+
+def _truncated(copy: Path) -> None:
+    os.truncate(copy / DATA, 3000)
+
+
+def _empty(copy: Path) -> None:
+    os.truncate(copy / DATA, 0)
+
+
+def _deleted(copy: Path) -> None:
+    (copy / DATA).unlink()
+
+
+def _foreign_shard(copy: Path, other: Path) -> None:
+    shutil.copy(other / DATA, copy / DATA)
+
+
+def _foreign_index(copy: Path, other: Path) -> None:
+    shutil.copy(other / INDEX, copy / INDEX)
+
+
+def _foreign_root(copy: Path, other: Path) -> None:
+    shutil.copy(other / ROOT_NAME, copy / ROOT_NAME)
+
+
+def _index_deleted(copy: Path) -> None:
+    (copy / INDEX).unlink()
+
+
+def _document_deleted(copy: Path) -> None:
+    (copy / "trainer-state.json").unlink()
+
+
+def _link(copy: Path) -> None:
+    (copy / DATA).rename(copy.parent / "elsewhere")
+    (copy / DATA).symlink_to(copy.parent / "elsewhere")
+
+
+def _extra(copy: Path) -> None:
+    (copy / "model-dist-00009-shard-00001.safetensors").write_bytes(b"x")
+
+
+def _extra_directory(copy: Path) -> None:
+    (copy / "notes").mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[..., None], str]] = {
+    "truncated": (_truncated, f"{DATA} (rank 3): 3000 bytes, expected "),
+    "empty": (_empty, f"{DATA} (rank 3): 0 bytes, expected "),
+    "deleted": (_deleted, f"{DATA} (rank 3): the file is missing; it held data of 'both.bfloat16', "),
+    "foreign shard": (_foreign_shard, f"{DATA} (rank 3): belongs to save "),
+    "foreign index": (_foreign_index, f"{INDEX} (rank 1): damaged, or of another save"),
+    "index deleted": (_index_deleted, f"{INDEX} (rank 1): the file is missing"),
+    "document deleted": (_document_deleted, "trainer-state.json: the file is missing"),
+    "link": (_link, f"{DATA} (rank 3): cannot be read: {DATA} is a "),
+    "extra": (_extra, "model-dist-00009-shard-00001.safetensors: extra: no index of this checkpoint names it"),
+    "extra directory": (_extra_directory, "notes: extra: "),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_to_a_file_is_one_finding_even_quickly(kind: str, saved: Path, copy: Path) -> None:
+    damage, expected = DAMAGE[kind]
+    damage(*((copy, saved.with_name("other.ckpt")) if "foreign" in kind else (copy,)))
+    for quick in (False, True):
+        (line,) = found(copy, quick)
+        assert line.startswith(expected)
+    if "extra" not in kind:  # which no load would look at
+        with pytest.raises(ShardCkptError):
+            consolidate(copy)
+
+
+def test_the_root_index_of_another_save_fits_no_file(saved: Path, copy: Path) -> None:
+    _foreign_root(copy, saved.with_name("other.ckpt"))
+    lines = found(copy)
+    indexes = [p.name for p in copy.glob("*-meta-*")]
+    assert len(indexes) == 12 and all(any(line.startswith(name) for line in lines) for name in indexes)
+
+
+def test_all_findings_are_collected(saved: Path, copy: Path) -> None:
+    _deleted(copy)
+    _extra(copy)
+    _index_deleted(copy)
+    _document_deleted(copy)
+    flip(copy / "optimizer-dist-00002-shard-00001.safetensors", -1)
+    assert len(found(copy)) == 5 and len(found(copy, quick=True)) == 4
+
+
+# ── indexes that someone has edited, with all checksums made right ────────────────────────────────────────────────
+
+
+def edit_index(path: Path, edit: Callable[[dict[str, Any]], None], name: str = INDEX) -> None:
+    """Change the JSON of a rank index, and what the root index says of that file."""
+    value = json.loads((path / name).read_text())
+    edit(value)
+    content = json.dumps(value).encode()
+    (path / name).write_bytes(content)
+    root = root_from_json((path / ROOT_NAME).read_bytes(), "root")
+    component, _, rest = name.partition("-meta-dist-")
+    root.components[component].indexes[int(rest[:5])] = FileInfo(name, len(content), checksum(content))
+    (path / ROOT_NAME).write_bytes(root_to_json(root))
+
+
+def shifted(value: dict[str, Any]) -> None:
+    value["metadata"]["both.float64"]["offsets"][1] -= 1
+
+
+def without(value: dict[str, Any]) -> None:
+    del value["metadata"]["both.float64"]
+
+
+def retyped(value: dict[str, Any]) -> None:
+    value["metadata"]["both.float64"]["dtype"] = "I64"
+
+
+def reshaped(value: dict[str, Any]) -> None:
+    value["metadata"]["both.float64"]["global_shape"] = [14, 7]
+
+
+def moved(value: dict[str, Any]) -> None:
+    value["metadata"]["both.float64"]["begin"] -= 8
+
+
+def misplaced_twin(value: dict[str, Any]) -> None:
+    value["metadata"]["both.float64"]["more"] = [dict(value["metadata"]["both.float64"])]
+
+
+def of_another_rank(value: dict[str, Any]) -> None:
+    value["rank"] = 2
+
+
+def of_another_save(value: dict[str, Any]) -> None:
+    value["save_id"] = "0" * 32
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
+    "overlap or gap": (shifted, ["should not have written", "no box [0, 4] to [7, 7]", "do not tile the tensor"]),
+    "gap": (without, ["no box [0, 4] to [7, 7]", "do not tile the tensor", "not in the index of the rank"]),
+    "dtype": (retyped, [f"I64 (13, 7), F64 (13, 7) in {ROOT_NAME}", "F64 [7, 3] at byte "]),
+    "shape": (reshaped, [f"F64 (14, 7), F64 (13, 7) in {ROOT_NAME}"]),
+    "position": (moved, ["in the header, F64 [7, 3] at byte ", "corrupted data", "overlaps"]),
+    "twice": (misplaced_twin, ["the box [0, 4] to [7, 7] twice", "overlap"]),
+    "rank": (of_another_rank, ["this is the index of rank 2 for 'model'"]),
+    "save": (of_another_save, ["belongs to save 00000000"]),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_an_edited_index_with_right_checksums_is_found(kind: str, copy: Path) -> None:
+    edit, expected = EDITS[kind]
+    edit_index(copy, edit)
+    lines = found(copy)
+    for text in expected:
+        assert any(text in line for line in lines), (text, lines)
+    assert kind in ("rank", "save") or all("both.float64" in line or "follows a gap" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EDITS if kind != "twice"])
+def test_an_edited_index_with_right_checksums_is_refused_by_consolidate(kind: str, copy: Path) -> None:
+    edit_index(copy, EDITS[kind][0])
+    with pytest.raises(ShardCkptError, match=r"both\.float64|" + INDEX):
+        consolidate(copy)
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+def test_a_layout_that_leaves_a_gap_is_found_and_refused(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = root_from_json((copy / ROOT_NAME).read_bytes(), "root")
+    tensors = root.components["model"].tensors
+    tensors["rows.few"] = dataclasses.replace(tensors["rows.few"], shape=(4, 5))
+    tensors["both.float64"] = dataclasses.replace(tensors["both.float64"], holders=((0, 2),))
+    (copy / ROOT_NAME).write_bytes(root_to_json(root))
+    lines = found(copy)
+    assert any("both.float64" in line and "do not tile it" in line for line in lines)
+    assert any("rows.few" in line for line in lines)
+    assert main(["consolidate", str(copy)]) == 1
+    assert "both.float64" in capsys.readouterr().err
+
+
+def test_a_tensor_that_the_trainer_state_refers_to_must_be_stored(copy: Path) -> None:
+    root = root_from_json((copy / ROOT_NAME).read_bytes(), "root")
+    content = (copy / "trainer-state.json").read_bytes().replace(b"EMA/rows.large", b"EMA/lost")
+    (copy / "trainer-state.json").write_bytes(content)
+    root.documents["trainer-state.json"] = FileInfo("trainer-state.json", len(content), checksum(content))
+    (copy / ROOT_NAME).write_bytes(root_to_json(root))
+    (line,) = found(copy)
+    assert line.startswith("trainer-state.json: 'callbacks/EMA/lost': is referred to, but not stored")
+
+
+def test_a_wrong_path_is_an_error_with_status_1(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(copy.parent)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"did you mean {str(copy)!r}?" in captured.err
