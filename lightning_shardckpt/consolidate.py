@@ -1,0 +1,148 @@
+"""From a sharded checkpoint to one file for ``torch.load``: ``python -m lightning_shardckpt.consolidate DIR``.
+
+The same arguments, messages and exit codes as Lightning's ``lightning.pytorch.utilities.consolidate_checkpoint``. The
+file has Lightning's keys with whole tensors; it loads with ``torch.load``'s defaults, so it holds no type that carries
+code: see ``torchfile.Plain``. Memory does not grow with the checkpoint. No GPU, process group, user code or unpickling.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.locate import described, did_you_mean
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.text import progress
+from lightning_shardckpt.whole import WINDOW_BYTES, Buffers, ahead, stream
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+_LISTED = 10
+
+
+def consolidate(checkpoint_folder: str | os.PathLike[str], output_file: str | os.PathLike[str] | None = None) -> Path:
+    """Write the checkpoint in a folder as one file that ``torch.load`` reads, and return its path.
+
+    The file appears when it is complete and durable; an error leaves nothing behind.
+
+    Args:
+        checkpoint_folder: a checkpoint of this package.
+        output_file: must not exist yet; the folder's name with ``.consolidated`` appended by default.
+
+    Raises:
+        CheckpointNotFoundError: if the folder is no checkpoint; says what it is instead.
+        FileExistsError: if the output file exists.
+        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+    """
+    folder = Path.cwd() / checkpoint_folder
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    try:
+        LocalStorage().open(str(folder)).close()
+    except CheckpointNotFoundError:
+        raise CheckpointNotFoundError(_what_is_wrong(Path(checkpoint_folder))) from None
+    output = Path(output_file) if output_file is not None else folder.with_name(folder.name + ".consolidated")
+    if os.path.lexists(output):
+        raise FileExistsError(
+            "The path for the converted checkpoint already exists. Choose a different path by providing"
+            f" `--output_file` or move/delete the file first: {output}"
+        )
+    with _complete_or_gone(output) as file:
+        _write(str(folder), file)
+    return output
+
+
+def _what_is_wrong(folder: Path) -> str:
+    """Why a folder is no checkpoint of ours: Lightning's sentences, and what we can tell beyond them."""
+    said, hint = described(folder), did_you_mean(folder)
+    if not folder.exists():
+        return f"The provided checkpoint folder does not exist: {folder}{hint}"
+    if not folder.is_dir():
+        sentence = "The provided checkpoint path must be a folder, containing the checkpoint shards"
+        return f"{sentence}: {folder}; {said}{hint}"
+    remedy = ""
+    if (folder / "meta.pt").exists():
+        remedy = "; for FSDP, use `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
+    elif (folder / ".metadata").exists():
+        remedy = "; use `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`"
+    return (
+        "Only sharded checkpoints saved with lightning-shardckpt are supported for consolidation. The provided folder"
+        f" is not in that format: {folder}; {said or f'it has no {ROOT_NAME}'}{remedy}{hint}"
+    )
+
+
+@contextmanager
+def _complete_or_gone(output: Path) -> Iterator[BinaryIO]:
+    """A new file beside ``output`` that takes its name at the end, synced; an error removes it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f".tmp-consolidated-{os.getpid()}")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(output)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            unfinished.unlink()
+        raise
+    directory = os.open(output.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _write(folder: str, file: BinaryIO) -> None:
+    """The content of the file for a checkpoint."""
+    import torch  # it takes two seconds, which a mistyped path should not
+
+    from lightning_shardckpt import torchfile
+    from lightning_shardckpt.loading import ShardedSource, assemble
+    from lightning_shardckpt.staging import TORCH_DTYPES
+
+    source = ShardedSource(LocalStorage(), folder)
+    components, buffers = source.checkpoint.root.components, Buffers()
+    keys: dict[int, tuple[str, str]] = {}
+
+    def stand_in(component: str, key: str) -> torch.Tensor:
+        spec = components[component].tensors[key]
+        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+        keys[id(tensor)] = component, key
+        return tensor
+
+    def content(tensor: torch.Tensor) -> Iterator[memoryview]:
+        pieces = stream(source.checkpoint, *keys[id(tensor)], buffers)
+        return ahead(pieces, executor) if tensor.nbytes > WINDOW_BYTES else pieces
+
+    specs = [spec for component in components.values() for spec in component.tensors.values()]
+    nbytes = sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in specs)
+    plain = torchfile.Plain()
+    with source.checkpoint, ThreadPoolExecutor(1) as executor, progress(nbytes) as advance:
+        checkpoint = plain.of(assemble(source, stand_in))
+        torchfile.write(file, checkpoint, content, advance)
+    _tell(plain.changed)
+
+
+def _tell(changed: list[str]) -> None:
+    if changed:
+        more = [f"… and {len(changed) - _LISTED} more"] if len(changed) > _LISTED else []
+        listed = "\n  ".join(changed[:_LISTED] + more)
+        _log.warning(f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}")
+
+
+if __name__ == "__main__":
+    from lightning_shardckpt.cli import run
+
+    run(["consolidate", *sys.argv[1:]])

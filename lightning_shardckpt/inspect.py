@@ -1,0 +1,183 @@
+"""What is in a checkpoint? ``python -m lightning_shardckpt inspect PATH``. Reads indexes only; no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from lightning_shardckpt.errors import ShardCkptError
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import ROOT_NAME, TensorSpec
+from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.text import count_text, shape_text, size_text, table
+
+_LISTED = 20
+
+
+def inspect(path: str | os.PathLike[str], tensors: str | None = None) -> dict[str, Any]:
+    """What a checkpoint holds, as values that JSON can hold.
+
+    Args:
+        path: the checkpoint.
+        tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
+
+    Raises:
+        CheckpointNotFoundError: if there is none; says what is there instead.
+    """
+    with open_checkpoint(path) as checkpoint:
+        root = checkpoint.root
+        listed = [t for t in _tensors(checkpoint) if tensors is None or _matches(t, tensors)]
+        problems: list[str] = []
+        files = list(_files(checkpoint, problems))
+        return {
+            "path": os.fspath(path),
+            "save_id": root.save_id,
+            "step": root.step,
+            "epoch": root.epoch,
+            "world_size": root.world_size,
+            "topology": root.topology,
+            "software": root.software,
+            "bytes": sum(file["bytes"] for file in files),
+            "components": {name: _component(checkpoint, name) for name in root.components},
+            "tensors": listed,
+            "files": files,
+            "problems": problems,
+        }
+
+
+def _component(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    component = checkpoint.root.components[name]
+    return {
+        "tensors": len(component.tensors),
+        "aliases": len(component.aliases),
+        "bytes": sum(_nbytes(spec) for spec in component.tensors.values()),
+        "dtypes": dict(Counter(spec.dtype for spec in component.tensors.values()).most_common()),
+        "ranks": sorted(component.indexes),
+    }
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+    for name, component in checkpoint.root.components.items():
+        also: dict[str, list[str]] = {}
+        for alias, of in component.aliases.items():
+            also.setdefault(of, []).append(alias)
+        for key, spec in component.tensors.items():
+            axes = spec.layout.axes
+            yield {
+                "component": name,
+                "name": key,
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "bytes": _nbytes(spec),
+                "cuts": [
+                    {"dim": c.dim, "axis": axes[c.axis].name, "parts": axes[c.axis].size, "blocks": c.blocks}
+                    for c in spec.layout.cuts
+                ],
+                "ranks": [list(held) for held in spec.holders],
+                "aliases": also.get(key, []),
+            }
+
+
+def _matches(tensor: dict[str, Any], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) or pattern in name for name in (tensor["name"], *tensor["aliases"]))
+
+
+def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Every file with its size as the indexes say; what cannot be read is noted in ``problems``."""
+    root = checkpoint.root
+    yield {"name": ROOT_NAME, "rank": None, "bytes": checkpoint.reader.size(ROOT_NAME)}
+    for name, component in root.components.items():
+        for rank, info in sorted(component.indexes.items()):
+            yield {"name": info.name, "rank": rank, "bytes": info.nbytes}
+            try:
+                files = checkpoint.index(name, rank).files.values()
+            except ShardCkptError as error:
+                problems.append(str(error))
+                continue
+            yield from ({"name": file.name, "rank": rank, "bytes": file.nbytes} for file in files)
+    for document in sorted(root.documents.values(), key=lambda d: d.name):
+        rank_text = document.name.rpartition("-dist-")[2].removesuffix(".json")
+        yield {"name": document.name, "rank": int(rank_text) if rank_text.isdigit() else None, "bytes": document.nbytes}
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def render(found: dict[str, Any], everything: bool = False) -> str:
+    """What ``inspect`` returned, for people; long tables are cut unless ``everything``."""
+    limit = None if everything else _LISTED
+    blocks = [_summary(found), _components_table(found)]
+    blocks.append(_tensors_table(found, limit) if found["tensors"] else "no tensor matches")
+    blocks.append(_files_table(found["files"], limit))
+    if found["problems"]:
+        blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *found["problems"]]))
+    return "\n\n".join(blocks)
+
+
+def _summary(found: dict[str, Any]) -> str:
+    axes = [f"{axis} {size}" for axis, size in found["topology"].items()]
+    when = [f"{name} {found[name]}" for name in ("step", "epoch") if found[name] is not None]
+    lines = [
+        ("checkpoint", found["path"]),
+        ("holds", ", ".join([size_text(found["bytes"]), *when])),
+        ("world", count_text(found["world_size"], "rank") + (f": {' × '.join(axes)}" if axes else "")),
+        ("saved with", ", ".join(f"{name} {version}" for name, version in found["software"].items()) or "?"),
+        ("save id", found["save_id"]),
+    ]
+    return "\n".join(f"{name:<12}{value}" for name, value in lines)
+
+
+def _components_table(found: dict[str, Any]) -> str:
+    rows = []
+    for name, component in found["components"].items():
+        dtypes = ", ".join(f"{dtype} ({count:,})" for dtype, count in component["dtypes"].items())
+        aliases = f" + {count_text(component['aliases'], 'alias', 'aliases')}" if component["aliases"] else ""
+        rows.append((name, f"{component['tensors']:,}{aliases}", size_text(component["bytes"]), dtypes))
+    return table(("component", "tensors", "size", "dtypes"), rows)
+
+
+def _tensors_table(found: dict[str, Any], limit: int | None) -> str:
+    shown, everybody = found["tensors"][:limit], [[0, found["world_size"]]]
+    rows = [
+        (t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cut_text(t, everybody)) for t in shown
+    ]
+    more = len(found["tensors"]) - len(rows)
+    tail = [f"… and {count_text(more, 'more tensor')}: --all lists them, --tensors PATTERN picks"] if more else []
+    return "\n".join([table(("tensor", "dtype", "shape", "size", "cut"), rows), *tail])
+
+
+def _cut_text(tensor: dict[str, Any], everybody: list[list[int]]) -> str:
+    """How a tensor is divided, the ranks that hold it where these are not all, and its other names."""
+    cuts = [
+        f"dim {c['dim']} / {c['parts']} over {c['axis']}" + (f" in {c['blocks']} blocks" if c["blocks"] > 1 else "")
+        for c in tensor["cuts"]
+    ]
+    text = ", ".join(cuts) or "whole"
+    if tensor["ranks"] != everybody and cuts:
+        text += " on ranks " + ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in tensor["ranks"])
+    return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")
+
+
+def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
+    rows = [(f["name"], "" if f["rank"] is None else str(f["rank"]), size_text(f["bytes"])) for f in files[:limit]]
+    more = len(files) - len(rows)
+    tail = [f"… and {count_text(more, 'more file')}: --all lists them"] if more else []
+    return "\n".join([table(("file", "rank", "size"), rows, ("rank", "size")), *tail])
+
+
+def show(path: str, tensors: str | None, everything: bool, as_json: bool) -> str:
+    """The output of the command."""
+    found = inspect(path, tensors)
+    if as_json:
+        return json.dumps(found, indent=2, ensure_ascii=False)
+    return render(found, everything or tensors is not None)

@@ -1,0 +1,121 @@
+"""What is at a path, if not a checkpoint of ours, and which path was probably meant? For messages only; no torch."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.protocol import Storage
+
+_LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
+
+_FOREIGN_DIRECTORIES = (
+    ("meta.pt", "a sharded checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy"),
+    (".metadata", "a checkpoint of torch.distributed.checkpoint"),
+    ("model.safetensors.index.json", "a Hugging Face model directory"),
+    ("model.safetensors", "a Hugging Face model directory"),
+    ("zero_to_fp32.py", "a DeepSpeed checkpoint"),
+    ("checkpoint/mp_rank_00_model_states.pt", "a DeepSpeed checkpoint"),
+)
+
+
+def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None) -> Checkpoint:
+    """The checkpoint at ``path``, opened for reading.
+
+    Raises:
+        CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
+    """
+    path = os.fspath(path)
+    if storage is not None:
+        return Checkpoint(storage, path)
+    try:
+        return Checkpoint(LocalStorage(), path)
+    except CheckpointNotFoundError as error:
+        if "://" in path:
+            raise
+        said = described(path)
+        hint = did_you_mean(path)
+        message = str(error).partition("; did you mean")[0] if said is None else said
+        raise CheckpointNotFoundError(message + hint) from None
+
+
+def described(path: str | os.PathLike[str]) -> str | None:
+    """What a path holds that is no checkpoint of ours, as a sentence; None if it cannot be told."""
+    path = Path(path)
+    if not os.path.lexists(path):
+        return f"no checkpoint at {str(path)!r}: there is nothing at this path"
+    if path.is_file():
+        return f"{str(path)!r} is a file{_kind_of_file(path)}; a sharded checkpoint is a directory"
+    for name, kind in _FOREIGN_DIRECTORIES:
+        if (path / name).exists():
+            return f"{str(path)!r} is {kind}, not of lightning-shardckpt"
+    if path.name.startswith(".tmp-") or any(path.glob("*-meta-dist-*.index.json")):
+        return f"{str(path)!r} is what an unfinished save left: it has no {ROOT_NAME}, so nothing of it can be trusted"
+    return None
+
+
+def _kind_of_file(path: Path) -> str:
+    if path.suffix == ".safetensors":
+        return " of tensors"
+    with path.open("rb") as file:
+        start = file.read(4)
+    return " that torch.load reads, not sharded" if start == b"PK\x03\x04" else ""
+
+
+def did_you_mean(path: str | os.PathLike[str]) -> str:
+    """A question that names checkpoints of ours near ``path``, or nothing."""
+    path = Path.cwd() / path
+    found = list(_above(path)) or list(_below(path)) or _beside(path)
+    if not found:
+        return ""
+    names = [repr(_shown(name)) for name in found[:_SUGGESTED]]
+    return f"; did you mean {' or '.join(names)}?"
+
+
+def _shown(path: Path) -> str:
+    """Relative to where the user is, if it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+
+
+def _above(path: Path) -> Iterator[Path]:
+    if path.parent != path and (path.parent / ROOT_NAME).is_file():
+        yield path.parent
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """Checkpoints under a directory, a few levels deep; bounded however large the tree is."""
+    looked_at, level = 0, [path]
+    for _ in range(_DEPTH):
+        below: list[Path] = []
+        for directory in level:
+            for child in _directories(directory):
+                looked_at += 1
+                if looked_at > _LOOKED_AT:
+                    return
+                if (child / ROOT_NAME).is_file():
+                    yield child
+                else:
+                    below.append(child)
+        level = below
+
+
+def _beside(path: Path) -> list[Path]:
+    """Siblings with a similar name."""
+    siblings = {child.name: child for child in _directories(path.parent) if (child / ROOT_NAME).is_file()}
+    return [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=_SUGGESTED, cutoff=0.6)]
+
+
+def _directories(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            found = (e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False))
+            return sorted(map(Path, found))
+    except OSError:  # it does not exist, is a file, or may not be read
+        return []

@@ -1,0 +1,148 @@
+"""Is a shard file what its rank's index says? Size, header, save id, positions, and every block of data. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.header import MAX_HEADER_BYTES, Stored, checksum, decode, parse_json
+from lightning_shardckpt.index import FileInfo, ShardEntry
+from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.whole import Blocks
+
+_CHUNK_BYTES = 4 << 20
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it was saved."""
+
+    file: str
+    problem: str
+    tensor: str | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        by = f" (rank {self.rank})" if self.rank is not None else ""
+        of = f"{self.tensor!r}: " if self.tensor is not None else ""
+        return f"{self.file}{by}: {of}{self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A shard file as the index of a rank describes it."""
+
+    info: FileInfo
+    rank: int
+    save_id: str
+    entries: Mapping[str, ShardEntry]
+
+    def finding(self, problem: str, tensor: str | None = None) -> Finding:
+        """A finding in this file."""
+        return Finding(self.info.name, problem, tensor, self.rank)
+
+
+def check_shard_file(reader: Reader, file: ShardFile, quick: bool) -> Iterator[Finding]:
+    """Compare a file with its description; ``quick``: all but the data."""
+    try:
+        size = reader.size(file.info.name)
+        if size != file.info.nbytes:
+            yield file.finding(f"{size} bytes, expected {file.info.nbytes}{_lost(file, size)}")
+            return
+        yield from _check_header(reader, file)
+        if not quick:
+            for key, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
+                yield from _check_data(reader, file, key, entry)
+    except FileNotFoundError:
+        yield file.finding(f"the file is missing{_lost(file, 0)}")
+    except (OSError, EOFError, FormatError) as error:
+        yield file.finding(f"cannot be read: {error}")
+
+
+def _lost(file: ShardFile, size: int) -> str:
+    """The tensors whose data does not end within ``size`` bytes."""
+    lost = sorted(key for key, entry in file.entries.items() if entry.nbytes and entry.begin + entry.nbytes > size)
+    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+    return f"; it held data of {', '.join(map(repr, lost[:_NAMED]))}{more}" if lost else ""
+
+
+def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
+    prefix = bytearray(8)
+    if file.info.nbytes < 8:
+        yield file.finding("too short for a header")
+        return
+    reader.read_into(file.info.name, 0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > min(file.info.nbytes - 8, MAX_HEADER_BYTES):
+        yield file.finding(f"the header claims {length} bytes of a file of {file.info.nbytes}")
+        return
+    text = bytearray(length)
+    reader.read_into(file.info.name, 8, memoryview(text))
+    intact = checksum(bytes(prefix), bytes(text)) == file.info.checksum
+    try:
+        stored, save_id = decode(bytes(text), "header")
+    except FormatError as error:
+        yield file.finding(f"the header is damaged: {error}")
+        return
+    if save_id != file.save_id:
+        yield file.finding(f"belongs to save {save_id}, this checkpoint is save {file.save_id}")
+    elif not intact:
+        yield file.finding("the header is damaged: it does not match its checksum")
+    if save_id == file.save_id:
+        yield from _compare(file, stored, _corners(bytes(text)), 8 + length)
+
+
+def _corners(text: bytes) -> dict[str, list[int]]:
+    """What the header tells torch of each tensor's position."""
+    try:
+        info = parse_json(parse_json(text, "header")["__metadata__"]["DCP_SHARDING_INFO"].encode(), "header")
+        return {key: value["saved_offsets"] for key, value in info.items()}
+    except (FormatError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _compare(
+    file: ShardFile, stored: Mapping[str, Stored], corners: Mapping[str, list[int]], data: int
+) -> Iterator[Finding]:
+    """Header against index, and whether the tensors fill the file without gap or overlap."""
+    for key in sorted(stored.keys() - file.entries.keys()):
+        yield file.finding("in the header of the file, not in the index of the rank", key)
+    for key, entry in file.entries.items():
+        if key not in stored:
+            yield file.finding("in the index of the rank, not in the header of the file", key)
+            continue
+        pair = entry.dtype == "C128"  # stored as pairs of F64
+        dtype, shape = ("F64", (*entry.box.shape, 2)) if pair else (entry.dtype, entry.box.shape)
+        expected = Stored(dtype, shape, entry.begin, entry.nbytes)
+        if stored[key] != expected:
+            yield file.finding(f"{_place(stored[key])} in the header, {_place(expected)} in the index", key)
+        corner = [*entry.box.start, 0] if pair else list(entry.box.start)
+        if corners.get(key) != corner:
+            yield file.finding(f"at {corners.get(key)} of the tensor in the header, at {corner} in the index", key)
+    position = data
+    for key, entry in sorted(file.entries.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        if entry.begin != position:
+            kind = "overlaps the data before it" if entry.begin < position else "follows a gap"
+            yield file.finding(f"begins at byte {entry.begin}, the data before it ends at {position}: it {kind}", key)
+        position = entry.begin + entry.nbytes
+    if position != file.info.nbytes:
+        yield file.finding(f"{file.info.nbytes} bytes, but its tensors end at byte {position}")
+
+
+def _place(stored: Stored) -> str:
+    return f"{stored.dtype} {json.dumps(stored.shape)} at byte {stored.begin}"
+
+
+def _check_data(reader: Reader, file: ShardFile, key: str, entry: ShardEntry) -> Iterator[Finding]:
+    blocks, bad = Blocks(entry), list[tuple[int, int]]()
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.nbytes)))
+    while blocks.at < entry.nbytes:
+        piece = buffer[: entry.nbytes - blocks.at]
+        reader.read_into(file.info.name, entry.begin + blocks.at, piece)
+        bad += blocks.feed(piece)
+    if bad:
+        more = f" and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+        yield file.finding(f"corrupted data, bytes {bad[0][0]} to {bad[0][1]}{more}", key)

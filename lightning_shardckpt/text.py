@@ -1,0 +1,73 @@
+"""How do sizes, shapes, tables and progress read? Text for people, from the tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+_QUIET_S = 1.0  # a progress bar appears only for what takes longer
+
+
+def size_text(nbytes: int) -> str:
+    """A size with three digits or so, in binary units.
+
+    >>> size_text(980), size_text(3 << 20), size_text(1536)
+    ('980 B', '3.00 MiB', '1.50 KiB')
+    """
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    value, units = nbytes / 1024, ("KiB", "MiB", "GiB", "TiB", "PiB")
+    unit = 0
+    while value >= 1000 and unit < len(units) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {units[unit]}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as people write it.
+
+    >>> shape_text((3, 4)), shape_text(())
+    ('3 × 4', 'scalar')
+    """
+    return " × ".join(map(str, shape)) if shape else "scalar"
+
+
+def count_text(count: int, noun: str, plural: str | None = None) -> str:
+    """A count with its noun; ``plural`` where an s does not make it.
+
+    >>> count_text(1, "file"), count_text(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ("size",)) -> str:
+    """Lines with aligned columns; the columns named in ``right`` are aligned there.
+
+    >>> print(table(("name", "size"), [("a", "10 B"), ("bc", "9 B")]))
+    name  size
+    a     10 B
+    bc     9 B
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for row in (header, *rows):
+        cells = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(row, widths, header, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+@contextmanager
+def progress(nbytes: int | None = None) -> Iterator[Callable[[int], object]]:
+    """A progress bar on stderr if that is a terminal; called with numbers of bytes that are done.
+
+    Args:
+        nbytes: that are to be done, if known.
+    """
+    from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
+
+    with tqdm(total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, delay=_QUIET_S, disable=None) as bar:
+        yield bar.update

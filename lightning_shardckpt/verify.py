@@ -1,0 +1,217 @@
+"""Is a checkpoint whole? ``python -m lightning_shardckpt verify PATH`` compares every byte with what was saved.
+
+The root index says which boxes and files there must be; the rank indexes where in which file; the headers of the shard
+files repeat it; checksums cover everything. All findings are collected. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_shardckpt.box import Box, uncovered
+from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
+from lightning_shardckpt.header import parse_json
+from lightning_shardckpt.index import ROOT_NAME, FileInfo, RankIndex, TensorSpec, shard_file_name
+from lightning_shardckpt.layout import Part
+from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.plan import check_cover, choose_replicas, plan_load
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.shardfile import Finding, ShardFile, check_shard_file
+from lightning_shardckpt.storage.local import LocalStorage
+
+_THREADS = 4  # one reads while another computes checksums
+Boxes = dict[tuple[str, Box], TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found, and how much was looked at."""
+
+    findings: tuple[Finding, ...]
+    files: int
+    nbytes: int
+
+
+def verify(
+    path: str | os.PathLike[str], *, quick: bool = False, advance: Callable[[int], Any] = lambda nbytes: None
+) -> Report:
+    """Compare a checkpoint with what its indexes say of it.
+
+    Args:
+        path: the checkpoint.
+        quick: structure and sizes only; the content of tensors and documents is not read.
+        advance: told of the bytes of shard files that were checked.
+
+    Raises:
+        CheckpointNotFoundError: if there is none; says what is there instead.
+    """
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointNotFoundError:
+        raise
+    except (ShardCkptError, OSError) as error:
+        return Report((Finding(ROOT_NAME, _short(error, ROOT_NAME)),), 1, 0)
+    with checkpoint:
+        job = _Verification(checkpoint, quick)
+        for name in checkpoint.root.components:
+            job.check_indexes(name)
+        job.check_shard_files(advance)
+        job.check_documents()
+        job.check_names()
+        return Report(tuple(job.findings), len(job.known), sum(info.nbytes for _, _, info in job.files))
+
+
+class _Verification:
+    """One run: what is known of the checkpoint so far, and what was found."""
+
+    def __init__(self, checkpoint: Checkpoint, quick: bool) -> None:
+        self._checkpoint, self._root, self._quick = checkpoint, checkpoint.root, quick
+        self.findings: list[Finding] = []
+        self.files: list[tuple[str, RankIndex, FileInfo]] = []
+        self.known = {ROOT_NAME, *self._root.documents}
+        self._unknown_shards: set[str] = set()
+
+    def _find(self, file: str, problem: str, tensor: str | None = None, rank: int | None = None) -> None:
+        self.findings.append(Finding(file, problem, tensor, rank))
+
+    def check_indexes(self, name: str) -> None:
+        """The rank indexes of a component: there, intact, and with the boxes that the root index implies."""
+        component = self._root.components[name]
+        expected = self._expected(name)
+        indexes: dict[int, RankIndex] = {}
+        for rank in sorted(component.indexes.keys() | expected.keys()):
+            info = component.indexes.get(rank)
+            if info is None:
+                keys = sorted({key for key, _ in expected[rank]})
+                self._find(ROOT_NAME, f"no index of rank {rank} for {name!r}, which should have written {keys[:5]}")
+                continue
+            self.known.add(info.name)
+            try:
+                indexes[rank] = self._checkpoint.index(name, rank)
+            except (ShardCkptError, OSError) as error:
+                problem = f"{_short(error, info.name)}; the shard files that it describes cannot be checked"
+                self._find(info.name, problem, None, rank)
+                self._unknown_shards.add(shard_file_name(name, rank, 1).partition("-shard-")[0])
+                continue
+            self.files += [(name, indexes[rank], file) for file in indexes[rank].files.values()]
+            self.known |= indexes[rank].files.keys()
+        suspects: set[str] = set()
+        for rank, index in indexes.items():
+            suspects.update(self._compare(index, expected.get(rank, {}), rank))
+        if indexes.keys() == component.indexes.keys():
+            self._check_cover(name, suspects, indexes)
+
+    def _expected(self, name: str) -> dict[int, Boxes]:
+        """The boxes of each rank, as the root index implies them; a tensor that they do not cover is a finding."""
+        tensors = self._root.components[name].tensors
+        chosen, expected = choose_replicas(tensors), dict[int, Boxes]()
+        for key, spec in tensors.items():
+            try:
+                check_cover(name, {key: spec})
+            except ShardCkptError as error:
+                self._find(ROOT_NAME, str(error))
+                continue
+            whole = Box.whole(spec.shape)
+            overlaps = plan_load(spec, chosen[key], (Part(whole, whole.start),))
+            for writer, box in [(o.writer, o.stored) for o in overlaps] or [(spec.holders[0][0], whole)]:
+                expected.setdefault(writer, {})[key, box] = spec
+        return expected
+
+    def _compare(self, index: RankIndex, expected: Boxes, rank: int) -> Iterator[str]:
+        """The tensors whose boxes differ from what the rank should have written."""
+        file = self._root.components[index.component].indexes[rank].name
+        found: Boxes = {}
+        for key, entries in index.shards.items():
+            for entry in entries:
+                spec = expected.get((key, entry.box))
+                if spec is None:
+                    problem = f"a box {_extent(entry.box)} that this rank should not have written"
+                elif (key, entry.box) in found:
+                    problem = f"the box {_extent(entry.box)} twice"
+                elif (spec.dtype, spec.shape) != (entry.dtype, entry.global_shape):
+                    problem = f"{entry.dtype} {entry.global_shape}, {spec.dtype} {spec.shape} in {ROOT_NAME}"
+                else:
+                    found[key, entry.box] = spec
+                    continue
+                self._find(file, problem, key, rank)
+                yield key
+        for key, box in sorted(expected.keys() - found.keys()):
+            self._find(file, f"no box {_extent(box)}, which this rank should have written", key, rank)
+            yield key
+
+    def _check_cover(self, name: str, suspects: set[str], indexes: dict[int, RankIndex]) -> None:
+        """What the boxes that differ from the plan mean for the tensor as a whole."""
+        for key in sorted(suspects):
+            spec = self._root.components[name].tensors.get(key)
+            boxes = [entry.box for index in indexes.values() for entry in index.shards.get(key, ())]
+            wrong = uncovered(spec.shape, boxes) if spec is not None else "it is not in the root index"
+            if wrong is not None:
+                self._find(ROOT_NAME, f"the stored boxes do not tile the tensor: {wrong}", f"{name}: {key}")
+
+    def check_shard_files(self, advance: Callable[[int], Any]) -> None:
+        """All shard files, several at a time; each with a reader of its own, so that few files are open."""
+        path, save_id = os.fspath(self._checkpoint.path), self._root.save_id
+
+        def check(item: tuple[str, RankIndex, FileInfo]) -> list[Finding]:
+            _, index, info = item
+            entries = {k: e for k, found in index.shards.items() for e in found if e.file == info.name}
+            reader = LocalStorage().open(path)
+            try:
+                return list(check_shard_file(reader, ShardFile(info, index.rank, save_id, entries), self._quick))
+            finally:
+                reader.close()
+
+        with ThreadPoolExecutor(_THREADS) as executor:
+            for found, (_, _, info) in zip(executor.map(check, self.files), self.files, strict=True):
+                self.findings += found
+                advance(info.nbytes)
+
+    def check_documents(self) -> None:
+        """The JSON documents: there, intact, and referring only to tensors that are stored."""
+        component = self._root.components.get("trainer")
+        stored = component.tensors.keys() if component is not None else set[str]()
+        for name, info in self._root.documents.items():
+            try:
+                size = self._checkpoint.reader.size(name)
+                if size != info.nbytes:
+                    self._find(name, f"{size} bytes, expected {info.nbytes}")
+                elif not self._quick:
+                    content = parse_json(self._checkpoint.document(name), name)
+                    for key in set(_references(content)) - stored:
+                        self._find(name, "is referred to, but not stored", key)
+            except FileNotFoundError:
+                self._find(name, "the file is missing")
+            except (ShardCkptError, OSError) as error:
+                self._find(name, _short(error, name))
+
+    def check_names(self) -> None:
+        """Files that no index names; those of a rank whose index cannot be read are not judged."""
+        for name in self._checkpoint.reader.names():
+            if name not in self.known and name.partition("-shard-")[0] not in self._unknown_shards:
+                self._find(name, "extra: no index of this checkpoint names it; left by another save, or put here later")
+
+
+def _extent(box: Box) -> str:
+    return f"{list(box.start)} to {list(box.stop)}"
+
+
+def _short(error: Exception, name: str) -> str:
+    """The message without the place, which the finding has."""
+    text = str(error)
+    return text.partition(f", file {name}: ")[2] or text
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Keys of the stored tensors that a document refers to."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _references(item)
+    elif isinstance(value, dict):
+        if value.get("$") == "stored":
+            yield str(value.get("v"))
+        for item in value.values():
+            yield from _references(item)
