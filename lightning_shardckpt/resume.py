@@ -200,6 +200,9 @@ class Continuation:
             if not isinstance(loader, ResumableLoader):
                 exact = exact and hasattr(loader, "load_state_dict")
                 continue
+            if position is None:  # another kind of loader was in its place
+                exact = False
+                continue
             loader.set_sampler_seed(position["seed"])
             then = {"process": get_rng_state(), "own": position["own"] if self._same_data else []}
             start = position["epoch_start"] if self._same_data and self._batches is not None else None

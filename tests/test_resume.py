@@ -139,3 +139,27 @@ def test_checkpoint_of_the_validation_that_ends_an_epoch_continues_exactly(tmp_p
     ((resumed, state_resumed),) = run_ranks(1, at_the_end_of_validation, str(tmp_path), True)
     assert resumed == losses[6:]
     assert tiny.differences(state, state_resumed) == []
+
+
+class Batches:
+    """An iterable that is no DataLoader."""
+
+    def __iter__(self) -> Any:
+        return iter(list(tiny.loader(count=12)))
+
+    def __len__(self) -> int:
+        return 6
+
+
+def from_an_iterable_to_a_loader(directory: str) -> int:
+    path, options = f"{directory}/a.ckpt", {"use_distributed_sampler": False, "limit_val_batches": 0}
+    run = tiny.trainer({}, max_steps=6, callbacks=[tiny.SaveAt(2, path)], **options)
+    run.fit(tiny.TinyLM(), Batches())
+    resumed = tiny.trainer({}, max_steps=6, **options)
+    with pytest.warns(UserWarning, match="can't be continued exactly"):
+        resumed.fit(module := tiny.TinyLM(), tiny.loader(count=12), ckpt_path=path)
+    return len(module.losses)
+
+
+def test_another_kind_of_loader_resumes_with_a_warning(tmp_path: Path) -> None:
+    assert run_ranks(1, from_an_iterable_to_a_loader, str(tmp_path)) == [4]
