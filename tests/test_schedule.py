@@ -1,0 +1,322 @@
+"""Is every pipeline schedule an order that ranks can run, with the memory and the idle time that its name promises?
+
+Oracles: a simulator of its own, the published formulas, and the tables that torch builds for the same schedules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.pipelining import schedules as theirs
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.schedule import Op, Schedule, bubble_fraction, resolve_schedule
+
+NAMES = [
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipe_v",
+]
+IN_V = {"zbv_zero_bubble", "dualpipe_v"}
+SPLIT = {"interleaved_zero_bubble", *IN_V}
+FLAT = {"gpipe", "looped_bfs"}
+TORCH: dict[str, Any] = {
+    "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
+    "looped_bfs": theirs.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": theirs.ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": theirs.ScheduleZBVZeroBubble,
+    "dualpipe_v": theirs.ScheduleDualPipeV,
+}
+COST = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+Orders = list[list[Op]]
+
+
+def every(name: str) -> list[Schedule]:
+    """Every schedule of this name with up to 4 ranks and 3 stages on each."""
+    fits = {"1f1b": [1], "interleaved_1f1b": [2, 3], "interleaved_zero_bubble": [2, 3]}
+    per_rank = [2] if name in IN_V else fits.get(name, [1, 2, 3])
+    return [resolve_schedule(name, ranks, v) for ranks in range(1, 5) for v in per_rank]
+
+
+def orders_of(schedule: Schedule, microbatches: int) -> Orders:
+    return [schedule.operations(rank, microbatches) for rank in range(schedule.ranks)]
+
+
+def run(orders: Orders, stages: int) -> int:
+    """Time until all ranks are done, each in its own order; fails where they wait for each other for ever."""
+    done: dict[tuple[str, int, int], int] = {}
+    position, clock = [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(orders):
+            if position[rank] == len(ops):
+                continue
+            op = ops[position[rank]]
+            s, m = op.stage, op.microbatch
+            if op.kind == "forward":
+                needs, made = [("f", s - 1, m)] * (s > 0), "f"
+            elif op.kind == "backward_weight":
+                needs, made = [("b", s, m)], "w"
+            else:
+                needs, made = [("f", s, m), *[("b", s + 1, m)] * (s + 1 < stages)], "b"
+            if all(need in done for need in needs):
+                clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + COST[op.kind]
+                done[made, s, m] = clock[rank]
+                position[rank] += 1
+                moved = True
+    stuck = {rank: ops[at] for rank, (ops, at) in enumerate(zip(orders, position, strict=True)) if at < len(ops)}
+    assert not stuck, f"these wait for ever: {stuck}"
+    return max(clock)
+
+
+def most_in_flight(ops: list[Op]) -> int:
+    """The largest number of (stage, microbatch) whose activations one rank holds at a time."""
+    split = {(op.stage, op.microbatch) for op in ops if op.kind == "backward_weight"}
+    held, most = set(), 0
+    for op in ops:
+        key = op.stage, op.microbatch
+        if op.kind == "forward":
+            held.add(key)
+        elif op.kind == "backward_weight" or key not in split:
+            held.remove(key)
+        most = max(most, len(held))
+    assert not held
+    return most
+
+
+def orders_of_torch(schedule: Schedule, microbatches: int) -> Orders:
+    """The same schedule's order by torch, which raises ValueError where it is not defined."""
+    stage = SimpleNamespace(
+        num_stages=schedule.stages,
+        group_size=schedule.ranks,
+        group_rank=0,
+        stage_index=0,
+        is_last=False,
+        has_backward=False,
+        stage_index_to_group_rank=None,
+        submod=nn.Identity(),
+    )
+    built = TORCH[schedule.name]([stage] * schedule.stages_per_rank, microbatches, loss_fn=lambda *_: None)
+    kinds: dict[Any, Any] = {
+        theirs.FORWARD: "forward",
+        theirs.FULL_BACKWARD: "backward",
+        theirs.BACKWARD_INPUT: "backward_input",
+        theirs.BACKWARD_WEIGHT: "backward_weight",
+    }
+    orders = []
+    for _, actions in sorted(built.pipeline_order.items()):
+        parts = [part for action in actions if action for part in action.sub_actions or [action]]
+        orders.append([Op(kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in parts])
+    return orders
+
+
+# ── every order ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operation_comes_exactly_once_on_the_rank_of_its_stage(name: str) -> None:
+    for schedule in every(name):
+        for microbatches in range(1, 10):
+            for rank, ops in enumerate(orders_of(schedule, microbatches)):
+                mine = {(stage, m) for stage in schedule.stages_of(rank) for m in range(microbatches)}
+                kinds = defaultdict(list)
+                for op in ops:
+                    kinds[op.kind].append((op.stage, op.microbatch))
+                assert sorted(kinds["forward"]) == sorted(mine)
+                assert sorted(kinds["backward"] + kinds["backward_input"]) == sorted(mine)
+                assert sorted(kinds["backward_weight"]) == sorted(kinds["backward_input"])
+                assert not kinds["backward_input"] or name in SPLIT
+                for found in kinds.values():  # each stage's microbatches ascend
+                    assert sorted(found) == sorted(found, key=lambda key: key[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_order_deadlocks_with_any_number_of_microbatches(name: str) -> None:
+    for schedule in every(name):
+        for microbatches in range(1, 10):
+            run(orders_of(schedule, microbatches), schedule.stages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_receive_activations_in_the_order_they_were_sent_in_and_gradients_too(name: str) -> None:
+    """Between two ranks, each kind keeps its order; how the two kinds mix may differ at the two ends."""
+    for schedule in every(name):
+        for microbatches in range(1, 10):
+            sent, received = defaultdict(list), defaultdict(list)
+            for rank, ops in enumerate(orders_of(schedule, microbatches)):
+                for op in ops:
+                    if op.kind == "backward_weight":
+                        continue
+                    up = 1 if op.kind == "forward" else -1
+                    source, target = op.stage - up, op.stage + up
+                    if 0 <= target < schedule.stages:
+                        sent[rank, schedule.rank_of(target), up].append((target, op.microbatch))
+                    if 0 <= source < schedule.stages:
+                        received[schedule.rank_of(source), rank, up].append((op.stage, op.microbatch))
+            assert sent == received
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_starts_backward_before_its_last_forward_only_if_the_schedule_says_so(name: str) -> None:
+    early = False
+    for schedule in every(name):
+        for ops in orders_of(schedule, 8):
+            kinds = [op.kind for op in ops]
+            early |= "forward" in kinds[next(i for i, kind in enumerate(kinds) if kind != "forward") :]
+        assert schedule.interleaves_backward == (name not in FLAT)
+    assert early == (name not in FLAT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_lie_round_and_round_or_in_a_v(name: str) -> None:
+    for schedule in every(name):
+        p = schedule.ranks
+        assert schedule.stages == p * schedule.stages_per_rank
+        for rank in range(p):
+            wanted = [rank, 2 * p - 1 - rank] if name in IN_V else list(range(rank, schedule.stages, p))
+            assert schedule.stages_of(rank) == wanted
+            assert {schedule.rank_of(stage) for stage in wanted} == {rank}
+
+
+def test_gpipe_runs_all_forwards_up_the_stages_and_then_all_backwards_down() -> None:
+    ops = resolve_schedule("gpipe", 2, 2).operations(1, 2)
+    forwards = [Op("forward", stage, m) for stage in (1, 3) for m in (0, 1)]
+    assert ops == forwards + [Op("backward", stage, m) for stage in (3, 1) for m in (0, 1)]
+
+
+# ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_1f1b_holds_one_microbatch_less_on_every_further_rank() -> None:
+    for schedule in every("1f1b"):
+        for microbatches in range(1, 10):
+            found = [most_in_flight(ops) for ops in orders_of(schedule, microbatches)]
+            assert found == [min(schedule.ranks - rank, microbatches) for rank in range(schedule.ranks)]
+
+
+@pytest.mark.parametrize("microbatches", [4, 8, 9, 16, 22])
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
+def test_interleaved_schedules_hold_no_more_than_the_papers_say(microbatches: int, stages_per_rank: int) -> None:
+    p, v = 4, stages_per_rank
+    full = (v - 1) * -(-microbatches // (microbatches // p))
+    plain = orders_of(resolve_schedule("interleaved_1f1b", p, v), microbatches)
+    assert [most_in_flight(ops) for ops in plain] == [
+        min(full + 2 * (p - 1 - rank) + 1, v * microbatches) for rank in range(p)
+    ]
+    split = orders_of(resolve_schedule("interleaved_zero_bubble", p, v), microbatches)
+    assert [most_in_flight(ops) for ops in split] == [full + p] * p
+
+
+@pytest.mark.parametrize(("name", "extra"), [("zbv_zero_bubble", 0), ("dualpipe_v", 1)])
+def test_schedules_in_a_v_need_equal_memory_on_all_ranks(name: str, extra: int) -> None:
+    for schedule in every(name):
+        for microbatches in (9, 16, 40):
+            found = {most_in_flight(ops) for ops in orders_of(schedule, microbatches)}
+            assert found == {2 * schedule.ranks + extra}
+
+
+# ── idle time ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1.0, 2.0), (1.0, 1.0), (0.25, 1.0)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_gpipe_and_1f1b_idle_for_one_microbatch_per_further_rank(name: str, forward: float, backward: float) -> None:
+    for p in range(1, 5):
+        for m in range(1, 10):
+            found = bubble_fraction(resolve_schedule(name, p, 1), m, forward=forward, backward=backward)
+            assert found == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "looped_bfs", "interleaved_1f1b"])
+def test_more_stages_per_rank_divide_the_idle_time(name: str) -> None:
+    for p in range(1, 5):
+        for v in (2, 3):
+            for m in (p, 2 * p, 3 * p):
+                wanted = (p - 1) / (v * m + p - 1)
+                assert bubble_fraction(resolve_schedule(name, p, v), m) == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(SPLIT))
+def test_zero_bubble_schedules_idle_only_until_the_last_rank_has_its_first_microbatch(name: str) -> None:
+    for schedule in every(name):
+        p, v = schedule.ranks, schedule.stages_per_rank
+        for m in (2 * p, 3 * p, 4 * p):
+            wanted = (p - 1) / (3 * v * m + p - 1)  # in units of a forward: (p - 1) before 3 per microbatch and stage
+            assert bubble_fraction(schedule, m) == pytest.approx(wanted, abs=1e-12), schedule
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_torchs_own_table_is_nowhere_faster_nor_needs_less_memory(name: str) -> None:
+    compared = Counter[bool]()
+    for schedule in every(name):
+        for microbatches in range(1, 10):
+            try:
+                torchs = orders_of_torch(schedule, microbatches)
+            except ValueError:  # not defined for so few microbatches, or for this number
+                compared[False] += 1
+                continue
+            compared[True] += 1
+            ours = orders_of(schedule, microbatches)
+            assert run(ours, schedule.stages) <= run(torchs, schedule.stages), (schedule, microbatches)
+            assert max(map(most_in_flight, ours)) <= max(map(most_in_flight, torchs)), (schedule, microbatches)
+    assert compared[True] >= 20
+
+
+def test_bubble_fraction_agrees_with_the_tests_own_simulator() -> None:
+    for name in NAMES:
+        for schedule in every(name):
+            for m in (1, 3, 8):
+                total = run(orders_of(schedule, m), schedule.stages)
+                assert bubble_fraction(schedule, m) == pytest.approx(1 - 3 * schedule.stages_per_rank * m / total)
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name", "stages_per_rank"),
+    [
+        ("GPipe", "gpipe", 1),
+        ("GPIPE", "gpipe", 3),
+        ("1F1B", "1f1b", 1),
+        ("Interleaved1F1B", "interleaved_1f1b", 2),
+        ("interleaved1f1b", "interleaved_1f1b", 2),
+        ("LoopedBFS", "looped_bfs", 2),
+        ("InterleavedZeroBubble", "interleaved_zero_bubble", 2),
+        ("ZBVZeroBubble", "zbv_zero_bubble", 2),
+        ("DualPipeV", "dualpipe_v", 2),
+    ],
+)
+def test_torchs_spelling_names_the_same_schedule(spelling: str, name: str, stages_per_rank: int) -> None:
+    wanted = Schedule(name, ranks=2, stages_per_rank=stages_per_rank)
+    assert resolve_schedule(spelling, 2, stages_per_rank) == wanted == resolve_schedule(name, 2, stages_per_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages_per_rank", "parts"),
+    [
+        ("2f2b", 2, 1, ["'2f2b'", *NAMES]),
+        ("1f1b", 2, 2, ["exactly 1 stage per rank", "found 2", "'interleaved_1f1b'"]),
+        ("Interleaved1F1B", 2, 1, ["'interleaved_1f1b'", "at least 2 stages", "found 1", "'1f1b'"]),
+        ("interleaved_zero_bubble", 2, 1, ["at least 2 stages", "found 1"]),
+        ("zbv_zero_bubble", 2, 3, ["exactly 2 stages", "found 3", "'interleaved_zero_bubble'"]),
+        ("DualPipeV", 2, 1, ["'dualpipe_v'", "exactly 2 stages", "found 1"]),
+        ("gpipe", 0, 1, ["at least 1 rank", "0 and 1"]),
+        ("gpipe", 2, 0, ["1 stage per rank", "2 and 0"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(
+    name: str, ranks: int, stages_per_rank: int, parts: list[str]
+) -> None:
+    with pytest.raises(TopologyError) as caught:
+        resolve_schedule(name, ranks, stages_per_rank)
+    assert all(part in str(caught.value) for part in parts), caught.value
