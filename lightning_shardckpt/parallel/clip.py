@@ -8,13 +8,14 @@ all-reduce of a single number makes the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+RanksOf = Callable[[Tensor], int]
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -35,14 +36,18 @@ def copies(tensor: Tensor, ranks: int) -> float:
     return ranks / parts
 
 
-def grad_norm(parameters: Iterable[Tensor], *, device: torch.device, norm_type: float = 2.0) -> Tensor:
+def grad_norm(
+    parameters: Iterable[Tensor], *, device: torch.device, ranks_of: RanksOf | None = None, norm_type: float = 2.0
+) -> Tensor:
     """The norm of all gradients together, equal on every rank, a 0-dim tensor on ``device``.
 
+    ``ranks_of`` a parameter says how many ranks hold it or a part of it; by default all of the world.
     Collective: every rank of the world must call it. Gradients must be reduced and in their parameter's layout.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    grads = [p.grad for p in parameters if p.grad is not None]
-    kept = [g for g in grads if local(g).numel()]
+    held = [(p.grad, ranks_of(p) if ranks_of else ranks) for p in parameters if p.grad is not None]
+    counts = [count for g, count in held if local(g).numel()]
+    kept = [g for g, _ in held if local(g).numel()]
     wide = torch.float64 if any(g.dtype == torch.float64 for g in kept) else torch.float32
     total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     if kept:
@@ -52,7 +57,9 @@ def grad_norm(parameters: Iterable[Tensor], *, device: torch.device, norm_type: 
         if math.isinf(norm_type):
             total = norms.max()
         else:
-            weights = torch.tensor([1 / copies(g, ranks) for g in kept], dtype=total.dtype, device=device)
+            weights = torch.tensor(
+                [1 / copies(g, count) for g, count in zip(kept, counts, strict=True)], dtype=total.dtype, device=device
+            )
             total = (norms.pow(norm_type) * weights).sum()
     if ranks > 1:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
@@ -60,13 +67,18 @@ def grad_norm(parameters: Iterable[Tensor], *, device: torch.device, norm_type: 
 
 
 def clip_by_norm(
-    parameters: Sequence[Tensor], max_norm: float, *, device: torch.device, norm_type: float = 2.0
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    *,
+    device: torch.device,
+    ranks_of: RanksOf | None = None,
+    norm_type: float = 2.0,
 ) -> Tensor:
     """Scale the gradients in place so that their norm is at most ``max_norm``; returns the norm before.
 
-    Collective: every rank of the world must call it. Does not wait for the device.
+    ``ranks_of``: see `grad_norm`. Collective: every rank of the world must call it. Does not wait for the device.
     """
-    norm = grad_norm(parameters, device=device, norm_type=norm_type)
+    norm = grad_norm(parameters, device=device, ranks_of=ranks_of, norm_type=norm_type)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for grad in _local_grads(parameters):
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))

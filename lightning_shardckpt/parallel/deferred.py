@@ -94,6 +94,10 @@ class DeferredInit:
         """Returns the FQNs of the parameters of `root` that are on the meta device, tied ones under each name."""
         return [fqn for fqn, _, _, _ in _meta_parameters(root)]
 
+    def knows(self, module: nn.Module, name: str) -> bool:
+        """Returns whether the parameter of that name of `module` was made in this context."""
+        return name in self._registered.get(module, {})
+
     def replay(self, root: nn.Module, *, skip_foreign: bool = False) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Returns (owner, name, full real tensor) for each meta parameter of `root`; also makes its buffers real.
 

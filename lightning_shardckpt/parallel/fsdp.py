@@ -73,9 +73,9 @@ def choose_units(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
 
 
 def shard_module(
-    step: StepModule, units: Sequence[str], mesh: DeviceMesh, *, reshard_after_forward: bool, cpu_offload: bool
+    step: StepModule, units: Sequence[nn.Module], mesh: DeviceMesh, *, reshard_after_forward: bool, cpu_offload: bool
 ) -> None:
-    """Apply ``fully_shard`` to the units, innermost first, then to the rest as one unit under ``step``.
+    """Apply ``fully_shard`` to the units, the last first, then to the rest as one unit under ``step``.
 
     0-dim parameters stay plain, since FSDP2 cannot cut them: `gradients.GradientSync` averages their gradients.
     The root is gathered for the whole step (torch's default): whoever reads parameters after a forward without a
@@ -84,10 +84,9 @@ def shard_module(
     ignored = {p for p in step.parameters() if p.ndim == 0}
     pin = mesh.device_type == "cuda"  # pinned memory needs a CUDA context
     offload = CPUOffloadPolicy(pin_memory=pin) if cpu_offload else OffloadPolicy()
-    modules = named_modules(step.module)
-    for name in reversed(units):
+    for unit in reversed(units):
         fully_shard(
-            modules[name],
+            unit,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             offload_policy=offload,
@@ -107,11 +106,9 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
-def checkpoint_activations(root: nn.Module, names: Sequence[str]) -> None:
+def checkpoint_activations(modules: Sequence[nn.Module]) -> None:
     """Recompute the activations of these modules in the backward pass instead of keeping them."""
-    modules = named_modules(root)
-    for name in names:
-        module = modules[name]
+    for module in modules:
         module.forward = _recomputed(module.forward)  # on the instance: the class is shared
 
 

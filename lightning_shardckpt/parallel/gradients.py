@@ -1,14 +1,15 @@
 """Which gradients does FSDP2 leave unreduced, and how do they become right?
 
-Three kinds: partial sums over the tensor axis (a norm that sees only this rank's heads), parameters outside FSDP
-(0-dim ones, modules that the user cut without it), and DTensor gradients in another layout than their parameter.
+Four kinds: partial sums over the tensor axis (a norm that sees only this rank's heads), parameters outside FSDP (0-dim
+ones, modules that the user cut without it), parameters that several pipeline stages hold, and DTensor gradients in
+another layout than their parameter.
 Each backward's contribution is reduced exactly once, also when gradients accumulate.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,13 +40,26 @@ class GradientSync:
     Args:
         step: the module's step module, in its sharded state.
         partial: names of parameters whose gradients are partial sums over the tensor axis.
+        shared: parameters that several pipeline stages hold, with the group of their ranks, in the same order on all.
+        keep_gathered: whether FSDP keeps parameters gathered between the backward passes that make up one.
     """
 
-    def __init__(self, step: StepModule, meshes: Meshes, partial: Iterable[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        step: StepModule,
+        meshes: Meshes,
+        partial: Iterable[str],
+        device: torch.device,
+        *,
+        shared: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
+        keep_gathered: bool = False,
+    ) -> None:
         self._step = step
+        self._keep_gathered = keep_gathered
         self._device = device
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
         self._reductions = _missing_reductions(step, meshes, frozenset(partial))
+        self._reductions += [_Reduction(parameter, group, 1.0) for parameter, group in shared]
         self._held = False
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._checked = False
@@ -58,6 +72,14 @@ class GradientSync:
             yield
         finally:
             self._set_held(False)
+
+    def before_backward(self, *, last: bool) -> None:
+        """Call before each of several backward passes that make up one; FSDP reduces in the last."""
+        for module in fsdp_modules(self._step):
+            module.set_requires_gradient_sync(last and not self._held, recurse=False)
+            module.set_is_last_backward(last)
+            if self._keep_gathered:
+                module.set_reshard_after_backward(last, recurse=False)
 
     def begin(self) -> None:
         """Call before a backward: sets aside gradients that are already reduced."""
@@ -120,6 +142,25 @@ def _missing_reductions(step: StepModule, meshes: Meshes, partial: frozenset[str
             found.append(_Reduction(parameter, meshes.data_parallel_group, 1.0 / ranks))
             seen.add(parameter)
     return found
+
+
+def sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[frozenset[int], dist.ProcessGroup]:
+    """A group of this rank's pipeline for each set of pipeline ranks, of which this rank is in.
+
+    Collective: every rank of the world must call it, with the same sets.
+    """
+    groups: dict[frozenset[int], dist.ProcessGroup] = {}
+    pipelines = meshes.root.mesh.flatten(1).T.tolist()  # world ranks of each pipeline, in order of its stages
+    for some in sorted(set(ranks), key=sorted):
+        if len(some) == meshes.topology.pipeline:
+            groups[some] = meshes.pipeline_group
+        elif len(some) > 1:
+            for pipeline in pipelines:
+                members = [pipeline[rank] for rank in sorted(some)]
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    groups[some] = group
+    return groups
 
 
 def _managed(step: StepModule) -> set[int]:

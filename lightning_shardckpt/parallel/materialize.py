@@ -7,6 +7,7 @@ keeps its slices. Modules built on the meta device by the user fill themselves t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,18 @@ CopySlice = Callable[[Tensor, Tensor], None]
 """Copies this rank's slices of the second, full tensor into the first."""
 Value = tuple[nn.Module, str, Tensor]
 """The owning module, the name of its parameter, and all of that parameter."""
+Slot = tuple[nn.Module, str]
+"""A module and the name of its parameter."""
+
+
+class FirstValues(Protocol):
+    """Knows the values of parameters that were built without memory; see ``DeferredInit``."""
+
+    def knows(self, module: nn.Module, name: str) -> bool:
+        """Whether `replay` would give a value to that parameter."""
+
+    def replay(self, root: nn.Module, *, skip_foreign: bool = False) -> Iterable[Value]:
+        """The values of the parameters of ``root``, read once, one at a time."""
 
 
 @torch.no_grad()
@@ -40,7 +53,7 @@ def broadcast_weights(root: nn.Module, device: torch.device) -> None:
             tensor.copy_(sent)
 
 
-def meta_slots(root: nn.Module) -> list[tuple[nn.Module, str]]:
+def meta_slots(root: nn.Module) -> list[Slot]:
     """The (module, parameter name) pairs whose values don't exist yet."""
     return [
         (module, name)
@@ -61,15 +74,17 @@ def allocate(root: nn.Module, device: torch.device) -> None:
 
 
 def retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
-    """Register one parameter object again under all names of each tie.
+    """Register one parameter object again under all names of each tie that are there.
 
     Raises:
         TopologyError: if tied parameters were cut in different ways.
     """
     present = dict(root.named_parameters(remove_duplicate=False))
-    for first, *others in ties:
-        kept = present[first]
+    for tie in ties:
+        first, *others = [name for name in tie if name in present] or tie[:1]
+        kept = present.get(first)
         for name in others:
+            assert kept is not None
             if _layout(present[name]) != _layout(kept):
                 raise TopologyError(
                     f"tied parameters are cut differently: {first} {_layout(kept)}, {name} {_layout(present[name])}. "
@@ -79,7 +94,7 @@ def retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
             root.get_submodule(owner)._parameters[attribute] = kept
 
 
-def fill(slots: Iterable[tuple[nn.Module, str]], values: Iterable[Value], copy_slice: CopySlice) -> None:
+def fill(slots: Iterable[Slot], values: Iterable[Value], copy_slice: CopySlice) -> None:
     """Copy this rank's slices of every value, then initialise the modules of ``slots`` that got none.
 
     Raises:

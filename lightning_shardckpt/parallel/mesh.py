@@ -96,6 +96,14 @@ class Meshes:
         return self.user.get_local_rank("data_parallel")
 
     @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        return self.root.get_group("pipeline")
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.root.get_local_rank("pipeline")
+
+    @property
     def tensor_group(self) -> dist.ProcessGroup:
         return self.root.get_group("tensor")
 

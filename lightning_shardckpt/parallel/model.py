@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.cutting import PipelineRecipe, Stages, cut_stages
 from lightning_shardckpt.parallel.fsdp import (
     StepModule,
     checkpoint_activations,
@@ -22,6 +26,7 @@ from lightning_shardckpt.parallel.fsdp import (
 from lightning_shardckpt.parallel.gradients import GradientSync
 from lightning_shardckpt.parallel.materialize import (
     CopySlice,
+    FirstValues,
     Value,
     allocate,
     broadcast_weights,
@@ -30,8 +35,10 @@ from lightning_shardckpt.parallel.materialize import (
     retie,
 )
 from lightning_shardckpt.parallel.mesh import Meshes
-from lightning_shardckpt.parallel.names import clean_fqn, parameter_names, select_modules
+from lightning_shardckpt.parallel.names import clean_fqn, named_modules, parameter_names, select_modules, tied_state
+from lightning_shardckpt.parallel.pipeline import Pipeline
 from lightning_shardckpt.parallel.tensor import Plan, TensorPlan, apply_plan, resolve_plan
+from lightning_shardckpt.parallel.unknown import Unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +47,16 @@ class Recipe:
 
     tensor_parallel_plan: Plan = "auto"
     fsdp_units: Sequence[str] | None = None
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     activation_checkpointing: bool | Sequence[str] = False
     cpu_offload: bool = False
+    pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
+
+    def keeps_gathered(self, meshes: Meshes) -> bool:
+        """Whether FSDP keeps parameters gathered between passes: by default where there are many, in pipelines."""
+        if self.reshard_after_forward is None:
+            return meshes.topology.pipeline > 1
+        return not self.reshard_after_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +65,27 @@ class ShardedModule:
 
     Attributes:
         step: runs steps of the module under the hooks of FSDP.
-        ties: the names of each tied parameter, canonical first.
-        canonical_names: every parameter name as registered → its clean canonical FQN.
+        pipeline: runs steps over all stages; None without pipeline parallelism.
+        ties: the names of each tied parameter, canonical first, over all stages.
+        canonical_names: every parameter name as registered, on any stage → its clean canonical FQN.
+        state_names: clean names of the entries of the whole module's state dict.
+        state_ties: clean names of each of its tensors that has several, canonical first.
         replaced: parameters that the module had before → those that it has now.
+        elsewhere: parameters that it had before, of which this rank holds nothing now.
+        holders: parameter → how many ranks of the world hold it or a part of it.
     """
 
     meshes: Meshes
     step: StepModule
     gradients: GradientSync
+    pipeline: Pipeline | None
     ties: list[list[str]]
     canonical_names: dict[str, str]
+    state_names: frozenset[str]
+    state_ties: tuple[tuple[str, ...], ...]
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    elsewhere: frozenset[nn.Parameter] = frozenset()
+    holders: dict[Tensor, int] = field(default_factory=dict)
 
     def holds(self, root: nn.Module) -> bool:
         """Whether ``root`` has the parameters that were cut; False if it was built anew since.
@@ -92,35 +116,91 @@ def shard(
     recipe: Recipe,
     *,
     device: torch.device,
-    values: Iterable[Value] = (),
+    values: FirstValues | None = None,
     copy_slice: CopySlice,
 ) -> ShardedModule:
     """Cut ``root`` in place, unless the user already did, and give it its first values.
 
-    ``values`` are the full first values of parameters on the meta device, read once, one at a time.
+    ``values`` knows the first values of parameters on the meta device.
     Collective: every rank of the world must call it.
     """
     names = parameter_names(root)
     ties = [tie for tie in names if len(tie) > 1]
     before = dict(root.named_parameters(remove_duplicate=False))
+    state = frozenset(clean_fqn(name) for name in root.state_dict()), tuple(tied_state(root))
     step = StepModule(root)
     broadcast_weights(root, device)
+    if meshes.topology.pipeline > 1 and is_parallel(root):
+        raise TopologyError(
+            f"{type(root).__name__} cuts itself in configure_model; ShardedStrategy must do that to pipeline it. Give "
+            "a tensor_parallel_plan and fsdp_units instead."
+        )
+    stages = cut_stages(root, meshes, recipe.pipeline, device)
     plan = TensorPlan()
+    slots = meta_slots(root)
+    first_values: Iterable[Value] = ()
     if not is_parallel(root):
-        plan = _cut(step, meshes, recipe, ties)
-    _materialize(step, ties, torch.device("cpu") if recipe.cpu_offload else device, values, copy_slice)
-    _move_rest(root, device)
+        plan = _cut_tensors(root, meshes, recipe, ties)
+        units, checkpointed = _choose(root, recipe)
+        if stages is not None:
+            stages.hollow_out(root)
+        first_values = values.replay(root, skip_foreign=True) if values is not None else ()
+        _cut_parameters(step, meshes, recipe, units, checkpointed)
+    elif values is not None:
+        first_values = values.replay(root, skip_foreign=True)
+    _materialize(step, ties, torch.device("cpu") if recipe.cpu_offload else device, device)
+    here = {(id(module), name) for module in root.modules() for name in module._parameters}
+    fill(
+        [(m, n) for m, n in slots if (id(m), n) in here or values is None or not values.knows(m, n)],
+        first_values,
+        copy_slice,
+    )
     after = dict(root.named_parameters(remove_duplicate=False))
     for name, old in before.items():
-        if old is not after[name] and not old.is_meta:
+        if old is not after.get(name) and not old.is_meta:
             old.data = old.data.new_empty(0)  # an optimizer may hold it until `rebind_optimizer`
+    return _record(step, meshes, recipe, plan, stages, names, state, before, device)
+
+
+def _record(
+    step: StepModule,
+    meshes: Meshes,
+    recipe: Recipe,
+    plan: TensorPlan,
+    stages: Stages | None,
+    names: list[list[str]],
+    state: tuple[frozenset[str], tuple[tuple[str, ...], ...]],
+    before: dict[str, nn.Parameter],
+    device: torch.device,
+) -> ShardedModule:
+    root = step.module
+    after = dict(root.named_parameters(remove_duplicate=False))
+    clean = [[clean_fqn(name) for name in tie] for tie in names]
+    shared = stages.shared_parameters(after, names) if stages is not None else []
+    gradients = GradientSync(
+        step,
+        meshes,
+        _partial_names(root, plan),
+        device,
+        shared=shared,
+        keep_gathered=recipe.keeps_gathered(meshes),
+    )
+    pipeline = None
+    if stages is not None:
+        pipeline = stages.pipeline(step, gradients, device, keep_gathered=recipe.keeps_gathered(meshes))
+    holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
+    holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     return ShardedModule(
         meshes,
         step,
-        GradientSync(step, meshes, _partial_names(root, plan), device),
-        [[clean_fqn(name) for name in tie] for tie in ties],
-        {name: clean_fqn(tie[0]) for tie in names for name in tie},
-        {old: after[name] for name, old in before.items()},
+        gradients,
+        pipeline,
+        [tie for tie in clean if len(tie) > 1],
+        {name: tie[0] for registered, tie in zip(names, clean, strict=True) for name in registered},
+        *state,
+        {old: after[name] for name, old in before.items() if name in after},
+        frozenset(old for name, old in before.items() if name not in after),
+        holders,
     )
 
 
@@ -132,6 +212,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
     """
     live = set(module.replaced.values())
     for index, group in enumerate(optimizer.param_groups):
+        group["params"][:] = [p for p in group["params"] if not _is_elsewhere(p, module)]
         strangers = [p for p in group["params"] if p not in live and p not in module.replaced]
         if strangers:
             raise TopologyError(
@@ -145,26 +226,74 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def _cut(step: StepModule, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:
-    root = step.module
-    plan = TensorPlan()
-    if meshes.topology.tensor > 1:
-        plan = resolve_plan(root, recipe.tensor_parallel_plan, ties, meshes.topology.tensor)
-        apply_plan(root, plan, meshes.tensor)
-        retie(root, ties)
+def _is_elsewhere(parameter: Tensor, module: ShardedModule) -> bool:
+    """Whether a parameter that an optimizer was given is another stage's, or the placeholder of an empty list."""
+    return isinstance(parameter, Unknown) or parameter in module.elsewhere or is_placeholder(parameter)
+
+
+@contextmanager
+def empty_optimizers_allowed() -> Iterator[None]:
+    """Inside, an optimizer may be built for a stage that has none of its parameters; torch refuses an empty list.
+
+    It gets a placeholder, which `rebind_optimizer` removes.
+    """
+    original = Optimizer.__init__
+
+    def initialise(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        if not isinstance(params, Tensor | dict):
+            params = list(params) or [_placeholder()]
+        original(optimizer, params, defaults)
+
+    Optimizer.__init__ = initialise  # type: ignore[method-assign,assignment]  # restored below
+    try:
+        yield
+    finally:
+        Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def _placeholder() -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+    parameter.__dict__["_shardckpt_placeholder"] = True
+    return parameter
+
+
+def is_placeholder(parameter: Tensor) -> bool:
+    """Whether it stands for the parameters that a stage does not have."""
+    return "_shardckpt_placeholder" in parameter.__dict__
+
+
+def _cut_tensors(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:
+    if meshes.topology.tensor == 1:
+        return TensorPlan()
+    plan = resolve_plan(root, recipe.tensor_parallel_plan, ties, meshes.topology.tensor)
+    apply_plan(root, plan, meshes.tensor)
+    retie(root, ties)
+    return plan
+
+
+def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The FSDP units and the modules whose activations are recomputed, of the whole module."""
+    modules = named_modules(root)
     units = choose_units(root, recipe.fsdp_units)
     checkpointed = recipe.activation_checkpointing
-    if checkpointed:
-        checkpoint_activations(root, _checkpointed(root, units, checkpointed))
-    if any(True for _ in root.parameters()):
+    names = _checkpointed(root, units, checkpointed) if checkpointed else []
+    return [modules[name] for name in units], [modules[name] for name in names]
+
+
+def _cut_parameters(
+    step: StepModule, meshes: Meshes, recipe: Recipe, units: list[nn.Module], checkpointed: list[nn.Module]
+) -> None:
+    """Those of them that this rank's stages hold."""
+    here = set(step.modules())
+    checkpoint_activations([module for module in checkpointed if module in here])
+    if any(True for _ in step.parameters()):
         shard_module(
             step,
-            units,
+            [module for module in units if module in here],
             meshes.fsdp,
-            reshard_after_forward=recipe.reshard_after_forward,
+            reshard_after_forward=not recipe.keeps_gathered(meshes),
             cpu_offload=recipe.cpu_offload,
         )
-    return plan
 
 
 def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str]) -> list[str]:
@@ -178,14 +307,12 @@ def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str
     return units
 
 
-def _materialize(
-    step: StepModule, ties: list[list[str]], device: torch.device, values: Iterable[Value], copy_slice: CopySlice
-) -> None:
-    slots = meta_slots(step.module)
-    if slots:
+def _materialize(step: StepModule, ties: list[list[str]], device: torch.device, rest: torch.device) -> None:
+    """Give memory to what has none, parameters on ``device``; everything else goes to the device ``rest``."""
+    if meta_slots(step.module):
         allocate(step, device)
         retie(step.module, ties)
-    fill(slots, values, copy_slice)
+    _move_rest(step.module, rest)
 
 
 def _move_rest(root: nn.Module, device: torch.device) -> None:

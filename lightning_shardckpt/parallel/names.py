@@ -39,6 +39,15 @@ def parameter_names(root: nn.Module) -> list[list[str]]:
     return list(found.values())
 
 
+def tied_state(root: nn.Module) -> list[tuple[str, ...]]:
+    """The clean FQNs of each parameter or buffer that has several."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for named in (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            found[id(tensor)].append(clean_fqn(name))
+    return [tuple(names) for names in found.values() if len(names) > 1]
+
+
 def matching_modules(modules: dict[str, nn.Module], pattern: str) -> list[str]:
     """The FQNs that ``pattern`` matches: ``*`` is any part of one component, ``**`` any number of components."""
     regex = re.compile(_translate(pattern))

@@ -6,6 +6,7 @@ Ranks that build the same weights, or that hold parts of one activation, must; d
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ def rng_state() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking must not create a CUDA context
+    if _has_cuda():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -34,6 +35,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def rng_mark() -> int:
+    """A checksum of the states of torch's CPU generator, numpy and python: it changes when somebody draws."""
+    mark = _checksum(torch.get_rng_state())
+    return zlib.crc32(
+        repr((np.random.get_state(legacy=False)["state"]["pos"], random.getstate()[1][-1])).encode(), mark
+    )
 
 
 @contextmanager
@@ -56,6 +65,50 @@ def same_rng() -> Iterator[None]:
 def share_rng(group: dist.ProcessGroup) -> None:
     """Give every rank of ``group`` the random state of its first. Collective: every rank of it must call it."""
     set_rng_state(_broadcast(rng_state(), group))
+
+
+@contextmanager
+def derived_rng(key: str) -> Iterator[None]:
+    """Inside, torch draws numbers that follow from its present state and ``key``; after it, the state is as before."""
+    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if _has_cuda() else None
+    torch.manual_seed(zlib.crc32(key.encode(), _checksum(cpu)))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+def advance_rng() -> None:
+    """Draw one number from torch's CPU generator."""
+    torch.rand(())
+
+
+def draw_seed() -> int:
+    """A number from torch's generator of this process."""
+    return int(torch.randint(1 << 31, ()))
+
+
+@contextmanager
+def seeded_rng(seed: int) -> Iterator[None]:
+    """Inside, all generators start from ``seed``; after it, they are as before."""
+    before = rng_state()
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+def _checksum(state: torch.Tensor) -> int:
+    return zlib.crc32(state.numpy().tobytes())
+
+
+def _has_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # asking must not create a context
 
 
 def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""From a plan of stages to a module that is cut into them, and the pipeline that runs it.
+
+Called in this order: `cut_stages` while the module is whole, `Stages.hollow_out` before FSDP, and `Stages.pipeline`
+when everything else is done, since gates stand in front of all hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.fsdp import StepModule
+from lightning_shardckpt.parallel.gates import Gate, Gates, Stub, add_gate
+from lightning_shardckpt.parallel.gradients import GradientSync, sharing_groups
+from lightning_shardckpt.parallel.mesh import Meshes
+from lightning_shardckpt.parallel.names import clean_fqn, named_modules
+from lightning_shardckpt.parallel.pipeline import LossOf, Pipeline
+from lightning_shardckpt.parallel.schedule import Schedule, resolve_schedule
+from lightning_shardckpt.parallel.stages import Split, StagePlan, Where, plan_stages
+from lightning_shardckpt.parallel.unknown import hollow
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecipe:
+    """How a module is to be pipelined; the arguments of ``ShardedStrategy`` that start with ``pipeline_``."""
+
+    layers: Sequence[str] | None = None
+    split: Split = "even"
+    modules: Mapping[str, Where] = field(default_factory=dict)
+    schedule: str = "gpipe"
+    microbatches: int | None = None
+    loss: LossOf = "batch"
+    stages_per_rank: int = 1
+
+    def check(self, ranks: int) -> None:
+        """Find what is wrong without knowing the module.
+
+        Raises:
+            TopologyError: for sizes or names that cannot be.
+        """
+        if self.microbatches is not None and self.microbatches < 1:
+            raise TopologyError(f"pipeline_microbatches must be at least 1, found {self.microbatches}")
+        if self.loss not in get_args(LossOf):
+            raise TopologyError(f"pipeline_loss must be one of {get_args(LossOf)}, found {self.loss!r}")
+        if ranks == 1:
+            return
+        schedule = resolve_schedule(self.schedule, ranks, self.stages_per_rank)
+        if self.loss == "batch" and schedule.interleaves_backward:
+            raise TopologyError(
+                f"pipeline_schedule={self.schedule!r} runs backward passes before all forward passes are done, so it "
+                'needs the losses of microbatches: set pipeline_loss="microbatch" (exact if the loss is a mean over '
+                'samples), or use pipeline_schedule="gpipe".'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """One module, its stages, and hollow copies of all of its parts, made while it was whole."""
+
+    plan: StagePlan
+    schedule: Schedule
+    meshes: Meshes
+    recipe: PipelineRecipe
+    modules: dict[str, nn.Module]
+    twins: dict[str, nn.Module]
+
+    @property
+    def _own(self) -> frozenset[int]:
+        return frozenset(self.schedule.stages_of(self.meshes.pipeline_rank))
+
+    def hollow_out(self, root: nn.Module) -> None:
+        """Put hollow copies in the place of the modules of ``root`` that this rank's stages don't have."""
+        gone = {
+            self.modules[name]: self.twins[name] for name, stages in self.plan.units().items() if not stages & self._own
+        }
+        for parent in list(root.modules()):
+            for name, child in parent._modules.items():
+                if child in gone:
+                    parent._modules[name] = gone[child]
+
+    def shared_parameters(
+        self, parameters: Mapping[str, nn.Parameter], names: Sequence[Sequence[str]]
+    ) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """This rank's parameters that other ranks of its pipeline have, too, with the group of those ranks.
+
+        Collective: every rank of the world must call it, with the ``names`` of all parameters of the whole module.
+        """
+        ranks = {
+            tie[0]: frozenset(self.schedule.rank_of(s) for name in tie for s in self.plan.holders(clean_fqn(name)))
+            for tie in names
+        }
+        groups = sharing_groups(ranks.values(), self.meshes)
+        here = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
+        return [(here[name], groups[ranks[name]]) for name in sorted(here) if len(ranks[name]) > 1]
+
+    def pipeline(
+        self, step: StepModule, gradients: GradientSync, device: torch.device, *, keep_gathered: bool
+    ) -> Pipeline:
+        """Put gates in front of all modules; returns what runs steps of them."""
+        gates = Gates(self.plan.layers)
+        places: dict[str, int | Where] = {name: index for index, name in enumerate(self.plan.layers)}
+        places |= self.plan.others
+        for name, stages in self.plan.units().items():
+            owned = bool(stages & self._own)
+            module = self.modules[name] if owned else self.twins[name]
+            add_gate(module, Gate(gates, name, places[name], Stub(self.twins[name], name), owned=owned))
+        common = [m for name, m in step.module.named_modules() if not _inside(clean_fqn(name), places)]
+        topology = self.meshes.topology
+        return Pipeline(
+            step,
+            gates,
+            self.plan,
+            self.schedule,
+            self.meshes,
+            device,
+            before_backward=lambda last: gradients.before_backward(last=last),
+            splits=keep_gathered,
+            microbatches=self.recipe.microbatches or 2 * topology.pipeline,
+            loss_of=self.recipe.loss,
+            common=common,
+        )
+
+
+def cut_stages(root: nn.Module, meshes: Meshes, recipe: PipelineRecipe, device: torch.device) -> Stages | None:
+    """Decide on the stages of ``root``, which is still whole; None if there is but one.
+
+    Raises:
+        TopologyError: if it cannot be pipelined so.
+    """
+    ranks = meshes.topology.pipeline
+    if ranks == 1:
+        return None
+    schedule = resolve_schedule(recipe.schedule, ranks, recipe.stages_per_rank)
+    plan = plan_stages(root, schedule.stages, layers=recipe.layers, split=recipe.split, modules=recipe.modules)
+    modules = named_modules(root)
+    parts = {name: modules[name] for name in plan.units()}
+    _refuse_what_would_be_wrong(root, plan, parts)
+    return Stages(
+        plan, schedule, meshes, recipe, parts, {name: hollow(module, name, device) for name, module in parts.items()}
+    )
+
+
+def _inside(name: str, units: Mapping[str, Any]) -> bool:
+    """Whether the module is one of the units or a part of one."""
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in units for n in range(1, len(parts) + 1))
+
+
+def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> None:
+    for name, module in root.named_modules():
+        clean = clean_fqn(name)
+        compiled = type(module).__name__ == "OptimizedModule"
+        if compiled and any(layer.startswith(f"{clean}.") or not clean for layer in plan.layers):
+            raise TopologyError(
+                f"{clean or 'the module'} is compiled as a whole, with all layers of the pipeline inside. Compile the "
+                "layers instead."
+            )
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "output_router_logits", False):
+            raise TopologyError(
+                f"{clean or type(module).__name__} collects the router logits of all layers for its loss "
+                "(config.output_router_logits), which are on different stages of a pipeline. Switch that off."
+            )
+    for layer in plan.layers:
+        hooked = [name for name, module in parts[layer].named_modules() if module._forward_hooks]
+        if hooked:
+            raise TopologyError(
+                f"{layer}{'.' * bool(hooked[0])}{hooked[0]} has a forward hook. In a pipeline layers run on "
+                "microbatches, and those of other stages not at all: what the hook sees would not be what it expects. "
+                "Remove it."
+            )

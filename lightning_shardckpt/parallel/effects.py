@@ -1,0 +1,272 @@
+"""What does a step leave behind in the module, besides gradients, and how do all stages come to remember the same?
+
+Counters, lists of outputs, metrics and buffers: a step changes attributes of modules that every stage holds. Passes
+that only make up a part of a step must leave no trace; what the whole step changed on the last stage must be changed on
+all. Covered are numbers, strings, tensors, random generators and lists, dicts, sets and tuples of them, and buffers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.unknown import Unknown, first_unknown
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_COPIED = 1 << 20  # elements; a larger tensor is not copied, so that a change of it can be noticed, but not undone
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One attribute or buffer of one module, by the module's number, and what became of it."""
+
+    module: int
+    name: str
+    buffer: bool
+    kind: Literal["set", "extend", "delete", "state"]
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A value as it was: the object, what was inside it, and of a tensor its version and a copy.
+
+    Tensors inside containers are not copied, since there may be many: a change of one is noticed, but not undone.
+    """
+
+    value: Any
+    inside: Any = None
+    copy: Tensor | None = None
+
+    @classmethod
+    def of(cls, value: Any, *, copied: bool = True) -> _Kept:
+        if isinstance(value, Tensor):
+            return cls(value, value._version, value.detach().clone() if copied else None)
+        if isinstance(value, _GENERATORS):
+            return cls(value, _generator_state(value))
+        if isinstance(value, list | tuple):
+            return cls(value, [cls.of(item, copied=False) for item in value])
+        if isinstance(value, dict):
+            return cls(value, {key: cls.of(item, copied=False) for key, item in value.items()})
+        return cls(value, set(value) if isinstance(value, set) else None)
+
+    def same(self, value: Any) -> bool:
+        """Whether ``value`` is this object, and unchanged."""
+        if value is not self.value or isinstance(value, Unknown):
+            return False
+        if isinstance(value, Tensor):
+            return bool(value._version == self.inside)
+        if isinstance(value, _GENERATORS):
+            state = _generator_state(value)
+            if isinstance(state, Tensor):
+                return torch.equal(state, self.inside)
+            return repr(state) == repr(self.inside)
+        if isinstance(value, list | tuple):
+            return len(value) == len(self.inside) and self.begins(value)
+        if isinstance(value, dict):
+            return value.keys() == self.inside.keys() and all(kept.same(value[k]) for k, kept in self.inside.items())
+        return not isinstance(value, set) or value == self.inside
+
+    def begins(self, value: Any) -> bool:
+        """Whether a list begins with what was in it."""
+        kept = self.inside
+        return len(value) >= len(kept) and all(k.same(v) for k, v in zip(kept, value, strict=False))
+
+    def restored(self, name: str) -> Any:
+        """The object, with what was inside it."""
+        value = self.value
+        if isinstance(value, _GENERATORS):
+            _set_generator_state(value, self.inside)
+        elif isinstance(value, Unknown) and self.copy is not None:  # something unknown was written into it
+            value.become(self.copy.clone(), requires_grad=False)
+        elif isinstance(value, Tensor) and value._version != self.inside:
+            if self.copy is None:
+                raise TopologyError(
+                    f"{name}, or a tensor inside of it, is changed in place before the layers of a pipelined step. "
+                    "Stages run that part several times, and cannot undo it: replace the tensor, or change it behind "
+                    "the layers."
+                )
+            with torch.no_grad():
+                value.copy_(self.copy)
+        elif isinstance(value, tuple):
+            for kept in self.inside:
+                kept.restored(name)
+        elif isinstance(value, list):
+            value[:] = [kept.restored(name) for kept in self.inside]
+        elif isinstance(value, dict):
+            before = {key: kept.restored(name) for key, kept in self.inside.items()}
+            value.clear()
+            value.update(before)
+        elif isinstance(value, set):
+            value.clear()
+            value.update(self.inside)
+        return value
+
+
+class Memory:
+    """What some modules remember now, to compare with and to return to. No communication.
+
+    Args:
+        modules: the same ones, in the same order, on every stage.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._before = [{key: _Kept.of(value, copied=_is_small(value)) for key, value in _state(m)} for m in modules]
+
+        # not covered, unless they give way to something that is
+        self._objects = [{k: v for k, v in vars(m).items() if k not in _INTERNAL and not _is_plain(v)} for m in modules]
+
+    @property
+    def drew(self) -> bool:
+        """Whether somebody drew from a generator since."""
+        return any(
+            isinstance(kept.value, _GENERATORS) and not kept.same(kept.value)
+            for before in self._before
+            for kept in before.values()
+        )
+
+    def restore(self) -> None:
+        """Make everything as it was."""
+        for module, before, objects in zip(self._modules, self._before, self._objects, strict=True):
+            for key, value in list(_state(module)):
+                if key not in before and not key[1] and key[0] in objects:
+                    vars(module)[key[0]] = objects[key[0]]
+                elif key not in before:
+                    del _place(module, key)[key[0]]
+                elif not before[key].same(value):
+                    _place(module, key)[key[0]] = before[key].restored(key[0])
+            for key in before.keys() - {key for key, _ in _state(module)}:
+                _place(module, key)[key[0]] = before[key].restored(key[0])
+
+    def changes(self) -> list[Change]:
+        """What is different now. Its tensors are copies without history, in host memory."""
+        found = []
+        extended: set[int] = set()  # a list with two names grows once
+        for number, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
+            now = dict(_state(module))
+            for (name, buffer), value in now.items():
+                kept = before.get((name, buffer))
+                if (kept is not None and kept.same(value)) or id(value) in extended:
+                    continue
+                _check_known(module, name, value)
+                if isinstance(value, _GENERATORS):
+                    found.append(Change(number, name, buffer, "state", _generator_state(value)))
+                elif kept is not None and value is kept.value and isinstance(value, list) and kept.begins(value):
+                    extended.add(id(value))
+                    found.append(Change(number, name, buffer, "extend", _portable(value[len(kept.inside) :])))
+                else:
+                    found.append(Change(number, name, buffer, "set", _portable(value)))
+            found += [Change(number, *key, "delete") for key in before if key[0] not in _place(module, key)]
+        return found
+
+    def apply(self, changes: Sequence[Change], device: torch.device) -> None:
+        """Make here what was changed elsewhere; everything must be as it was."""
+        for change in changes:
+            place = _place(self._modules[change.module], (change.name, change.buffer))
+            old: Any = place.get(change.name)
+            value = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, change.value)
+            if change.kind == "delete":
+                del place[change.name]
+            elif change.kind == "extend":
+                old.extend(value)
+            elif change.kind == "state":
+                _set_generator_state(old, change.value)
+            elif change.buffer and _alike(old, value):
+                old.copy_(value)
+            else:
+                place[change.name] = value
+
+
+@contextmanager
+def results_unknown(layers: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+    """Inside, what layers left in their attributes of the last microbatch, such as losses of their own, is unknown."""
+    left = {
+        (part, name, f"{fqn}.{name}"): value
+        for prefix, layer in layers.items()
+        for fqn, part in layer.named_modules(prefix=prefix)
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
+    for (part, name, fqn), value in left.items():
+        vars(part)[name] = Unknown.like(value, f"{fqn} of the whole batch", device)
+    try:
+        yield
+    finally:
+        for (part, name, _), value in left.items():
+            vars(part)[name] = value
+
+
+def _state(module: nn.Module) -> Iterator[tuple[tuple[str, bool], Any]]:
+    """What is covered of a module: (name, whether it is a buffer) → value."""
+    for name, value in vars(module).items():
+        if name not in _INTERNAL and _is_plain(value):
+            yield (name, False), value
+    for name, buffer in module._buffers.items():
+        yield (name, True), buffer
+
+
+def _check_known(module: nn.Module, name: str, value: Any) -> None:
+    unknown = first_unknown(value)
+    if unknown is not None:
+        raise TopologyError(
+            f"{name} of {type(module).__name__} is to remember {unknown.origin}, which the last pipeline stage doesn't "
+            "have. Set it behind the layers, or from what comes out of them."
+        )
+
+
+def _alike(old: Any, new: Any) -> bool:
+    return isinstance(old, Tensor) and isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
+
+
+def _place(module: nn.Module, key: tuple[str, bool]) -> dict[str, Any]:
+    return module._buffers if key[1] else vars(module)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, _PLAIN) and _is_plain(item) for key, item in value.items())
+    return isinstance(value, (*_PLAIN, *_GENERATORS)) or (
+        isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    )
+
+
+def _is_small(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.numel() <= _COPIED
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _portable(value: Any) -> Any:
+    def leaf(item: Any) -> Any:
+        return item.detach().cpu().clone() if isinstance(item, Tensor) else item
+
+    return tree_map(leaf, value)

@@ -1,0 +1,226 @@
+"""How is a batch cut into microbatches, and how do results of microbatches become those of the batch?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.unknown import Entry, Unknown
+
+_PLAIN = (str, bytes, int, float, bool, complex)
+_WHOLE = (*_PLAIN, type(None), torch.dtype, torch.device)
+T = TypeVar("T")
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples: the first dim of the tensors of ``batch``; 1 if there is none to cut.
+
+    Raises:
+        TopologyError: if the tensors disagree.
+    """
+    sizes = {name: t.shape[0] for name, t in _tensors(batch, "batch") if t.ndim and t.shape[0] != 1}
+    if len(set(sizes.values())) > 1:
+        raise TopologyError(
+            f"cannot cut this batch into microbatches: the first dims of its tensors differ: {sizes}. Put the samples "
+            "first in every tensor, or use pipeline_microbatches=1."
+        )
+    return next(iter(sizes.values()), 1)
+
+
+def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
+    """``count`` microbatches of consecutive samples, sizes as equal as can be, and their sizes.
+
+    Tensors are cut along their first dim (0-dim ones, and ones of a single row in a larger batch, go to all), and so
+    are lists of strings or numbers with one entry per sample.
+
+    Raises:
+        TopologyError: for something that cannot be cut.
+    """
+    if count == 1:
+        return [batch], [1]
+    samples = samples_in(batch)
+    sizes = [samples // count + (i < samples % count) for i in range(count)]
+    stops = [sum(sizes[: i + 1]) for i in range(count)]
+    return [_slice(batch, stop - size, stop, samples, "batch") for size, stop in zip(sizes, stops, strict=True)], sizes
+
+
+def copied(value: Any) -> Any:
+    """The same batch in memory of its own, as far as its containers are known: steps may change what they get."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        items = {key: copied(item) for key, item in value.items()}
+        return items if type(value) is dict else _like_mapping(value, items)
+    if isinstance(value, list | tuple):
+        found = [copied(item) for item in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: copied(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
+
+
+def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.ndim and value.shape[0] == samples else value
+    if isinstance(value, _WHOLE):
+        return value
+    if isinstance(value, Mapping):
+        cut = {k: _slice(v, start, stop, samples, f"{where}[{k!r}]") for k, v in value.items()}
+        return cut if type(value) is dict else _like_mapping(value, cut)
+    if isinstance(value, list | tuple):
+        plain = all(v is None or isinstance(v, _PLAIN) for v in value) and not hasattr(value, "_fields")
+        if len(value) == samples and value and plain:
+            return value[start:stop]
+        items = [_slice(v, start, stop, samples, f"{where}[{i}]") for i, v in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            f.name: _slice(getattr(value, f.name), start, stop, samples, f"{where}.{f.name}")
+            for f in dataclasses.fields(value)
+        }
+        return dataclasses.replace(value, **changes)
+    raise TopologyError(
+        f"cannot cut this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold tensors, "
+        "numbers, strings, dicts, lists, tuples and dataclasses; for others use pipeline_microbatches=1."
+    )
+
+
+def _like_mapping(original: Any, cut: dict[Any, Any]) -> Any:
+    """A mapping of the class of ``original``, such as the BatchEncoding of Hugging Face."""
+    try:
+        return type(original)(cut)
+    except TypeError as error:
+        raise TopologyError(
+            f"cannot cut this batch into microbatches: {type(original).__name__} cannot be made from a dict ({error}). "
+            "Collate into a dict, or use pipeline_microbatches=1."
+        ) from error
+
+
+def _tensors(tree: Any, where: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield where, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(value, f"{where}[{key!r}]")
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from _tensors(value, f"{where}[{number}]")
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for f in dataclasses.fields(tree):
+            yield from _tensors(getattr(tree, f.name), f"{where}.{f.name}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joined:
+    """One tensor of the whole batch, made from those of microbatches, without history.
+
+    Attributes:
+        dim: along which they were joined; None if there was but one.
+    """
+
+    parts: tuple[Tensor, ...]
+    whole: Tensor
+    dim: int | None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a part has a history."""
+        return any(part.requires_grad for part in self.parts)
+
+    def split(self, grad: Tensor | None) -> Sequence[Tensor | None]:
+        """Each microbatch's part of the whole's gradient; None where nothing depended on it."""
+        if grad is None or self.dim is None:
+            return [grad] * len(self.parts)
+        return torch.split(grad, [part.shape[self.dim] for part in self.parts], self.dim)
+
+
+def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> Joined:
+    """Join what microbatches gave to what the whole batch would have given, of the known ``shape``.
+
+    Raises:
+        TopologyError: if no dim adds up to that shape.
+    """
+    if len(parts) == 1:
+        return Joined(tuple(parts), parts[0].detach(), None)
+    dim = _joined_dim([tuple(part.shape) for part in parts], tuple(shape))
+    if dim is None:
+        raise TopologyError(
+            f"{what} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
+            f"{tuple(shape)}. The samples must keep a dim of their own through the layers, and other dims must not "
+            'depend on values; use pipeline_loss="microbatch" or pipeline_microbatches=1.'
+        )
+    return Joined(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
+
+
+def _joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+    for dim in range(len(whole)):
+        alike = all(len(p) == len(whole) and p[:dim] == whole[:dim] and p[dim + 1 :] == whole[dim + 1 :] for p in parts)
+        if alike and sum(p[dim] for p in parts) == whole[dim]:
+            return dim
+    return None
+
+
+class Results:
+    """What the last layer took and returned for the whole batch, joined from microbatches.
+
+    Args:
+        outputs: for each microbatch, the tensors that came from before the last layer, then those that it returned.
+        layer: its name.
+    """
+
+    def __init__(self, outputs: Sequence[Sequence[Tensor]], layer: str) -> None:
+        self._outputs, self._layer = outputs, layer
+        self._joined: list[tuple[Joined, Entry | None] | None] = []
+
+    def give(self, unknown: list[Unknown], out: Any) -> Any:
+        """Give the layer's unknown inputs their values; returns its results, given the hollow layer's."""
+        leaves, spec = tree_flatten(out)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        count = len(unknown) + len(places)
+        counts = [len(outputs) for outputs in self._outputs]
+        if any(found != count for found in counts):
+            raise TopologyError(
+                f"the last layer {self._layer} takes and returns {counts} tensors on microbatches, {count} on the "
+                "whole batch: its results depend on values"
+            )
+        hollow = [leaves[n] for n in places]
+        shapes = [tuple(like.shape) for like in hollow]
+        for number, one in enumerate(unknown):
+            self._joined.append(self._enter_input(number, one))
+        for place, returned, shape in zip(places, hollow, shapes, strict=True):
+            number = len(self._joined)
+            like: Any = returned
+            if any(returned is one for one in unknown):
+                leaves[place] = like = self._returned_input(number, returned, shape)
+            if isinstance(like, Unknown):
+                joined = join([o[number] for o in self._outputs], shape, f"a result of the last layer {self._layer}")
+                self._joined.append((joined, like.become(joined.whole, requires_grad=joined.requires_grad)))
+            else:  # it passes through the layer as it came
+                self._joined.append(None)
+        return tree_unflatten(leaves, spec)
+
+    def _enter_input(self, number: int, like: Unknown) -> tuple[Joined, Entry | None] | None:
+        try:
+            joined = join([outputs[number] for outputs in self._outputs], like.shape, "")
+        except TopologyError:
+            return None  # not one per sample; it stays unknown, which is an error only if the step uses it
+        return joined, like.become(joined.whole, requires_grad=joined.requires_grad)
+
+    def _returned_input(self, number: int, like: Any, shape: tuple[int, ...]) -> Any:
+        """What stands for a result that the hollow layer took for its input: that, if it is so on microbatches."""
+        if all(any(o[number] is o[k] for k in range(number)) for o in self._outputs):
+            return like
+        meta = torch.empty(shape, dtype=like.dtype, device="meta")
+        return Unknown.of(meta, f"a result of {self._layer}", like.device)
+
+    def gradients(self) -> list[list[Tensor | None]]:
+        """After a backward: for each microbatch, the gradients of its tensors."""
+        nothing: list[Tensor | None] = [None] * len(self._outputs)
+        parts = [nothing if k is None or k[1] is None else k[0].split(k[1].grad) for k in self._joined]
+        return [list(one) for one in zip(*parts, strict=True)]

@@ -1,0 +1,76 @@
+"""What would be wrong, silently, when a batch goes through the layers in microbatches?"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.names import clean_fqn
+from lightning_shardckpt.parallel.stages import StagePlan
+from lightning_shardckpt.parallel.step import Step
+
+
+class Soundness:
+    """Checks of the steps of one module. All give the same answer on all ranks of a pipeline, or are agreed upon.
+
+    Args:
+        root: the module, cut into stages.
+        plan: its stages.
+        rest_runs_once: whether what comes behind the layers sees the whole batch.
+    """
+
+    def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
+        self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
+        self._buffers = [
+            (f"{name}.{key}", module, key)
+            for name, module in root.named_modules()
+            if len(plan.holders(clean_fqn(name))) == 1 and not self._sees_whole(clean_fqn(name))
+            for key in module._buffers
+        ]
+        self._norms = [
+            (name, module)
+            for name, module in root.named_modules()
+            if isinstance(module, _BatchNorm) and not self._sees_whole(clean_fqn(name))
+        ]
+
+    def check_start(self, now: Step, *, whole: bool) -> None:
+        """Before the passes; ``whole``: whether the last stage runs whole steps on microbatches.
+
+        Raises:
+            TopologyError: for random numbers that passes would draw differently, and for batch norms.
+        """
+        if len(now.batches) == 1:
+            return
+        if now.draws and not whole:
+            raise TopologyError(
+                f"{now.job.name} draws random numbers outside of modules before its layers. Microbatches and the rest "
+                "of the step, which sees the whole batch, would draw different ones: draw them in the dataloader or "
+                'inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
+            )
+        if now.job.train and any(module.training for _, module in self._norms):
+            raise TopologyError(
+                f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
+                "norm, or pipeline_microbatches=1."
+            )
+
+    def buffer_marks(self) -> dict[str, tuple[int, int]]:
+        """Which buffers see microbatches, with marks that change when their values do."""
+        buffers = [(name, module._buffers.get(key)) for name, module, key in self._buffers]
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers if buffer is not None}
+
+    def check_buffers(self, now: Step, before: dict[str, tuple[int, int]]) -> None:
+        """After the passes.
+
+        Raises:
+            TopologyError: for a buffer of a layer that training changes, such as an average of activations.
+        """
+        changed = [name for name, mark in self.buffer_marks().items() if before.get(name) != mark]
+        if changed and now.job.train and len(now.batches) > 1:
+            raise TopologyError(
+                f"{changed[0]} is a buffer that training changes in a layer or before the layers, where it sees "
+                "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
+            )
+
+    def _sees_whole(self, name: str) -> bool:
+        return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)

@@ -1,0 +1,265 @@
+"""Which part of a module does each pipeline stage own?
+
+The *layers* (the trunk) are cut into consecutive ranges, one per stage. Every other module with parameters goes whole
+to the first stage or to the last, by its place before or after the layers in order of registration. Modules without
+parameters stay everywhere, as do parameters that belong to no such module: all stages hold those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.names import clean_fqn, matching_modules, named_modules, nearest
+
+Where = Literal["first", "last", "every"]
+Split = Literal["even", "cost"] | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Who owns what; names are clean FQNs.
+
+    Attributes:
+        layers: the trunk, in the order in which a step calls it.
+        ranges: for each stage the half-open range of its layers.
+        others: every other module with parameters → where it is.
+    """
+
+    layers: tuple[str, ...]
+    ranges: tuple[tuple[int, int], ...]
+    others: Mapping[str, Where]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranges)
+
+    def holders(self, name: str) -> frozenset[int]:
+        """The stages that hold the parameter, the buffer or the module of this clean FQN."""
+        for unit, stages in self._units():
+            if name == unit or name.startswith(f"{unit}."):
+                return stages
+        return frozenset(range(self.stages))
+
+    def _units(self) -> list[tuple[str, frozenset[int]]]:
+        last = self.stages - 1
+        where = {"first": frozenset({0}), "last": frozenset({last}), "every": frozenset(range(self.stages))}
+        units = [(self.layers[i], frozenset({s})) for s, (a, b) in enumerate(self.ranges) for i in range(a, b)]
+        return units + [(name, where[place]) for name, place in self.others.items()]
+
+    def units(self) -> dict[str, frozenset[int]]:
+        """The stages of every layer and every other module with parameters."""
+        return dict(self._units())
+
+
+def plan_stages(
+    root: nn.Module,
+    stages: int,
+    *,
+    layers: Sequence[str] | None = None,
+    split: Split = "even",
+    modules: Mapping[str, Where] | None = None,
+) -> StagePlan:
+    """Decide for the whole of ``root``, before anything is cut.
+
+    Args:
+        root: the LightningModule.
+        stages: how many.
+        layers: patterns that name the trunk; by default the largest list of layers.
+        split: "even" by number of layers, "cost" by parameters including the other modules, or the names of the first
+            layers of all stages but the first.
+        modules: pattern → where modules other than layers go.
+
+    Raises:
+        TopologyError: if there are no layers, too few, or names match nothing.
+    """
+    trunk = _named_layers(root, layers) if layers is not None else _largest_trunk(root, stages)
+    others = _place_others(root, trunk, modules or {})
+    ranges = _split(root, trunk, others, stages, split) if isinstance(split, str) else _split_at(trunk, split, stages)
+    return StagePlan(tuple(trunk), tuple(ranges), others)
+
+
+def _largest_trunk(root: nn.Module, stages: int) -> list[str]:
+    """The list with most parameters, of those with enough layers if there are such."""
+    best: tuple[tuple[bool, int], list[str]] | None = None
+    found = named_modules(root)
+    for name, module in found.items():
+        children = [child for child, _ in module.named_children()]
+        if not _is_trunk(module):
+            continue
+        layers = sum(any(True for _ in child.parameters()) for child in module.children())
+        size = layers >= stages, sum(p.numel() for p in module.parameters())
+        if best is None or size > best[0]:
+            best = size, [f"{name}.{child}" for child in children]
+    if best is None:
+        raise TopologyError(
+            f"{type(root).__name__} has no list of layers (ModuleList, ModuleDict or Sequential) to cut into pipeline "
+            "stages. Name the layers in the order in which they run: pipeline_layers=['net.layer1', 'net.layer2', …]."
+        )
+    return best[1]
+
+
+def _is_trunk(module: nn.Module) -> bool:
+    """A Sequential of anything, or a list or dict of layers of one class; with at least two that have parameters."""
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    if len(children) < 2:
+        return False
+    if isinstance(module, nn.Sequential):
+        return True
+    alike = isinstance(module, nn.ModuleList | nn.ModuleDict) and len({type(c) for c in module.children()}) == 1
+    return alike and not isinstance(children[0], nn.ModuleList | nn.ModuleDict | nn.ParameterList)
+
+
+def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
+    modules = named_modules(root)
+    chosen: list[str] = []
+    for pattern in patterns:
+        matching = matching_modules(modules, pattern)
+        found = [name for name in matching if name not in chosen]
+        if not found:
+            what = "only layers that are named already" if matching else f"no module of {type(root).__name__}"
+            near = "" if matching else nearest(modules, pattern)
+            raise TopologyError(f"pipeline_layers: {pattern!r} matches {what}{near}")
+        if len(found) == 1 and isinstance(modules[found[0]], nn.ModuleList | nn.ModuleDict):
+            found = [f"{found[0]}.{child}" for child, _ in modules[found[0]].named_children()]
+        chosen += found
+    nested = [a for a in chosen if any(a.startswith(f"{b}.") for b in chosen)]
+    if nested:
+        raise TopologyError(f"pipeline_layers: {nested[0]} is a part of another layer that is named")
+    return chosen
+
+
+def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, Where]) -> dict[str, Where]:
+    """Every module outside the trunk that has parameters, outermost first, by where it is registered."""
+    ancestors = {""}
+    for layer in layers:
+        parts = layer.split(".")
+        ancestors.update(".".join(parts[:n]) for n in range(1, len(parts)))
+    modules = named_modules(root)
+    asked = _asked(modules, wanted, root)
+    found: dict[str, Where] = {}
+
+    def walk(prefix: str, module: nn.Module) -> None:
+        children = [f"{prefix}.{n}" if prefix else n for n, _ in module.named_children()]
+        clean = [(clean_fqn(name), name) for name in children]
+        trunk = [k for k, (name, _) in enumerate(clean) if name in ancestors or name in layers]
+        for k, (name, _) in enumerate(clean):
+            child = modules.get(name)
+            if child is None or name in layers:
+                continue
+            if name in ancestors:
+                walk(name, child)
+            elif _has_state(child):
+                found[name] = asked.get(name) or _by_place(name, k, trunk)
+
+    walk("", root)
+    unused = [name for name in asked if name not in found]
+    if unused:
+        raise TopologyError(
+            f"pipeline_modules: {unused[0]} cannot be placed: it is a layer, a part of one, a part of another module, "
+            f"or has no parameters. Modules that can be: {sorted(found)}"
+        )
+    return found
+
+
+def _asked(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: nn.Module) -> dict[str, Where]:
+    asked: dict[str, Where] = {}
+    for pattern, where in wanted.items():
+        names = matching_modules(dict(modules), pattern)
+        if where not in get_args(Where):
+            raise TopologyError(f"pipeline_modules: {pattern!r} must be one of {get_args(Where)}, found {where!r}")
+        if not names:
+            near = nearest(modules, pattern)
+            raise TopologyError(f"pipeline_modules: {pattern!r} matches no module of {type(root).__name__}{near}")
+        outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
+        asked |= dict.fromkeys(outermost, where)
+    return asked
+
+
+def _by_place(name: str, position: int, trunk: Sequence[int]) -> Where:
+    if position < trunk[0]:
+        return "first"
+    if position > trunk[-1]:
+        return "last"
+    raise TopologyError(
+        f"{name} is registered between layers of the pipeline: say where it belongs, "
+        f"pipeline_modules={{{name!r}: 'first' | 'last' | 'every'}}, or name it among pipeline_layers"
+    )
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Parameters, or statistics that training changes."""
+    statistics = any(isinstance(m, _NormBase) and m.running_mean is not None for m in module.modules())
+    return statistics or any(True for _ in module.parameters())
+
+
+def _split(
+    root: nn.Module, layers: Sequence[str], others: Mapping[str, Where], stages: int, split: str
+) -> list[tuple[int, int]]:
+    modules = named_modules(root)
+    sizes = [sum(p.numel() for p in modules[name].parameters()) for name in layers]
+    if split not in ("even", "cost"):
+        raise TopologyError(f'pipeline_split must be "even", "cost" or a list of layer names, found {split!r}')
+    weighed = [i for i, size in enumerate(sizes) if size]
+    if len(weighed) < stages:
+        raise TopologyError(
+            f"{len(weighed)} layers with parameters ({layers[0]} … {layers[-1]}) cannot be cut into {stages} pipeline "
+            "stages: use fewer stages, or name more layers with pipeline_layers"
+        )
+    costs = [sizes[i] if split == "cost" else 1 for i in weighed]
+    if split == "cost":
+        for name, where in others.items():
+            if where != "every":
+                costs[0 if where == "first" else -1] += sum(p.numel() for p in modules[name].parameters())
+    starts = _balanced(costs, stages)
+    # a layer without parameters, such as an activation function, goes with the layer before it
+    bounds = [0, *(weighed[start] for start in starts[1:]), len(layers)]
+    return list(pairwise(bounds))
+
+
+def _balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """The first index of each of ``stages`` consecutive parts whose largest sum is least.
+
+    Of equally good ones, that in which early parts are larger.
+
+    >>> _balanced([1, 1, 1, 1, 1], 2), _balanced([9, 1, 1, 1], 2)
+    ([0, 3], [0, 1])
+    """
+    count = len(costs)
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[k][i]: (least largest sum, unevenness, starts) of the first i items in k parts
+    best: list[tuple[int, int, list[int]]] = [(total[i], total[i] ** 2, [0]) for i in range(count + 1)]
+    for parts in range(2, stages + 1):
+        best = [
+            min(
+                (
+                    (max(best[j][0], total[i] - total[j]), best[j][1] + (total[i] - total[j]) ** 2, [*best[j][2], j])
+                    for j in range(parts - 1, i)
+                ),
+                key=lambda option: (option[0], option[1], [-start for start in option[2]]),
+                default=(total[-1], total[-1] ** 2 * stages, [0] * parts),
+            )
+            for i in range(count + 1)
+        ]
+    return best[count][2]
+
+
+def _split_at(layers: Sequence[str], names: Sequence[str], stages: int) -> list[tuple[int, int]]:
+    lost = [name for name in names if name not in layers]
+    if lost or len(names) != stages - 1:
+        raise TopologyError(
+            f"pipeline_split names the first layer of each of {stages} stages but the first, so {stages - 1} of "
+            f"{list(layers)}; found {list(names)}"
+        )
+    starts = [0, *(list(layers).index(name) for name in names), len(layers)]
+    if any(a >= b for a, b in pairwise(starts)):
+        raise TopologyError(f"pipeline_split: {list(names)} are not in the order of the layers {list(layers)}")
+    return list(pairwise(starts))

@@ -1,0 +1,148 @@
+"""How do activations and gradients travel between pipeline stages?
+
+Every message has a header of fixed size, so shapes may change from one microbatch to the next, and a stage that failed
+can say so in place of what is waited for. Sends never block; receives do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.schedule import Schedule
+
+_HEADER = 256  # int64 numbers
+_TAGS = 64  # a message has at most so many parts
+_MICROBATCHES = 4096
+_FAILED = -1
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
+    *(torch.int32, torch.int64, torch.complex64, torch.complex128),
+)
+
+Direction = Literal["forward", "backward"]
+
+
+class PeerFailed(Exception):
+    """A neighbouring stage could not send what was expected; its own error is the one that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What crosses the boundary behind a stage for one microbatch.
+
+    Attributes:
+        tensors: by position, with a flag: forward, whether it takes a gradient.
+        facts: numbers that both sides must agree on, such as the number of microbatches.
+    """
+
+    tensors: Mapping[int, tuple[Tensor, bool]]
+    facts: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Transport:
+    """Messages between the stages of one pipeline.
+
+    Written for gloo, whose messages are told apart by tags; NCCL has none and has not been run.
+
+    Attributes:
+        group: the ranks of the pipeline.
+    """
+
+    schedule: Schedule
+    group: dist.ProcessGroup
+    rank: int
+    device: torch.device
+    _pending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _local: dict[tuple[Direction, int, int], Message | None] = field(default_factory=dict)
+
+    def send(self, direction: Direction, boundary: int, microbatch: int, message: Message | None) -> None:
+        """Send over the boundary between stages ``boundary`` and ``boundary + 1``; None: this side failed."""
+        to = boundary + 1 if direction == "forward" else boundary
+        peer = self.schedule.rank_of(to)
+        if peer == self.rank:
+            self._local[direction, boundary, microbatch] = message
+            return
+        destination = dist.get_global_rank(self.group, peer)
+        tag = self._tag(direction, boundary, microbatch)
+        tensors = (
+            []
+            if message is None
+            else [t.detach().resolve_conj().resolve_neg().contiguous() for t, _ in message.tensors.values()]
+        )
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        numbers = _header(message, tensors)
+        header[: len(numbers)] = torch.tensor(numbers)
+        for part, tensor in enumerate([header.to(self.device), *tensors]):
+            if tensor.numel():
+                work = dist.isend(tensor, destination, group=self.group, tag=tag + part)
+                assert work is not None
+                self._pending.append((work, tensor))
+
+    def receive(self, direction: Direction, boundary: int, microbatch: int) -> Message:
+        """Wait for the message that the other side of the boundary sends.
+
+        Raises:
+            PeerFailed: if it failed instead.
+        """
+        origin = boundary if direction == "forward" else boundary + 1
+        peer = self.schedule.rank_of(origin)
+        if peer == self.rank:
+            message = self._local.pop((direction, boundary, microbatch))
+            if message is None:
+                raise PeerFailed
+            return message
+        source = dist.get_global_rank(self.group, peer)
+        tag = self._tag(direction, boundary, microbatch)
+        header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
+        dist.recv(header, source, group=self.group, tag=tag)
+        facts, places = _parsed(header.tolist())
+        tensors = {}
+        for part, (position, flag, dtype, shape) in enumerate(places):
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            if tensor.numel():
+                dist.recv(tensor, source, group=self.group, tag=tag + 1 + part)
+            tensors[position] = tensor, flag
+        return Message(tensors, facts)
+
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived. Call when every peer has received what it is going to."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+    def _tag(self, direction: Direction, boundary: int, microbatch: int) -> int:
+        channel = 2 * boundary + (direction == "backward")
+        return (channel * _MICROBATCHES + microbatch) * _TAGS
+
+
+def _header(message: Message | None, tensors: Sequence[Tensor]) -> list[int]:
+    if message is None:
+        return [_FAILED]
+    numbers = [len(message.facts), *message.facts, len(tensors)]
+    for tensor, (position, (_, flag)) in zip(tensors, message.tensors.items(), strict=True):
+        if tensor.dtype not in _DTYPES:
+            raise TopologyError(f"a tensor of {tensor.dtype} cannot cross pipeline stages; expected one of {_DTYPES}")
+        numbers += [position, int(flag), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    if len(numbers) > _HEADER or len(tensors) >= _TAGS:
+        raise TopologyError(f"{len(tensors)} tensors cross a pipeline stage at once, which is too many")
+    return numbers
+
+
+def _parsed(numbers: list[int]) -> tuple[tuple[int, ...], list[tuple[int, bool, torch.dtype, list[int]]]]:
+    if numbers[0] == _FAILED:
+        raise PeerFailed
+    facts, at = tuple(numbers[1 : 1 + numbers[0]]), 2 + numbers[0]
+    places = []
+    for _ in range(numbers[at - 1]):
+        position, flag, dtype, ndim = numbers[at : at + 4]
+        places.append((position, bool(flag), _DTYPES[dtype], numbers[at + 4 : at + 4 + ndim]))
+        at += 4 + ndim
+    return facts, places

@@ -1,0 +1,339 @@
+"""What does a stage compute with before its first layer, where it has no values?
+
+Every stage of a pipeline runs the user's own step. Modules of other stages are there as *hollow* copies, whose weights
+are :class:`Unknown`: tensors that have a shape, a dtype and a device, but no value. Whatever is computed from one is
+unknown, too; when the real activation arrives, the object itself becomes an ordinary tensor. Code that needs a value
+it cannot have (control flow, ``item``, writing into state) is told so at that very line.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_shardckpt.errors import TopologyError
+
+_WEIGHTS = "_shardckpt_weights"  # in a hollow module: its parameters, unknown
+_HERE = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "requires_grad", "is_leaf", "grad_fn"})
+_VALUES = frozenset(
+    {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"}
+    | {"__format__", "__contains__", "__reduce_ex__", "is_nonzero", "equal", "allclose"}
+)
+_FACTORIES = frozenset(
+    {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
+    | {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
+)
+_IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor")
+)
+_COPIES = frozenset({"new_tensor", "new_full", "full_like"})  # with an unknown value: the C++ code reads the memory
+_MOVES = frozenset({"cpu", "cuda"})
+
+
+class Entry:
+    """Where a received activation enters the autograd graph of a stage.
+
+    Attributes:
+        token: an empty leaf that the activation depends on.
+        grad: the activation's gradient, once a backward came by.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.token = torch.empty(0, device=device, requires_grad=True)
+        self.grad: Tensor | None = None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, token: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        ctx.entry.grad = grad if ctx.entry.grad is None else ctx.entry.grad + grad
+        return None, torch.empty_like(ctx.entry.token), None
+
+
+def enter(value: Tensor) -> Entry:
+    """Make ``value`` itself depend on an entry. Not a leaf, so that user code may change it in place; not a copy."""
+    entry = Entry(value.device)
+    # Also where the first use is under no_grad; and checkpoint may have saved it for backward already.
+    with torch.enable_grad(), _unsafe_preserve_version_counter(value):
+        _Enter.apply(value, entry.token, entry)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return entry
+
+
+class Unknown(Tensor):
+    """A tensor whose value is on another pipeline stage.
+
+    Its memory is one element, expanded to the shape. Results of any torch function on it are unknown; shapes come from
+    running the function on the meta device. Shapes under autocast are right, dtypes may not be.
+
+    Attributes:
+        origin: what it is the value of, for messages.
+    """
+
+    origin: str
+    _meta: Tensor
+
+    @classmethod
+    def of(cls, meta: Tensor, origin: str, device: torch.device) -> Unknown:
+        """An unknown tensor with the shape, strides and dtype of ``meta``."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            found: Any = _one_element(meta, device)
+            found.__class__ = cls
+            # Its own: a change of shape in place, or a search by identity, must not reach others of this kind.
+            own = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
+            found.origin, found._meta = origin, own
+        return found  # type: ignore[no-any-return]  # it has become one
+
+    @classmethod
+    def like(cls, tensor: Tensor, origin: str, device: torch.device) -> Unknown:
+        """An unknown tensor with the (global) shape and dtype of a real one."""
+        return cls.of(_as_meta(tensor), origin, device)
+
+    def become(self, value: Tensor, *, requires_grad: bool) -> Entry | None:
+        """Turn this very object into an ordinary tensor over the memory of ``value``; see `enter`."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if self.grad_fn is not None:
+                self.detach_()
+            self.requires_grad_(False)
+            del self.__dict__["origin"], self.__dict__["_meta"]
+            self.__class__ = Tensor  # type: ignore[assignment]  # as torch's UninitializedParameter does
+            self.data = value
+        return enter(self) if requires_grad else None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__  # type: ignore[attr-defined]  # of a property of Tensor
+        if name in _HERE or (name in _FACTORIES and _only_like(args, kwargs)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unknown))
+        if name in ("__repr__", "__str__"):
+            return f"<unknown on this pipeline stage: {first.origin}, shape {tuple(first._meta.shape)}>"
+        if name in _VALUES:
+            raise no_value(name, first)
+        if name == "__deepcopy__":
+            return cls.of(first._meta, first.origin, first.device)
+        if name in _MOVES:
+            return cls.of(first._meta, first.origin, torch.device(name))
+        if name in _COPIES:
+            raise no_value(name, first)
+        written = [tensor for tensor in _written(name, args, kwargs) if not isinstance(tensor, Unknown)]
+        result = _on_meta(func, name, first, args, kwargs)
+        for tensor in written:
+            _taint(tensor, first, name)
+        return iter(result) if name == "__iter__" else result
+
+
+def no_value(what: str, unknown: Unknown) -> TopologyError:
+    """The error for code that asks for a value which this stage cannot know."""
+    return TopologyError(
+        f"{what} needs the value of {unknown.origin}, which this pipeline stage doesn't have. Every stage runs the "
+        "step; outside its own layers it knows shapes, not values. Let the code outside the layers depend on values "
+        "of the batch alone, move it into a layer or into a module that one stage runs, or give modules to other "
+        "stages with pipeline_modules."
+    )
+
+
+def leaked(what: str, unknown: Unknown) -> TopologyError:
+    """The error for a real result that depends on something only another stage has."""
+    return TopologyError(
+        f"{what} depends on {unknown.origin}, which this pipeline stage doesn't have: between two stages, only the "
+        "arguments of the next layer are passed on. Make what is needed an argument of the layers, move the code into "
+        "a layer, or say where a module is used: pipeline_modules={'name': 'first' | 'last' | 'every'}."
+    )
+
+
+def first_unknown(tree: Any) -> Unknown | None:
+    """The first unknown tensor of a nested structure."""
+    return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Unknown)), None)
+
+
+def hollow(module: nn.Module, fqn: str, device: torch.device) -> nn.Module:
+    """A copy of ``module`` without values: same classes and attributes, no parameters, no buffers, no hooks.
+
+    Weights are there as unknown attributes, so that its parts can be called, indexed and asked for their shapes.
+
+    Raises:
+        TopologyError: if it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
+        for name, tensor in named:
+            memo[id(tensor)] = Unknown.like(tensor, name, device)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise TopologyError(
+            f"{fqn} ({type(module).__name__}) is on another pipeline stage for some ranks, and cannot be copied "
+            f"without its weights: {type(error).__name__}: {error}"
+        ) from error
+    for part in twin.modules():
+        _strip(part)
+    return twin
+
+
+@contextmanager
+def hollow_weights_listed() -> Iterator[None]:
+    """Inside, ``parameters()`` also gives the unknown weights of hollow modules, in this thread.
+
+    So a penalty on all weights, computed by one stage, is refused instead of leaving out those of others.
+    """
+    original, thread = nn.Module.named_parameters, threading.get_ident()
+
+    def named_parameters(
+        module: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        yield from original(module, prefix, recurse, remove_duplicate)
+        if threading.get_ident() == thread:
+            for name, part in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+                for key, weight in part.__dict__.get(_WEIGHTS, {}).items():
+                    yield f"{name}.{key}" if name else key, weight
+
+    nn.Module.named_parameters = named_parameters  # type: ignore[method-assign,assignment]  # restored below
+    try:
+        yield
+    finally:
+        nn.Module.named_parameters = original  # type: ignore[method-assign]
+
+
+def _strip(module: nn.Module) -> None:
+    module.__dict__[_WEIGHTS] = {name: value for name, value in module._parameters.items() if value is not None}
+    for registered in (module._parameters, module._buffers):
+        for name, value in list(registered.items()):
+            if value is not None:
+                del registered[name]
+                module.__dict__[name] = value
+    module._non_persistent_buffers_set.clear()
+    for name, hooks in vars(module).items():
+        if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
+            hooks.clear()
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        stateless = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
+        module.__class__ = type(type(module).__name__, (type(module),), stateless)
+
+
+def _one_element(meta: Tensor, device: torch.device) -> Tensor:
+    """A tensor of that shape over the memory of one element; no view, so that it may be written to later."""
+    memory = torch.full((1,), _poison(meta.dtype), dtype=meta.dtype, device=device).untyped_storage()
+    return torch.empty(0, dtype=meta.dtype, device=device).set_(memory, 0, meta.shape, (0,) * meta.ndim)
+
+
+def _poison(dtype: torch.dtype) -> float | int:
+    """A value that shows, where C++ code reads a tensor as a number: that asks no ``__torch_function__``."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Unknown):
+        return tensor._meta
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(func: Callable[..., Any], name: str, first: Unknown, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` for its shapes; an unknown argument that it changed and returned is returned itself."""
+    device = first.device
+    originals: dict[int, Tensor] = {}
+
+    def to_meta(value: Any) -> Any:
+        nonlocal device
+        if isinstance(value, Tensor):
+            meta = _as_meta(value)
+            originals[id(meta)] = value
+            return meta
+        if isinstance(value, torch.device):
+            device = value
+            return torch.device("meta")
+        return value
+
+    def back(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return originals[id(value)] if id(value) in originals else Unknown.of(value, first.origin, device)
+
+    if name == "to" and len(args) > 1 and isinstance(args[1], str):
+        args = (args[0], torch.device(args[1]), *args[2:])
+    if isinstance(kwargs.get("device"), str):
+        kwargs = {**kwargs, "device": torch.device(kwargs["device"])}
+    meta_args, meta_kwargs = tree_map(to_meta, (tuple(args), kwargs))
+    try:
+        with torch.no_grad():
+            result = func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" in str(error).lower():
+            raise no_value(name, first) from error
+        raise
+    return tree_map(back, list(result) if name == "__iter__" else result)
+
+
+def _only_like(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the first argument of a factory is unknown, and no other is."""
+    found = [leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Unknown)]
+    return len(found) == 1 and found[0] is (args[0] if args else kwargs.get("input"))
+
+
+def _written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the function changes."""
+    if kwargs.get("out") is not None:
+        return [leaf for leaf in tree_leaves(kwargs["out"]) if isinstance(leaf, Tensor)]
+    in_place = name in _IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)] if in_place and args else []
+
+
+def _cannot_write(name: str, source: Unknown, written: Tensor) -> TopologyError:
+    return TopologyError(
+        f"{name} writes {source.origin}, whose value this pipeline stage doesn't have, into a "
+        f"{'parameter' if isinstance(written, nn.Parameter) else 'view of a tensor, or into one that has views,'} of "
+        f"shape {tuple(written.shape)}. Assign to the tensor itself, build it with torch.cat or torch.where, or move "
+        "this code into a layer or into a module that one stage runs."
+    )
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have its memory: views, also those of inference mode, ``data`` and ``detach()``."""
+    storage = tensor.untyped_storage()  # the tensor and this object make 2
+    return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def _taint(written: Tensor, source: Unknown, name: str) -> Tensor:
+    """A fresh tensor that something unknown was written into is unknown from now on; state must not become so."""
+    if type(written) is not Tensor or _is_shared(written):
+        raise _cannot_write(name, source, written)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        meta, device = _as_meta(written), written.device
+        if written.grad_fn is not None:
+            written.detach_()
+        written.data = _one_element(meta, device)
+        written.__class__ = Unknown
+    written.origin, written._meta = source.origin, meta  # type: ignore[attr-defined]  # it is one now
+    return written
+
+
+def unknowns(leaves: Sequence[Any]) -> Iterator[int]:
+    """Positions of the unknown tensors; of an object that is there twice, the first."""
+    seen: set[int] = set()
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Unknown) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield position
