@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.state.geometry import local_views, view_at
 
 
@@ -46,6 +47,26 @@ def regather_on_toggle(module: pl.LightningModule, regather: Callable[[], None])
 
     for name in ("toggle_optimizer", "untoggle_optimizer"):
         setattr(module, name, regathering(getattr(type(module), name).__get__(module)))
+
+
+def refuse_clipping_of_stages(module: pl.LightningModule) -> None:
+    """Make ``torch.nn.utils.clip_grad_norm_`` in ``configure_gradient_clipping`` an error: it sees one stage only."""
+    configure = type(module).configure_gradient_clipping.__get__(module)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise TopologyError(
+            "configure_gradient_clipping calls torch.nn.utils.clip_grad_norm_, which sees the parameters of one "
+            "pipeline stage only; call self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)"
+        )
+
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        original, torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_, refuse  # type: ignore[assignment]
+        try:
+            configure(*args, **kwargs)
+        finally:
+            torch.nn.utils.clip_grad_norm_ = original
+
+    module.__dict__["configure_gradient_clipping"] = guarded
 
 
 def gather_metrics_over(group: dist.ProcessGroup, module: torch.nn.Module) -> None:

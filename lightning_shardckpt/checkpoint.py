@@ -1,7 +1,7 @@
 """Save and load, in call order: the page that tells how a checkpoint comes to be and how it comes back.
 
-``save``: prepare → agree → write → commit. ``load``: open → compare → verify → fill → apply.
-Each arrow is a ``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
+``save``: prepare → agree → (table → join →) write → commit. ``load``: open → compare → judge → plan → verify → fill →
+apply. Each line of them is a ``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def save(
     job = Save(path, ranks, about, size_per_shard, storage)
     with job.discarded_on_error():
         agreed = ranks.step(f"preparing to save {path!r}", lambda: job.prepare(describe), job.agree)
-        if len(agreed["groups"]) > 1:  # some ranks hold other tensors than others: one of each kind tells which
-            tables = ranks.step(f"planning to save {path!r}", lambda: job.table(agreed), list)
-            agreed["tables"] = tables
+        if len(agreed["groups"]) > 1:  # pipeline stages: one rank of each kind tells what it holds
+            agreed["tables"] = ranks.step(f"planning to save {path!r}", lambda: job.table(agreed), job.join)
         ranks.step(f"saving {path!r}", lambda: job.write(agreed), job.commit)
 
 
@@ -101,16 +100,15 @@ def load(
     where = f"checkpoint {path!r}"
     with opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
         job = Load(source, live, strict, pick_rank or (lambda _: ranks.rank))
-        ranks.step(f"comparing {where} with the model", job.compare, _nothing)
+        judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
+        ranks.step(f"planning to load {where}", lambda: job.plan(judged), _nothing)
         ranks.step(f"verifying {where}", lambda: source.verify(job.targets), _nothing)
         ranks.step(f"reading {where}", lambda: source.fill(job.targets), _nothing)
         job.apply()
         return Loaded(job.trainer, job.extra_state, job.notes)
 
 
-def load_full(
-    path: str, *, optimizers: bool = True, verify: bool = True, storage: Storage = _LOCAL
-) -> dict[str, Any]:
+def load_full(path: str, *, optimizers: bool = True, verify: bool = True, storage: Storage = _LOCAL) -> dict[str, Any]:
     """Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
 
     Raises:

@@ -20,7 +20,7 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
-from lightning_shardckpt.state.model import canonical_name, is_extra_state, model_leaves
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.state.tree import Dropped
@@ -50,10 +50,17 @@ class ShardCkptIO(CheckpointIO):
         self._ranks = Ranks.alone()
         self._module: nn.Module | None = None
         self._topology: dict[str, int] = {}
+        self.names = WholeNames()
 
-    def attach(self, ranks: Ranks, module: nn.Module, topology: dict[str, int]) -> None:
-        """From now on, all of ``ranks`` call this object together to save and load ``module``."""
+    def attach(
+        self, ranks: Ranks, module: nn.Module, topology: dict[str, int], *, names: WholeNames | None = None
+    ) -> None:
+        """From now on, all of ``ranks`` call this object together to save and load ``module``.
+
+        ``names`` is of the whole model, where a rank's ``module`` is a pipeline stage and has a part of it.
+        """
         self._ranks, self._module, self._topology = ranks, module, topology
+        self.names = names or WholeNames()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -72,7 +79,7 @@ class ShardCkptIO(CheckpointIO):
 
         def describe() -> Snapshot:
             rest = {k: v for k, v in checkpoint.items() if k != RANK_STATE}
-            taken.append(snapshot(rest, self._module, checkpoint.get(RANK_STATE)))
+            taken.append(snapshot(rest, self._module, checkpoint.get(RANK_STATE), self.names))
             return taken[0]
 
         engine.save(
@@ -126,9 +133,10 @@ class ShardCkptIO(CheckpointIO):
             weights_only: for a plain file, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
         """
-        leaves, _ = model_leaves({k: v for k, v in state_dict.items() if not is_extra_state(k)}, self._module)
+        tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
+        leaves, _ = model_leaves(tensors, self._module, self.names)
         extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
-        live = Live(leaves, extra_state, optimizers, names)
+        live = Live(leaves, extra_state, optimizers, names, self.names)
         loaded = engine.load(
             os.fspath(path),
             live,

@@ -23,10 +23,10 @@ from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint, Request, fill, verify_requests
 from lightning_shardckpt.staging import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.state.geometry import local_tensor, local_views, parts_of
-from lightning_shardckpt.state.model import Differences, match_model, model_leaves
-from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer, optimizer_leaves
-from lightning_shardckpt.state.snapshot import Leaves, merge_documents, specs_of
-from lightning_shardckpt.state.trainer import sharded_like
+from lightning_shardckpt.state.model import Differences, WholeNames, match_model, model_leaves
+from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer, merge_optimizers, optimizer_leaves
+from lightning_shardckpt.state.snapshot import Leaves, specs_of
+from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
 from lightning_shardckpt.state.tree import decode, decode_small
 from lightning_shardckpt.storage.protocol import Storage
 
@@ -82,7 +82,9 @@ class ShardedSource:
         else:
             names = sorted(n for n in known if n.startswith(f"{role}-state-dist-"))
         found = [parse_json(self.checkpoint.document(name), f"{self.path!r}, {name}") for name in names]
-        return merge_documents(found) if len(found) > 1 else found[0] if found else None
+        if role == "optimizer" and len(found) > 1:
+            return merge_optimizers(found)
+        return {name: value for one in reversed(found) for name, value in one.items()} if found else None
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The decoded trainer state."""
@@ -195,43 +197,79 @@ def opened(
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The objects to load into. ``optimizers`` None: weights only. ``names``: FQN by ``id`` of the parameter."""
+    """The objects to load into.
+
+    ``optimizers`` None: weights only. ``names``: FQN by ``id`` of the parameter. ``whole``: of all pipeline stages.
+    """
 
     model: Leaves
     extra_state: frozenset[str]
     optimizers: Sequence[Optimizer] | None
     names: Mapping[int, str]
+    whole: WholeNames
 
 
 class Load:
-    """One load on one rank: compared first, then filled, then applied."""
+    """One load on one rank: compared first, then judged for all ranks, planned, filled and applied."""
 
     def __init__(self, source: Source, live: Live, strict: bool, pick_rank: Callable[[Any], int]) -> None:
         self._source, self._live, self._strict, self._pick_rank = source, live, strict, pick_rank
         self._components = source.components()
+        here = {*live.model.tensors, *live.model.aliases, *live.extra_state}
+        self._elsewhere = live.whole.elsewhere(here)
+        self._sources: dict[str, list[int] | None] = {}
         self._optimizers: list[OptimizerLoad] = []
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
         self.targets: list[Target] = []
         self.notes: list[str] = []
 
-    def compare(self) -> None:
-        """Match the stored tensors with the live ones, plan what to fill, read what is not tensors. Changes nothing.
+    def compare(self) -> dict[str, Any]:
+        """On every rank: match the stored tensors with the live ones. Changes nothing.
 
-        Raises:
-            MismatchError: listing every difference over model and optimizers, if ``strict``.
+        Returns every difference over model and optimizers, and which stored param groups each live one continues.
         """
         found = Differences()
         stored = self._components.get("model", Component({}))
-        extra = self._source.document("model") or {}
-        matched = match_model(stored, self._live.model, (set(extra), set(self._live.extra_state)), found)
+        extra = (set(self._source.document("model") or {}), set(self._live.extra_state))
+        ties, elsewhere = self._live.whole.ties, self._elsewhere
+        matched = match_model(stored, self._live.model, extra, found, ties=ties, elsewhere=elsewhere)
         self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
         if self._live.optimizers is not None:
             self._compare_optimizers(self._live.optimizers, matched, found)
-        self._raise_or_note(found)
+        sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
+        return {"differences": found.problems, "sources": sources}
+
+    def judge(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: what all ranks found, each difference once.
+
+        Raises:
+            MismatchError: listing the differences, if ``strict``.
+        """
+        problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
+        count = len(problems)
+        lines = problems[:_LISTED] + ([f"… and {count - _LISTED} more"] if count > _LISTED else [])
+        listed, path = "\n  ".join(lines), repr(self._source.path)
+        if count and self._strict:
+            raise MismatchError(
+                f"cannot load {path} into this model: {count} differences\n  {listed}\n"
+                "Set strict_loading=False on the LightningModule to load the rest, or look with "
+                "`python -m lightning_shardckpt inspect PATH`."
+            )
+        note = f"{count} differences between {path} and this model were left as they are:\n  {listed}"
+        sources: dict[str, list[int] | None] = {}
+        for group, numbers in ((g, n) for report in reports for g, n in report["sources"].items()):
+            known = sources.get(group)
+            sources[group] = known if numbers is None else list(dict.fromkeys([*(known or ()), *numbers]))
+        return {"notes": [note] if count else [], "sources": sources}
+
+    def plan(self, judged: dict[str, Any]) -> None:
+        """On every rank: allocate what is not there to be filled, read what is not tensors. Changes nothing."""
+        self.notes, self._sources = judged["notes"], judged["sources"]
         for optimizer in self._optimizers:
             allocated = optimizer.allocate(self._components.get("optimizer"))
             self.targets += [Target("optimizer", key, tensor) for key, tensor in allocated.items()]
+        extra = self._source.document("model") or {}
         self.extra_state = {n: decode_small(v) for n, v in extra.items() if n in self._live.extra_state}
         self._read_trainer()
 
@@ -248,49 +286,41 @@ class Load:
         for number, optimizer in enumerate(live[: len(document)]):
             one = StoredOptimizer(number, document[str(number)], component)
             load = OptimizerLoad(number, optimizer, one, self._live.names, matched)
-            load.compare(component, found)
+            load.compare(component, found, self._elsewhere)
             self._optimizers.append(load)
-
-    def _raise_or_note(self, found: Differences) -> None:
-        count = len(found.problems)
-        lines = found.problems[:_LISTED] + ([f"… and {count - _LISTED} more"] if count > _LISTED else [])
-        listed = "\n  ".join(lines)
-        if count and self._strict:
-            raise MismatchError(
-                f"cannot load {self._source.path!r} into this model: {count} differences\n  {listed}\n"
-                "Set strict_loading=False on the LightningModule to load the rest, or look with "
-                "`python -m lightning_shardckpt inspect PATH`."
-            )
-        if count:
-            self.notes.append(
-                f"{count} differences between {self._source.path!r} and this model were left as they are:\n  {listed}"
-            )
 
     def _read_trainer(self) -> None:
         """The trainer's state; its tensors are allocated now and filled with the others."""
         component = self._components.get("trainer", Component({}))
         tensors: dict[str, torch.Tensor] = {}
+        model = self._live.model
+        live = model.tensors | {alias: model.tensors[of] for alias, of in model.aliases.items()}
         for key, spec in component.tensors.items():
-            # pinned: a plain tensor of rank 0, which stays one
-            like = None if spec.pinned else sharded_like(key, spec.shape, self._live.model.tensors)
-            dtype = TORCH_DTYPES[spec.dtype]
-            tensors[key] = torch.empty(spec.shape, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype)
-        self.targets += [Target("trainer", key, tensor) for key, tensor in tensors.items()]
+            # pinned: a plain tensor of one rank, which stays one
+            like = None if spec.pinned else sharded_like(key, spec.shape, live)
+            dtype, device = TORCH_DTYPES[spec.dtype], "meta" if self._is_elsewhere(key) else None
+            blank = torch.empty(spec.shape, dtype=dtype, device=device)
+            tensors[key] = blank if like is None else torch.empty_like(like, dtype=dtype)
+        self.targets += [Target("trainer", key, tensor) for key, tensor in tensors.items() if not tensor.is_meta]
         self.trainer = self._source.trainer(tensors.__getitem__)
+        if self._elsewhere:
+            drop_elsewhere(self.trainer, self._is_elsewhere)
         first = decode_small(self._source.document("rank"))
         rank = 0 if first is None else self._pick_rank(first)
         self.trainer["rank_state"] = first if rank == 0 else decode_small(self._source.document("rank", rank))
+
+    def _is_elsewhere(self, key: str) -> bool:
+        """Whether a key of trainer state is about what only other pipeline stages have."""
+        return bool(self._elsewhere) and entry_of(key, self._live.whole.state) in self._elsewhere
 
     def apply(self) -> None:
         """Put the filled optimizer state in place; the model's tensors were filled where they are."""
         filled = {t.key: t.tensor for t in self.targets if t.component == "optimizer"}
         for optimizer in self._optimizers:
-            self.notes += optimizer.apply(filled)
+            self.notes += optimizer.apply(filled, self._sources)
 
 
-def assemble(
-    source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True
-) -> dict[str, Any]:
+def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True) -> dict[str, Any]:
     """Lightning's checkpoint dict with whole tensors; ``tensor`` gives the one of a component and key."""
     components = source.components()
     found = source.trainer(lambda key: tensor("trainer", key))

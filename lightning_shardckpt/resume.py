@@ -7,7 +7,7 @@ the states of loaders that have their own, since those differ between ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +23,7 @@ from lightning_shardckpt.adapt import copy_slice
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.geometry import local_tensor
-from lightning_shardckpt.state.model import canonical_name, is_extra_state
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
 
@@ -46,26 +46,33 @@ def checked_io(io: object) -> ShardCkptIO:
     )
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Canonical FQN by ``id`` of the parameter; the first one of a tied parameter."""
+def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
+    """Canonical FQN by ``id`` of the parameter; the first one of a tied parameter, of the ``whole`` model if given."""
+    first = {name: tie[0] for tie in whole.ties for name in tie} if whole is not None else {}
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), canonical_name(name))
+        names.setdefault(id(parameter), first.get(canonical_name(name), canonical_name(name)))
     return names
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which data this rank trains on: its data-parallel rank, how many there are, and ranks per data-parallel rank."""
+    """Which data this rank trains on, with which pipeline stage of the model.
+
+    Its data-parallel rank, how many there are, ranks of each; its stage, how many there are. Stages are the outermost.
+    """
 
     data_rank: int
     data_size: int
     ranks_each: int
+    stage: int = 0
+    stages: int = 1
 
     def source_rank(self, rank_state: dict[str, Any]) -> int:
-        """The rank of the saving run whose state this one takes, from any rank's state: of the same data rank."""
+        """The rank of the saving run whose state this one takes, from any rank's state: of the same data and stage."""
         saved = Place(**rank_state["place"])
-        return (self.data_rank % saved.data_size) * saved.ranks_each
+        stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
+        return (stage * saved.data_size + data_rank) * saved.ranks_each
 
 
 def save_checkpoint(io: ShardCkptIO, trainer: pl.Trainer, place: Place, checkpoint: dict[str, Any], path: Any) -> None:
@@ -73,7 +80,7 @@ def save_checkpoint(io: ShardCkptIO, trainer: pl.Trainer, place: Place, checkpoi
     checkpoint = dict(checkpoint)
     rank_state: dict[str, Any] = {
         "rng": get_rng_state(),
-        "place": {"data_rank": place.data_rank, "data_size": place.data_size, "ranks_each": place.ranks_each},
+        "place": asdict(place),
         "positions": [_position(loader) for loader in _train_loaders(trainer)],
     }
     loops = checkpoint.get("loops")
@@ -98,7 +105,7 @@ def load_checkpoint(
         path,
         state_dict,
         trainer.strategy.optimizers if fitting else None,
-        parameter_names(module),
+        parameter_names(module, io.names),
         strict=module.strict_loading,
         weights_only=weights_only,
         pick_rank=place.source_rank,
@@ -129,7 +136,13 @@ def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]
     )
 
 
-def load_edited(module: nn.Module, loaded: Mapping[str, Any], now: Mapping[str, Any], copies: frozenset[str]) -> None:
+def load_edited(
+    module: nn.Module,
+    loaded: Mapping[str, Any],
+    now: Mapping[str, Any],
+    copies: frozenset[str],
+    whole: WholeNames | None = None,
+) -> None:
     """Bring entries of the loaded state dict into the module that filling it in place did not, or that hooks replaced.
 
     Args:
@@ -137,18 +150,26 @@ def load_edited(module: nn.Module, loaded: Mapping[str, Any], now: Mapping[str, 
         loaded: entries as they were filled.
         now: the same after on_load_checkpoint hooks; whole tensors may stand for sharded ones.
         copies: names of entries that are not the module's own memory.
+        whole: names of the model over all pipeline stages; a hook may name what another stage has.
 
     Raises:
         MismatchError: for entries that the module does not have.
     """
+    whole = whole or WholeNames()
     edited = {name: value for name, value in now.items() if name in copies or value is not loaded.get(name)}
+    for tie in whole.ties:  # the hook may have used a name that another stage has for the tensor
+        names = [name for name in edited if canonical_name(name) in tie]
+        if names:
+            value = edited[max(names, key=lambda name: tie.index(canonical_name(name)))]
+            edited |= {name: value for name in loaded if canonical_name(name) in tie}
     for name, value in edited.items():
         before = loaded.get(name)
         if isinstance(before, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             edited[name] = torch.empty_like(before, dtype=value.dtype)
             copy_slice(edited[name], value)
     if edited:
-        unexpected = module.load_state_dict(edited, strict=False).unexpected_keys
+        found = module.load_state_dict(edited, strict=False).unexpected_keys
+        unexpected = [name for name in found if canonical_name(name) not in whole.state]
         if unexpected and getattr(module, "strict_loading", True):
             raise MismatchError(f"on_load_checkpoint left entries that the model does not have: {unexpected}")
 

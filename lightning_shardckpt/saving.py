@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from lightning_shardckpt.errors import FormatError, MismatchError
+from lightning_shardckpt.errors import FormatError, MismatchError, StateError
 from lightning_shardckpt.header import checksum
 from lightning_shardckpt.index import (
     COMPONENTS,
@@ -30,6 +31,8 @@ from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.staging import dtype_name, host_bytes
 from lightning_shardckpt.state.geometry import local_tensor, view_at
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
+from lightning_shardckpt.state.trainer import entry_of
+from lightning_shardckpt.state.tree import references, union
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.write import write_component
 
@@ -55,6 +58,7 @@ class Save:
         self._draft: Draft | None = None
         self._agreed: dict[str, Any] = {}
         self._tables: Tables = {}
+        self._trainer: Any = None
 
     def prepare(self, describe: Callable[[], Snapshot]) -> dict[str, Any]:
         """On every rank: what it wants to save, as a digest."""
@@ -64,8 +68,9 @@ class Save:
             name: Component(specs_of(name, leaves, everyone), leaves.aliases)
             for name, leaves in self._snapshot.leaves.items()
         }
-        aliases = {name: sorted(c.aliases.items()) for name, c in self._own_tables.items()}
-        digest = table_digest({name: c.tensors for name, c in self._own_tables.items()}) + json.dumps(aliases)
+        names = {name: sorted(c.aliases.items()) for name, c in self._own_tables.items()}
+        other = sorted(self._snapshot.documents.get("model") or ())
+        digest = table_digest({name: c.tensors for name, c in self._own_tables.items()}) + json.dumps([names, other])
         return {"path": str(self._path), "step": self._about.step, "digest": checksum(digest.encode())}
 
     def agree(self, wishes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -83,23 +88,59 @@ class Save:
         self._begin(save_id)
         return {"save_id": save_id, "groups": list(groups.values())}
 
-    def table(self, agreed: dict[str, Any]) -> str | None:
-        """On the first rank of every group: its tables, as a root index without files."""
-        for group in agreed["groups"]:
-            if self._ranks.rank == group[0]:
-                tables = {
-                    name: Component({k: _held_by(s, group) for k, s in c.tensors.items()}, c.aliases)
-                    for name, c in self._own_tables.items()
-                }
-                return root_to_json(RootIndex(agreed["save_id"], self._ranks.world, tables, {})).decode()
-        return None
+    def table(self, agreed: dict[str, Any]) -> dict[str, Any] | None:
+        """On the first rank of every group: its tables, as a root index without files, and its trainer's state."""
+        group = next((group for group in agreed["groups"] if self._ranks.rank == group[0]), None)
+        if group is None:
+            return None
+        tables = {
+            name: Component({k: _held_by(s, group) for k, s in c.tensors.items()}, c.aliases)
+            for name, c in self._own_tables.items()
+        }
+        tables["trainer"] = Component({**_table(tables, "trainer").tensors, **self._own_specs()})
+        text = root_to_json(RootIndex(agreed["save_id"], self._ranks.world, tables, {})).decode()
+        model = self._snapshot.leaves.get("model", Leaves())
+        tied = {
+            key: "the model's" if own else checksum(host_bytes(local_tensor(model.tensors[key])))
+            for key, own in model.tied.items()
+        }
+        return {"tables": text, "tied": tied, "trainer": self._snapshot.documents.get("trainer")}
+
+    def join(self, reports: list[dict[str, Any] | None]) -> str:
+        """On rank 0: the tables of all groups as one; and the trainer's state, to which other groups may add.
+
+        Raises:
+            MismatchError: if two groups have different tensors under one name.
+            StateError: for sharded tensors of the trainer's state that are not kept by parameter name.
+        """
+        groups = [report for report in reports if report is not None]
+        roots = [root_from_json(group["tables"].encode(), "table of a rank") for group in groups]
+        tables = [root.components for root in roots]
+        _check_ties(tables, [group["tied"] for group in groups])
+        self._trainer = reduce(union, [group["trainer"] for group in groups])
+        referred = set(references(self._trainer))
+        _check_trainer(tables, referred)
+        joined = _joined_tables(tables)
+        joined["trainer"] = Component({k: s for k, s in _table(joined, "trainer").tensors.items() if k in referred})
+        return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode()
+
+    def _own_specs(self) -> dict[str, TensorSpec]:
+        holders = ((self._ranks.rank, self._ranks.rank + 1),)
+        return {
+            key: TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, holders, True)
+            for key, tensor in self._snapshot.own.items()
+        }
 
     def write(self, agreed: dict[str, Any]) -> dict[str, Any]:
         """On every rank: its shard files, indexes and documents; returns their sizes and checksums."""
         self._agreed = agreed
         rank, save_id = self._ranks.rank, agreed["save_id"]
         draft = self._draft or self._storage.draft(self._path, save_id)
-        self._tables = _joined_tables(agreed["tables"]) if "tables" in agreed else self._own_tables
+        self._tables = self._own_tables
+        if "tables" in agreed:
+            self._tables = root_from_json(agreed["tables"].encode(), "joined table").components
+        elif rank == 0 and self._snapshot.own:
+            self._tables["trainer"] = Component({**_table(self._tables, "trainer").tensors, **self._own_specs()})
         indexes, elements = {}, 0
         for component in COMPONENTS:
             if component not in self._tables:
@@ -108,10 +149,8 @@ class Save:
             pieces = plan_save(tensors, rank)
             leaves = self._snapshot.leaves.get(component, Leaves())
             live = {stored_as.get(key, key): tensor for key, tensor in leaves.tensors.items()}
-            if component == "trainer" and rank == 0:
-                own = {k: _own_spec(k, t) for k, t in self._snapshot.own.items()}
-                self._tables["trainer"] = Component({**tensors, **own})
-                pieces, live = pieces + plan_save(own, rank), {**live, **self._snapshot.own}
+            if component == "trainer":
+                live |= self._snapshot.own
             elements += sum(piece.part.box.numel for piece in pieces)
             info = write_component(draft, component, rank, save_id, pieces, _stager(live), self._size_per_shard)
             if info is not None:
@@ -119,10 +158,11 @@ class Save:
         return {"indexes": indexes, "documents": list(self._documents(draft, agreed)), "elements": elements}
 
     def _documents(self, draft: Draft, agreed: dict[str, Any]) -> Iterator[list[Any]]:
-        rank, found = self._ranks.rank, self._snapshot.documents
+        rank, found = self._ranks.rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
             names["trainer"] = "trainer-state.json"
+            found["trainer"] = found.get("trainer") if self._trainer is None else self._trainer
         if any(rank == group[0] for group in agreed["groups"]):
             names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer")}
         for role, name in names.items():
@@ -193,15 +233,48 @@ def _held_by(spec: TensorSpec, ranks: list[int]) -> TensorSpec:
     return TensorSpec(spec.dtype, spec.shape, spec.layout, as_holders(ranks), spec.pinned)
 
 
-def _joined_tables(texts: list[str | None]) -> Tables:
+def _table(tables: Mapping[str, Component], name: str) -> Component:
+    return tables.get(name, Component({}))
+
+
+def _check_ties(tables: list[Tables], tied: list[dict[str, str]]) -> None:
+    """Raise if groups have different values of a tied weight, since a hook replaced it on some."""
+    for key in sorted({key for keys in tied for key in keys}):
+        pairs = zip(tables, tied, strict=True)
+        values = {own.get(key, "replaced") for table, own in pairs if key in _table(table, "model").tensors}
+        if len(values) > 1:
+            raise MismatchError(
+                f"on_save_checkpoint replaced {key!r} in the state dict of some ranks, but not in the same way the "
+                "weight that is tied to it on others; replace all names of a tied weight, or none"
+            )
+
+
+def _check_trainer(tables: list[Tables], referred: set[str]) -> None:
+    """Raise if sharded tensors of the trainer's state would be lost, or may be taken for one another."""
+    about: dict[str, list[str | None]] = {}
+    for table in tables:
+        model = _table(table, "model")
+        entries = model.tensors.keys() | model.aliases.keys()
+        for key, spec in _table(table, "trainer").tensors.items():
+            if not spec.pinned:
+                about.setdefault(key, []).append(entry_of(key, entries))
+    wrong = [k for k, e in about.items() if k not in referred or (len(e) > 1 and (None in e or len(set(e)) > 1))]
+    if wrong:
+        raise StateError(
+            f"the trainer's state has sharded tensors under {wrong}, and pipeline stages have different ones; "
+            "a callback must keep them in dicts by parameter name, in the same place on every rank"
+        )
+
+
+def _joined_tables(tables: list[Tables]) -> Tables:
     """The union of the groups' tables; a tensor that several groups have is held by all of their ranks.
 
-    A group that knows only an alias of a tensor stores it under the name that the others use.
+    A group that knows only an alias of a tensor stores it under the name that the others use. Of plain tensors of the
+    trainer's state, which need not agree, the first group's counts.
 
     Raises:
         MismatchError: if two groups have different tensors under one name.
     """
-    tables = [root_from_json(text.encode(), "table of a rank").components for text in texts if text is not None]
     joined: Tables = {}
     for table in tables:
         for name, component in table.items():
@@ -213,6 +286,9 @@ def _joined_tables(texts: list[str | None]) -> Tables:
             for own_key, spec in component.tensors.items():
                 key = known.aliases.get(own_key, own_key)
                 other = known.tensors.get(key, spec)
+                if name == "trainer" and other.pinned and spec.pinned:
+                    known.tensors[key] = other
+                    continue
                 if (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
                     raise MismatchError(
                         f"the ranks hold different tensors as {key!r}: {other.dtype} {other.shape} on ranks "
@@ -221,10 +297,6 @@ def _joined_tables(texts: list[str | None]) -> Tables:
                 both = sorted({r for s in (other, spec) for a, b in s.holders for r in range(a, b)})
                 known.tensors[key] = _held_by(spec, both)
     return joined
-
-
-def _own_spec(key: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, ((0, 1),), True)
 
 
 def _stager(live: Mapping[str, torch.Tensor]) -> Callable[[Piece], memoryview]:

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_shardckpt import ShardedStrategy
 from lightning_shardckpt.header import checksum
 from tests import tiny
 from tests.pool import run_ranks
@@ -255,8 +254,3 @@ def fit_on(strategy: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
-
-
-def test_pipeline_parallelism_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel_size"):
-        ShardedStrategy(pipeline_parallel_size=2)

@@ -72,7 +72,10 @@ def sweep(directory: str, exchange: bool, half: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["between calls", "in the middle of a write"])
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize(
+    "exchange",
+    [pytest.param(True, id="exchange"), pytest.param(False, id="two renames", marks=pytest.mark.slow)],
+)
 def test_killed_save_leaves_the_old_or_the_new_checkpoint(exchange: bool, half: bool, tmp_path: Path) -> None:
     (found,) = run_ranks(1, sweep, str(tmp_path), exchange, half)
     assert found["old"] > 20 and found["new"] > 2

@@ -32,6 +32,7 @@ def save_own(path: str, by_rank: list[tuple[dict[str, int], dict[str, str]]]) ->
     "by_rank",
     [
         pytest.param([({"a": 1}, {}), ({"b": 2}, {}), ({"c": 3}, {})], id="nothing in common"),
+        pytest.param([({}, {}), ({"a": 1, "b": 2}, {}), ({"c": 3}, {})], id="nothing at all on a rank"),
         pytest.param([({"a": 1, "b": 2}, {}), ({"b": 2}, {}), ({"b": 2, "c": 3}, {})], id="one tensor on all ranks"),
         pytest.param([({"a": 1, "c": 3}, {"b": "a"}), ({"b": 1}, {}), ({"b": 1}, {})], id="known by an alias only"),
         pytest.param([({"a": 1, "c": 3}, {}), ({"a": 1, "c": 3}, {"b": "a"}), ({"a": 1}, {})], id="an alias of one"),

@@ -36,7 +36,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+QUICK = ("fsdp4", "tp2-fsdp2")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c[0], marks=[] if c[0] in QUICK else [pytest.mark.slow]) for c in CASES]
+)
 def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
     _, world, strategy, optimizer, targets = case
     path = str(tmp_path / "a.ckpt")
@@ -47,6 +52,7 @@ def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> No
             assert tiny.differences(expected, found) == []
 
 
+@pytest.mark.slow
 def test_a_chain_of_topologies_keeps_every_bit(tmp_path: Path) -> None:
     first, second, third = (str(tmp_path / f"{i}.ckpt") for i in range(3))
     expected = run_ranks(4, save, TP2, first, "adamw")[0]

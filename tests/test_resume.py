@@ -16,6 +16,8 @@ from tests import tiny
 from tests.pool import run_ranks
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
+PP2_1F1B: dict[str, Any] = {**PP2, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}
 
 
 def straight_and_resumed(
@@ -36,6 +38,11 @@ def straight_and_resumed(
         pytest.param(2, {}, 8, 6, {}, {"count": 16}, id="in the second epoch"),
         pytest.param(2, {}, 8, 4, {}, {"count": 16}, id="at the end of an epoch"),
         pytest.param(2, {}, 5, 2, {}, {"workers": 2}, id="with worker processes"),
+        pytest.param(2, PP2, 6, 3, {}, {}, id="pp2"),
+        pytest.param(4, PP2, 8, 6, {"optimizer": "momentum"}, {"count": 16}, id="pp2 x fsdp2 in the second epoch"),
+        pytest.param(
+            4, {**PP2, **TP2}, 5, 2, {"build_late": True}, {"workers": 2}, id="pp2 x tp2", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(
@@ -45,6 +52,13 @@ def test_resumed_run_equals_the_uninterrupted_one(
         assert resumed["losses"] == straight["losses"][stop:]
         assert tiny.differences(straight["state"], resumed["state"]) == []
         assert (resumed["step"], resumed["lr"]) == (straight["step"], straight["lr"]) == (steps, straight["lr"])
+
+
+def test_resumed_1f1b_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(2, straight_and_resumed, PP2_1F1B, str(tmp_path), 6, 3, {}, {}):
+        assert len(straight["losses"]) == 12  # the list of a step that runs once for each of two microbatches
+        assert resumed["losses"] == straight["losses"][6:]
+        assert tiny.differences(straight["state"], resumed["state"]) == []
 
 
 def with_and_without_saves(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:

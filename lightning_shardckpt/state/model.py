@@ -6,7 +6,7 @@ several names are stored once, under the first, and the other names are aliases 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,29 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.state.geometry import local_tensor
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tree import encode_small
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeNames:
+    """Canonical FQNs of the whole model, of which the rank of a pipeline stage has a part.
+
+    ``state``: all entries of the state dict, extra state included. ``ties``: the names of each tensor that has several,
+    the one under which it is stored first.
+    """
+
+    state: frozenset[str] = frozenset()
+    ties: tuple[tuple[str, ...], ...] = ()
+
+    def elsewhere(self, here: Collection[str]) -> frozenset[str]:
+        """The entries that a rank does not have under any of their names, given the names that it knows."""
+        known = set(here)
+        return self.state - known.union(*(tie for tie in self.ties if known.intersection(tie)))
 
 
 def canonical_name(name: str) -> str:
@@ -52,13 +70,16 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return [found for found in names.values() if len(found) > 1]
 
 
-def model_leaves(state_dict: Mapping[str, Any], module: nn.Module | None = None) -> tuple[Leaves, dict[str, Any]]:
+def model_leaves(
+    state_dict: Mapping[str, Any], module: nn.Module | None = None, whole: WholeNames | None = None
+) -> tuple[Leaves, dict[str, Any]]:
     """The tensors of a state dict, and its other entries as JSON.
 
     Args:
         state_dict: as the module's ``state_dict()`` or what hooks made of it; tensors may be DTensors.
         module: tells buffers from parameters and which names are tied. Without it, plain tensors that are the same
             memory count as tied.
+        whole: names of the model over all pipeline stages; a stage stores its part of a tie under the common name.
 
     Raises:
         StateError: for an entry that cannot be stored, or names that differ by wrappers only.
@@ -78,7 +99,40 @@ def model_leaves(state_dict: Mapping[str, Any], module: nn.Module | None = None)
     for alias in aliases:
         del tensors[alias]
     pinned = buffer_names(module) & tensors.keys() if module is not None else frozenset[str]()
-    return Leaves(tensors, aliases, frozenset(pinned)), other
+    leaves = Leaves(tensors, aliases, frozenset(pinned))
+    if module is not None and whole is not None and whole.ties:
+        leaves = _tied_over_stages(leaves, module, whole.ties)
+    return leaves, other
+
+
+def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[str, ...]]) -> Leaves:
+    """The same tensors, each under the first name of its tie.
+
+    What a hook put in place of single entries is not tied; an average or a copy of all of them is tied like the model.
+    """
+    live = {
+        canonical_name(name): _memory(tensor)
+        for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        for name, tensor in named
+    }
+    own = {key for key, tensor in leaves.tensors.items() if live.get(key) == _memory(tensor)}
+    renamed: dict[str, str] = {}
+    for tie in ties:
+        stored = [name for name in tie if name in leaves.tensors]
+        if len(stored) == 1 and (stored[0] in own or not own):
+            renamed[stored[0]] = tie[0]
+    aliases = {a: renamed.get(of, of) for a, of in leaves.aliases.items() if a != renamed.get(of, of)}
+    return Leaves(
+        {renamed.get(key, key): tensor for key, tensor in leaves.tensors.items()},
+        aliases | {name: first for name, first in renamed.items() if name != first},
+        frozenset(renamed.get(key, key) for key in leaves.pinned),
+        {first: name in own for name, first in renamed.items()},
+    )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    local = local_tensor(tensor)
+    return local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[str, str]:
@@ -113,7 +167,13 @@ class Differences:
 
 
 def match_model(
-    stored: Component, live: Leaves, extra: tuple[set[str], set[str]], differences: Differences
+    stored: Component,
+    live: Leaves,
+    extra: tuple[set[str], set[str]],
+    differences: Differences,
+    *,
+    ties: Iterable[tuple[str, ...]] = (),
+    elsewhere: frozenset[str] = frozenset(),
 ) -> dict[str, str]:
     """Live key -> stored key of every tensor that can be loaded; the rest is noted in ``differences``.
 
@@ -122,10 +182,16 @@ def match_model(
         live: leaves of the live model.
         extra: names of non-tensor entries in the checkpoint and in the live model.
         differences: collects missing, unexpected, shape and dtype differences.
+        ties: of the whole model, see ``WholeNames``.
+        elsewhere: what other ranks have and this one has not.
     """
     names: dict[str, list[str]] = {key: [key] for key in live.tensors}
     for alias, of in live.aliases.items():
         names[of].append(alias)
+    here = {name for group in names.values() for name in group}
+    for tie in ties:  # other stages may have the tensor by other names
+        for key in names.keys() & set(tie):
+            names[key] += [name for name in tie if name not in here]
     known = {**{key: key for key in stored.tensors}, **stored.aliases}
     matched: dict[str, str] = {}
     for key, tensor in live.tensors.items():
@@ -143,7 +209,7 @@ def match_model(
         else:
             matched[key] = sources[0]
     wanted = {name for group in names.values() for name in group}
-    for name in sorted((known.keys() - wanted) | (extra[0] - extra[1])):
+    for name in sorted(((known.keys() - wanted) | (extra[0] - extra[1])) - elsewhere):
         differences.add(name, "in checkpoint only")
     for name in sorted(extra[1] - extra[0]):
         differences.add(name, "in model only")

@@ -10,7 +10,7 @@ numbers) and the hyper-parameters of the param groups go into a JSON document.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,34 @@ def _add_value(values: dict[str, Any], name: str, param: str, value: Any) -> Non
     values.setdefault(name, {}).setdefault(text, {"value": value, "params": []})["params"].append(param)
 
 
+def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one process would have stored, from the documents of groups of ranks: pipeline stages.
+
+    Hyper-parameters are those of the first document. Parameters are in the order of the documents, each once: several
+    stages have those of containers, and tied ones.
+    """
+    merged: dict[str, Any] = {}
+    for number in dict.fromkeys(n for document in documents for n in document):
+        parts = [document[number] for document in documents if number in document]
+        groups: dict[str, Any] = {}
+        grouped: set[str] = set()
+        for i in dict.fromkeys(i for part in parts for i in part["groups"]):
+            found = [part["groups"][i] for part in parts if i in part["groups"]]
+            params = [p for p in dict.fromkeys(p for group in found for p in group["params"]) if p not in grouped]
+            grouped.update(params)
+            groups[i] = {"hyper": found[0]["hyper"], "params": params}
+        values: dict[str, Any] = {}
+        seen: set[tuple[str, str]] = set()
+        entries = [(name, entry) for part in parts for name, shared in part["values"].items() for entry in shared]
+        for name, param, value in ((name, p, entry["value"]) for name, entry in entries for p in entry["params"]):
+            if (name, param) not in seen:
+                _add_value(values, name, param, value)
+            seen.add((name, param))
+        shared = {name: list(by_value.values()) for name, by_value in values.items()}
+        merged[number] = {"groups": groups, "values": shared, "numbered": any(part["numbered"] for part in parts)}
+    return merged
+
+
 class StoredOptimizer:
     """One optimizer of a checkpoint: its groups, its values, and the names of its tensors."""
 
@@ -150,26 +178,31 @@ class OptimizerLoad:
         self._number, self._optimizer, self._stored = number, optimizer, stored
         self._stored_name: dict[int, str] = {}
         self._names = names
+        self._mapped = True
         live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         if stored.numbered:  # torch numbers parameters in order; the order is the only thing to go by
-            if [len(g) for g in live] == [len(g) for g in stored.groups]:
+            self._mapped = [len(g) for g in live] == [len(g) for g in stored.groups]
+            if self._mapped:
                 for a, b in zip(live, stored.groups, strict=True):
                     self._stored_name.update(zip(a, b, strict=True))
         else:
             self._stored_name = {i: renamed.get(names[i], names[i]) for group in live for i in group}
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
 
-    def compare(self, component: Component | None, differences: Differences) -> None:
-        """Note parameters that only one side has, and state whose shape no live parameter can take."""
+    def compare(
+        self, component: Component | None, differences: Differences, elsewhere: frozenset[str] = frozenset()
+    ) -> None:
+        """Note parameters that only one side has, and state whose shape no live parameter can take.
+
+        ``elsewhere`` are those of other pipeline stages, which know better.
+        """
         where = f"optimizer {self._number}"
         known = set(self._group_of)
-        live = {self._stored_name.get(id(p), ""): p for g in self._optimizer.param_groups for p in g["params"]}
-        if self._stored.numbered and "" in live:
-            sizes = [len(g["params"]) for g in self._optimizer.param_groups]
-            stored = [len(g) for g in self._stored.groups]
-            differences.add(where, f"param groups of {stored} parameters in checkpoint, {sizes} in model")
+        if not self._mapped:
+            differences.add(where, self._unmapped(in_part=bool(elsewhere)))
             return
-        for name in sorted(known - live.keys()):
+        live = {self._stored_name[id(p)]: p for g in self._optimizer.param_groups for p in g["params"]}
+        for name in sorted(known - live.keys() - elsewhere):
             differences.add(f"{where}: {name}", "in checkpoint only")
         for name, param in live.items():
             if name not in known:
@@ -181,6 +214,26 @@ class OptimizerLoad:
                     shape = tuple(param.shape)
                     what = f"shape {spec.shape} of state for a sharded parameter of {shape}"
                     differences.add(f"{where}: {key}", what)
+
+    def _unmapped(self, *, in_part: bool) -> str:
+        if in_part:
+            return (
+                "numbers the parameters of the whole model in the checkpoint, and a pipeline stage cannot tell which "
+                "are its own; resume from a directory that ShardedStrategy saved, or without pipeline parallelism"
+            )
+        sizes = [len(g["params"]) for g in self._optimizer.param_groups]
+        return f"param groups of {[len(g) for g in self._stored.groups]} parameters in checkpoint, {sizes} in model"
+
+    def sources(self) -> dict[str, list[int] | None]:
+        """By ``<optimizer>/<live group>``, the stored groups that its parameters were in; None if it has none."""
+        return {
+            f"{self._number}/{number}": self._groups_of(group["params"]) if group["params"] else None
+            for number, group in enumerate(self._optimizer.param_groups)
+        }
+
+    def _groups_of(self, params: list[torch.Tensor]) -> list[int]:
+        found = [self._group_of.get(self._stored_name.get(id(p), "")) for p in params]
+        return list(dict.fromkeys(i for i in found if i is not None))
 
     def allocate(self, component: Component | None) -> dict[str, torch.Tensor]:
         """Stored key -> the tensor to fill for it, laid out like its parameter. Nothing live changes yet."""
@@ -196,8 +249,13 @@ class OptimizerLoad:
                     targets[key] = torch.empty(spec.shape, dtype=dtype, device=param.device)
         return targets
 
-    def apply(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
-        """Put the filled tensors, the values and the hyper-parameters in place; returns what a person should know."""
+    def apply(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, list[int] | None]) -> list[str]:
+        """Put the filled tensors, the values and the hyper-parameters in place; returns what a person should know.
+
+        Args:
+            targets: what ``allocate`` returned, filled.
+            sources: of ``sources``, the union over ranks: so all stages of a pipeline decide alike.
+        """
         self._optimizer.state.clear()
         for group in self._optimizer.param_groups:
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -210,18 +268,21 @@ class OptimizerLoad:
                 state |= {k: targets[key] for k, key in keys.items() if key in targets}
                 if state:
                     self._optimizer.state[param] = state
-        return [note for i, group in enumerate(self._optimizer.param_groups) for note in self._apply_hyper(i, group)]
+        groups = enumerate(self._optimizer.param_groups)
+        return [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self._number}/{i}"])]
 
     def _params(self) -> list[torch.Tensor]:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [p for p in params if self._stored_name.get(id(p)) in self._group_of]
 
-    def _apply_hyper(self, number: int, group: dict[str, Any]) -> list[str]:
-        """Hyper-parameters follow the parameters: a group takes those of the groups that its parameters were in."""
-        stored = [self._group_of.get(self._stored_name.get(id(p), "")) for p in group["params"]]
-        sources = list(dict.fromkeys(i for i in stored if i is not None))
-        if not group["params"] and number < len(self._stored.groups) and not self._stored.groups[number]:
-            sources = [number]
+    def _apply_hyper(self, number: int, group: dict[str, Any], sources: list[int] | None) -> list[str]:
+        """Hyper-parameters follow the parameters: a group takes those of the groups that its parameters were in.
+
+        One without parameters on any rank takes those of the same number, where that can be the same group.
+        """
+        if sources is None:
+            stored, same_count = self._stored.groups, len(self._stored.groups) == len(self._optimizer.param_groups)
+            sources = [number] if number < len(stored) and (same_count or not stored[number]) else []
         where = f"optimizer {self._number}, param group {number}"
         notes = []
         for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):

@@ -6,14 +6,15 @@ state, whatever its keys: a JSON tree, with its larger tensors in the component 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.state.model import model_leaves
+from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.tree import Encoder, encode_small
@@ -22,13 +23,19 @@ HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning: users put anything there."""
 
 
-def snapshot(checkpoint: Mapping[str, Any], module: nn.Module | None = None, rank_state: Any = None) -> Snapshot:
+def snapshot(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module | None = None,
+    rank_state: Any = None,
+    whole: WholeNames | None = None,
+) -> Snapshot:
     """What this rank contributes to a save of Lightning's checkpoint dict.
 
     Args:
         checkpoint: as Lightning's ``dump_checkpoint`` made it.
         module: the live module, which tells buffers and ties; see ``model_leaves``.
         rank_state: what only this rank knows, such as its random state.
+        whole: names of the model over all pipeline stages.
 
     Raises:
         StateError: listing every value that cannot be stored, by path.
@@ -44,7 +51,7 @@ def snapshot(checkpoint: Mapping[str, Any], module: nn.Module | None = None, ran
     leaves = {"trainer": Leaves({k: t for k, t in encoder.tensors.items() if isinstance(t, DTensor)})}
     documents: dict[str, Any] = {"trainer": tree, "rank": encode_small(rank_state, "rank_state")}
     if "state_dict" in checkpoint:
-        leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module)
+        leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module, whole)
     if "optimizer_states" in checkpoint:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(checkpoint["optimizer_states"])
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
@@ -56,10 +63,45 @@ def sharded_like(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tens
 
     Averages of sharded weights must not be gathered to be restored: they are laid out like the weights.
     """
-    name = key.rpartition("/")[2]
-    while name:
+    for name in fqns_of(key):
         found = live.get(name)
         if isinstance(found, DTensor) and tuple(found.shape) == shape:
             return found
-        name = name.partition(".")[2]
     return None
+
+
+def fqns_of(key: str) -> Iterator[str]:
+    """The names of model entries that a key of trainer state can be about, the longest first.
+
+    >>> list(fqns_of("callbacks/Average/module.head.weight"))
+    ['module.head.weight', 'head.weight', 'weight']
+    """
+    name = key.rpartition("/")[2]
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+def entry_of(key: str, entries: Collection[str]) -> str | None:
+    """Which of the model's entries a key of trainer state is about; None if it is about none."""
+    return next((name for name in fqns_of(key) if name in entries), None)
+
+
+def drop_elsewhere(state: Any, is_elsewhere: Callable[[str], bool]) -> None:
+    """Take tensors and extra state of model entries that are elsewhere out of decoded trainer state, by their keys.
+
+    So what a callback keeps by parameter name is of this stage's names when it comes back to a pipeline stage.
+    """
+    if isinstance(state, argparse.Namespace):
+        drop_elsewhere(vars(state), is_elsewhere)
+    elif isinstance(state, dict):
+        kept_by_name = [k for k, v in state.items() if isinstance(k, str) and _is_entry(k, v)]
+        for key in filter(is_elsewhere, kept_by_name):
+            del state[key]
+    if isinstance(state, dict | list | tuple):
+        for item in state.values() if isinstance(state, dict) else state:
+            drop_elsewhere(item, is_elsewhere)
+
+
+def _is_entry(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_extra_state(key)

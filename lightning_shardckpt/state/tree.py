@@ -12,10 +12,11 @@ import collections
 import dataclasses
 import datetime
 import enum
+import json
 import math
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -185,6 +186,32 @@ def encode_small(value: Any, path: str) -> Any:
 def decode_small(value: Any) -> Any:
     """The value that ``encode_small`` was given."""
     return decode(value, _no_tensor)
+
+
+def union(first: Any, second: Any) -> Any:
+    """Of two encoded values the first, and what mappings at the same place of the second have beyond it."""
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return [union(a, b) for a, b in zip(first, second, strict=True)]
+    if not (isinstance(first, dict) and isinstance(second, dict)) or first.get(_TAG) != second.get(_TAG):
+        return first
+    tag = first.get(_TAG)
+    if tag is None:
+        both = {k: union(v, second[k]) if k in second else v for k, v in first.items()}
+        return both | {k: v for k, v in second.items() if k not in first}
+    if tag in _MAPPINGS:
+        mine, other = ({json.dumps(k): (k, v) for k, v in value["v"]} for value in (first, second))
+        pairs = [[k, union(v, other[text][1]) if text in other else v] for text, (k, v) in mine.items()]
+        return {**first, "v": pairs + [[k, v] for text, (k, v) in other.items() if text not in mine]}
+    return {**first, "v": union(first["v"], second["v"])} if tag in ("tuple", "deque") else first
+
+
+def references(value: Any) -> Iterator[str]:
+    """The keys of the tensors that are stored beside an encoded value."""
+    if isinstance(value, dict) and value.get(_TAG) == "stored":
+        yield value["v"]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from references(item)
 
 
 def _no_tensor(path: str) -> torch.Tensor:

@@ -231,7 +231,6 @@ class LocalDraft:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-
 def _remove(directory: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(directory) if os.path.islink(directory) else shutil.rmtree(directory)
