@@ -37,19 +37,28 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_shardckpt.adapt import copy_slice, gather_metrics_over, regather_on_toggle
+from lightning_shardckpt.adapt import copy_slice, gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
+from lightning_shardckpt.parallel.cutting import PipelineRecipe
 from lightning_shardckpt.parallel.deferred import DeferredInit
 from lightning_shardckpt.parallel.fsdp import reshard
 from lightning_shardckpt.parallel.materialize import broadcast_weights
 from lightning_shardckpt.parallel.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
-from lightning_shardckpt.parallel.model import Recipe, ShardedModule, rebind_optimizer, shard
+from lightning_shardckpt.parallel.model import (
+    Recipe,
+    ShardedModule,
+    empty_optimizers_allowed,
+    rebind_optimizer,
+    shard,
+)
 from lightning_shardckpt.parallel.replicas import check_batch
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
 from lightning_shardckpt.parallel.scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.statistics import broadcast_statistics
+from lightning_shardckpt.pipelined import PipelinedSteps
+from lightning_shardckpt.preemption import Preemption
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.resume import (
     Continuation,
@@ -61,6 +70,7 @@ from lightning_shardckpt.resume import (
     parameter_names,
     save_checkpoint,
 )
+from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.position import make_resumable
 
@@ -71,7 +81,7 @@ _RECORD = "_shardckpt_record"  # on the LightningModule: a second Trainer must f
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Trains one LightningModule under any mix of replicated data parallel, FSDP2 and tensor parallel.
+    """Trains one LightningModule under any mix of replicated data parallel, FSDP2, tensor and pipeline parallel.
 
     The module is an ordinary one: layers built in ``__init__`` or ``configure_model``, steps unchanged. One that
     cuts itself in ``configure_model`` with ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, as for
@@ -86,7 +96,22 @@ class ShardedStrategy(ParallelStrategy):
         data_parallel_shard_size: Processes over which FSDP2 shards; ``"auto"`` takes those that the others leave.
         data_parallel_replicate_size: Replicas of the sharded model (HSDP).
         tensor_parallel_size: Processes that compute one layer together.
-        pipeline_parallel_size: Must be 1 in this version.
+        pipeline_parallel_size: Processes over which the layers are distributed, each with some of them. See "Pipelines"
+            in the README for what that asks of a module.
+        pipeline_layers: Patterns that name the layers in the order in which they run; by default those of the largest
+            list of layers of one class, or of the largest Sequential.
+        pipeline_split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, those of other
+            modules included; or the names of the first layers of all stages but the first.
+        pipeline_modules: Pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers. By
+            default what is registered before the layers is on the first stage, what is behind them on the last.
+        pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or of the zero-bubble kind
+            ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are understood, too.
+        pipeline_microbatches: Into how many microbatches a batch is cut; by default twice the number of processes, and
+            never more than it has samples.
+        pipeline_loss: ``"batch"`` runs the step behind the layers once, on the whole batch: exact for any loss.
+            ``"microbatch"`` averages the losses of microbatches by their number of samples, which is the same for
+            losses that are means over samples; schedules that mix forward and backward passes need it.
+        pipeline_stages_per_rank: Above 1, every process has so many parts of the layers.
         tensor_parallel_plan: ``"auto"`` (the Hugging Face model's own), a dict of module pattern to style, a function
             of (module, tensor mesh) that cuts the module, or the import path of one. In a pattern ``*`` is any part
             of one component of a module name, ``**`` any number of components; the last match decides. A style is a
@@ -94,7 +119,8 @@ class ShardedStrategy(ParallelStrategy):
             embedding_rowwise, embedding_colwise, replicate, replicated_with_grad_allreduce.
         fsdp_units: Patterns or class names of the modules that are gathered one by one; by default the layers of the
             largest homogeneous ModuleList or Sequential. The rest is gathered for the whole step.
-        reshard_after_forward: Free gathered parameters between forward and backward.
+        reshard_after_forward: Free gathered parameters between forward and backward. By default True, but False in
+            pipelines, which would gather them for each microbatch again.
         activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or class.
         cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
         defer_init: Run ``configure_model`` without allocating weights; every rank then builds only its slices.
@@ -114,9 +140,16 @@ class ShardedStrategy(ParallelStrategy):
         data_parallel_replicate_size: int = 1,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        pipeline_layers: list[str] | None = None,
+        pipeline_split: str | list[str] = "even",
+        pipeline_modules: dict[str, Literal["first", "last", "every"]] | None = None,
+        pipeline_schedule: str = "gpipe",
+        pipeline_microbatches: int | None = None,
+        pipeline_loss: Literal["batch", "microbatch"] = "batch",
+        pipeline_stages_per_rank: int = 1,
         tensor_parallel_plan: str | dict[str, Any] | Callable[..., Any] = "auto",
         fsdp_units: list[str] | None = None,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | list[str] = False,
         cpu_offload: bool = False,
         defer_init: bool = True,
@@ -126,19 +159,29 @@ class ShardedStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
     ) -> None:
         super().__init__()
-        if pipeline_parallel_size != 1:
-            raise TopologyError(f"pipeline_parallel_size must be 1 in this version, found {pipeline_parallel_size}")
         self._sizes: dict[str, Any] = {
             "shard": data_parallel_shard_size,
             "replicate": data_parallel_replicate_size,
             "tensor": tensor_parallel_size,
+            "pipeline": pipeline_parallel_size,
         }
+        pipelined = PipelineRecipe(
+            layers=pipeline_layers,
+            split=pipeline_split,
+            modules=pipeline_modules or {},
+            schedule=pipeline_schedule,
+            microbatches=pipeline_microbatches,
+            loss=pipeline_loss,
+            stages_per_rank=pipeline_stages_per_rank,
+        )
+        pipelined.check(pipeline_parallel_size)
         self._recipe = Recipe(
             tensor_parallel_plan=tensor_parallel_plan,
             fsdp_units=fsdp_units,
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             cpu_offload=cpu_offload,
+            pipeline=pipelined,
         )
         self._defer_init = defer_init
         self._accumulate_unsharded = accumulate_unsharded
@@ -150,6 +193,8 @@ class ShardedStrategy(ParallelStrategy):
         self._sharded: ShardedModule | None = None
         self._deferred: DeferredInit | None = None
         self._manual_step = False
+        self._preemption = Preemption()
+        self._pipelined: PipelinedSteps | None = None
         self._ranks: Ranks | None = None
         self._continuation: Continuation | None = None
         self._loaded: tuple[dict[str, Any], frozenset[str]] | None = None
@@ -284,6 +329,7 @@ class ShardedStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._continuation = self._loaded = None
         self._sharded = self._found() or self._shard()
+        self._pipelined = self._pipeline_of(self._sharded)
         if not self.lightning_module.automatic_optimization:
             regather_on_toggle(self.lightning_module, self.regather)
         self.model = self.sharded.step
@@ -300,17 +346,39 @@ class ShardedStrategy(ParallelStrategy):
     def _shard(self) -> ShardedModule:
         assert self.lightning_module is not None
         module = self.precision_plugin.convert_module(self.lightning_module)
-        values = self._deferred.replay(module, skip_foreign=True) if self._deferred is not None else ()
         with same_rng():  # for modules that draw their own first values only now
             record = shard(
-                module, self.meshes, self._recipe, device=self.root_device, values=values, copy_slice=copy_slice
+                module, self.meshes, self._recipe, device=self.root_device, values=self._deferred, copy_slice=copy_slice
             )
         self._deferred = None
         object.__setattr__(module, _RECORD, record)
-        if self.topology.tensor > 1:
-            share_rng(self.meshes.tensor_group)
-            gather_metrics_over(self.meshes.data_parallel_group, module)
+        for size, group in (
+            (self.topology.tensor, self.meshes.tensor_group),
+            (self.topology.pipeline, self.meshes.pipeline_group),
+        ):
+            if size > 1:
+                share_rng(group)
+                gather_metrics_over(self.meshes.data_parallel_group, module)
         return record
+
+    def _pipeline_of(self, sharded: ShardedModule) -> PipelinedSteps | None:
+        module = self.lightning_module
+        assert module is not None
+        if sharded.pipeline is None:
+            return None
+        if not module.automatic_optimization:
+            raise TopologyError(
+                f"{type(module).__name__} optimizes manually (automatic_optimization = False), which cannot be "
+                "pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
+            )
+        refuse_clipping_of_stages(module)
+        return PipelinedSteps(module, sharded.pipeline, self.root_device, self._loss_scale)
+
+    def _loss_scale(self) -> float:
+        """What Lightning is going to multiply the loss with."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        factor = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else 1.0
+        return float(factor) / self._trainer().accumulate_grad_batches
 
     def _found(self) -> ShardedModule | None:
         """What was cut of the present module earlier, by this strategy or another Trainer's."""
@@ -337,7 +405,10 @@ class ShardedStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        with empty_optimizers_allowed() if self.topology.pipeline > 1 else nullcontext():
+            super().setup_optimizers(trainer)
+        if self.topology.pipeline > 1 and any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers):
+            raise TopologyError("LBFGS looks at all parameters at once, which are on different stages of a pipeline")
         for optimizer in self.optimizers:  # LightningCLI builds them before the module is cut
             rebind_optimizer(optimizer, self.sharded)
 
@@ -362,14 +433,23 @@ class ShardedStrategy(ParallelStrategy):
 
     # --- steps ---
 
+    def _heed_preemption(self) -> None:
+        self._preemption.agree(self._trainer(), lambda told: self.reduce_boolean_decision(told, all=False))
+
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._heed_preemption()
         if batch_idx == 0 and self.topology.tensor > 1:
             check_batch(batch, self.meshes.tensor_group, self.root_device)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
+        if self._pipelined is not None:
+            output = self._pipelined.training_step(self.precision_plugin.train_step_context, args, kwargs)
+            if output is None:  # no backward will follow
+                self.reshard()
+            return output  # type: ignore[no-any-return]
         self._manual_step = manual = not self.lightning_module.automatic_optimization
         try:
             output = self._run_step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
@@ -381,18 +461,23 @@ class ShardedStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), args, kwargs)  # type: ignore[no-any-return]
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)  # type: ignore[no-any-return]
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context(), args, kwargs)  # type: ignore[no-any-return]
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)  # type: ignore[no-any-return]
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
-    def _evaluate(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
-        output = self._run_step(name, context, args, kwargs)
+    def _evaluate(self, name: str, context: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
+        if self._trainer().state.fn == TrainerFn.FITTING:
+            self._heed_preemption()  # a validation may be longer than the time that is left
+        if self._pipelined is not None:
+            output = self._pipelined.evaluate(name, context, args, kwargs)
+        else:
+            output = self._run_step(name, context(), args, kwargs)
         self.reshard()
         return output
 
@@ -421,6 +506,9 @@ class ShardedStrategy(ParallelStrategy):
         if self._manual_step:
             sharded.step.expect_backward(loss)
         plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if self._pipelined is not None:
+            self._pipelined.backward()
+            self.reshard()  # a stage may have had nothing to go back through
         if sharded.gradients.finish():
             broadcast_statistics(module, self.meshes.data_parallel_group)  # autograd needed them until now
         self.regather()
@@ -442,7 +530,8 @@ class ShardedStrategy(ParallelStrategy):
         return output
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(list(self.precision_plugin.main_params(optimizer)), clip_val, device=self.root_device)
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        clip_by_norm(parameters, clip_val, device=self.root_device, ranks_of=self.sharded.holders.__getitem__)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(self.precision_plugin.main_params(optimizer), clip_val)
@@ -494,6 +583,8 @@ class ShardedStrategy(ParallelStrategy):
         if self._sharded is not None:
             self._sharded.gradients.reset()
             self._sharded.step.reset()
+        if self._pipelined is not None:
+            self._pipelined.reset()
 
     @override
     def teardown(self) -> None:
@@ -524,7 +615,13 @@ class ShardedStrategy(ParallelStrategy):
     @property
     def _place(self) -> Place:
         topology = self.topology
-        return Place(self.meshes.data_parallel_rank, topology.data_parallel, topology.tensor)
+        return Place(
+            self.meshes.data_parallel_rank,
+            topology.data_parallel,
+            topology.tensor,
+            self.meshes.pipeline_rank,
+            topology.pipeline,
+        )
 
     @property
     @override
@@ -543,8 +640,13 @@ class ShardedStrategy(ParallelStrategy):
             self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)
         assert self.lightning_module is not None
         sizes = dict(zip(AXES, self.topology.shape, strict=True))
-        self.checkpoint_io.attach(self._ranks, self.lightning_module, sizes)
+        self.checkpoint_io.attach(self._ranks, self.lightning_module, sizes, names=self._names)
         return self.checkpoint_io
+
+    @property
+    def _names(self) -> WholeNames:
+        """Of the whole model, also on a stage that has a part of it."""
+        return WholeNames(self.sharded.state_names, self.sharded.state_ties)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -556,7 +658,7 @@ class ShardedStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """By parameter FQN; the tensors are this rank's shards."""
         assert self.lightning_module is not None
-        return optimizer_state(optimizer, parameter_names(self.lightning_module))
+        return optimizer_state(optimizer, parameter_names(self.lightning_module, self._names))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -569,7 +671,7 @@ class ShardedStrategy(ParallelStrategy):
         if self._loaded is not None:
             loaded, copies = self._loaded
             self._loaded = None
-            load_edited(self.lightning_module, loaded, checkpoint["state_dict"], copies)
+            load_edited(self.lightning_module, loaded, checkpoint["state_dict"], copies, self._names)
 
     @override
     def save_checkpoint(
@@ -598,6 +700,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._preemption.watch(self._trainer())
         if self._continuation is not None:
             self._continuation.apply(self._trainer())
             self._continuation = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,11 @@ def _environment() -> dict[str, str]:
 
 
 def _children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended since
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def _command(pid: int) -> str:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = ROOT / "examples"
 STEPS = 12
 ENV = os.environ | {"PYTHONPATH": str(ROOT)}
-TOPOLOGIES = {"first": (4, 2, 2), "second": (3, 3, 1), "third": (1, 1, 1)}
+TOPOLOGIES = {"first": (4, 1, 2, 2), "second": (4, 2, 2, 1), "third": (1, 1, 1, 1)}  # world, pipeline, shard, tensor
 # float32 sums in another order, through AdamW: seen up to 5e-7 after 240 steps.
 TOLERANCE = 1e-5
 
@@ -65,7 +65,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_each_leg_ran_on_the_topology_that_is_claimed(leg: str, job: Job) -> None:
     facts: dict[str, Any] = json.loads(python("-m", "lightning_shardckpt", "inspect", "--json", job.checkpoint(leg)))
     mesh = facts["topology"]
-    assert (facts["world_size"], mesh["shard"], mesh["tensor"]) == TOPOLOGIES[leg]
+    assert (facts["world_size"], mesh["pipeline"], mesh["shard"], mesh["tensor"]) == TOPOLOGIES[leg]
     assert facts["step"] == job.steps(leg)
 
 
@@ -147,6 +147,23 @@ def test_the_output_has_both_curves_the_verdicts_and_the_seconds(job: Job) -> No
     assert [float(row[1]) for row in table] == pytest.approx(list(job.losses("uninterrupted").values()), abs=1e-6)
     seconds = lines[lines.index("Seconds") + 2 :][:5]
     assert [line.split()[0] for line in seconds] == ["uninterrupted", *TOPOLOGIES, "all"]
+
+
+def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule() -> None:
+    size = ["--rounds=1", "--steps=1", "--layers=4", "--width=16", "--length=8", "--batch=8"]
+    lines = python(
+        EXAMPLES / "benchmarks" / "pipeline.py", *size, "--schedules", "1f1b", "zbv_zero_bubble"
+    ).splitlines()
+    head, alone, *rows = lines[2:6]
+    assert lines[0].startswith("2 processes in a pipeline")
+    assert head.split() == ["step", "ratio", "at", "best", "work", "idle", "bubble", "state", "peak"]
+    assert alone.startswith("one process") and "100%" in alone
+    assert [row.split()[0] for row in rows] == ["1f1b", "zbv_zero_bubble"]
+    for row, (best, bubble) in zip(rows, [("0.62", "20%"), ("0.52", "4%")], strict=True):
+        _, step, _, shown_best, _, _, shown_bubble, _, state, *_ = row.split()
+        assert float(step) > 0 and (shown_best, shown_bubble) == (best, bubble)
+        assert 50 <= int(state.rstrip("%")) < 75  # embedding and head are not cut in half
+    assert lines[-1].startswith("ready to run, but without a core: ")
 
 
 @pytest.mark.parametrize("steps", ["0", "10"])

@@ -56,9 +56,9 @@ def train(kind: str, strategy: Any, save: str | None, resume: str | None) -> dic
     ("kind", "world", "strategy", "to_world", "to"),
     [
         ("llama", 4, TP, 3, {}),
-        ("llama-tied", 2, TP, 2, {}),
+        pytest.param("llama-tied", 2, TP, 2, {}, marks=pytest.mark.slow),
         ("qwen3", 2, {}, 4, TP),
-        ("gpt2", 3, {}, 2, {}),
+        pytest.param("gpt2", 3, {}, 2, {}, marks=pytest.mark.slow),
     ],
 )
 def test_reshard(kind: str, world: int, strategy: Any, to_world: int, to: Any, tmp_path: Path) -> None:

@@ -132,8 +132,10 @@ def rank_0_hangs(leave: str) -> int:
     ("leave", "error"),
     [
         ("signal", ("Killed", "killed by a signal, SIGKILL")),
-        ("exit", ("Exited", "left with exit status 3 before its function returned")),
-        ("raise", ("SystemExit", "bye")),
+        pytest.param(
+            "exit", ("Exited", "left with exit status 3 before its function returned"), marks=pytest.mark.slow
+        ),
+        pytest.param("raise", ("SystemExit", "bye"), marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_waits_for_a_failed_one_is_killed_after_the_grace(leave: str, error: tuple[str, str]) -> None:
@@ -147,6 +149,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_killed_after_the_grace(leave: str
     assert "in rank_0_hangs" in hung.stacks
 
 
+@pytest.mark.slow
 def test_a_timeout_says_who_still_ran_and_where() -> None:
     with pytest.raises(RankFailure, match=r"rank_0_hangs: ranks 0 of 2 still ran after 5 s") as failure:
         run_ranks(2, rank_0_hangs, "return", timeout_s=5, init_process_group=False, expect_errors=True)
@@ -196,6 +199,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
     assert "cannot pickle" in outcome.error.message
 
 
+@pytest.mark.slow
 def test_ranks_and_server_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     """A pytest that is killed can't clean up: the kernel must."""
     script = f"from tests.test_pool import run_ranks, sleep_in; run_ranks(2, sleep_in, {str(tmp_path)!r})"

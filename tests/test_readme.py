@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.schedule import bubble_fraction, resolve_schedule
 from tests.pool import ROOT, run_ranks
 
 README = (ROOT / "README.md").read_text()
@@ -93,6 +95,22 @@ def parse(config: str) -> tuple[tuple[str, str], float]:
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=False, save_config_callback=None)
     io_: Any = cli.trainer.strategy.checkpoint_io
     return (type(cli.trainer.strategy).__name__, type(io_).__name__), io_.size_per_shard
+
+
+def test_the_table_of_schedules_has_all_of_them_with_their_bubbles() -> None:
+    rows = [line.strip("| ").split(" | ") for line in README.splitlines() if re.match(r"\| `(\w+)`.* % ", line)]
+    shown = {
+        name: (int(re.findall(r"\d|any$", stages)[0].replace("any", "1")), loss.strip("`"), int(bubble.split()[0]))
+        for names, stages, loss, bubble, _ in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    for name, (stages, loss, percent) in shown.items():
+        schedule = resolve_schedule(name, 2, stages)
+        assert round(100 * bubble_fraction(schedule, 4)) == percent
+        assert loss == ("microbatch" if schedule.interleaves_backward else "any")
+    with pytest.raises(TopologyError) as error:
+        resolve_schedule("unknown", 2, 1)
+    assert set(re.findall(r"\w+", str(error.value).partition("one of: ")[2])) == set(shown)
 
 
 @pytest.mark.slow

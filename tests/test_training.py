@@ -510,11 +510,6 @@ def test_ranks_of_a_tensor_group_that_drift_apart_are_an_error_everywhere(
         assert message in outcome.error.message
 
 
-def test_pipelines_are_refused() -> None:
-    with pytest.raises(TopologyError, match="pipeline_parallel_size must be 1 in this version, found 2"):
-        ShardedStrategy(pipeline_parallel_size=2)
-
-
 def fit_with_foreign_optimizer() -> None:
     module = Module(Case())
     foreign = nn.Linear(2, 2)
@@ -541,6 +536,13 @@ CONFIG: dict[str, Any] = {
                 "data_parallel_replicate_size": 1,
                 "tensor_parallel_size": 2,
                 "pipeline_parallel_size": 1,
+                "pipeline_layers": ["net.blocks.*"],
+                "pipeline_split": ["net.blocks.1"],
+                "pipeline_modules": {"net.head": "last"},
+                "pipeline_schedule": "looped_bfs",
+                "pipeline_microbatches": 3,
+                "pipeline_loss": "microbatch",
+                "pipeline_stages_per_rank": 2,
                 "tensor_parallel_plan": {"net.up": "colwise", "net.down": "rowwise"},
                 "fsdp_units": ["Embedding"],
                 "reshard_after_forward": False,
@@ -609,6 +611,7 @@ print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.strategy.to
 """
 
 
+@pytest.mark.slow
 def test_the_trainer_starts_the_processes_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

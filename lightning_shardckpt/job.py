@@ -1,0 +1,243 @@
+"""What does one step of a LightningModule do, besides gradients, that all ranks of a pipeline must know?
+
+Its result, what it logged, what it changed in the module, in param groups, and whether it asked to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+from torchmetrics import Metric
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.effects import Change, Memory
+from lightning_shardckpt.parallel.pipeline import Pipeline
+from lightning_shardckpt.parallel.unknown import first_unknown, leaked
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """One call of ``LightningModule.log``.
+
+    ``metric`` is the name of a Metric that was logged as an object; ``turn`` counts the calls of one pass by name.
+    """
+
+    name: str
+    turn: int
+    value: Any
+    metric: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What all ranks must know of a step."""
+
+    output: Any
+    logged: list[_Logged]
+    changes: list[Change]
+    should_stop: bool
+    hyper: list[dict[str, Any]]
+
+
+class LightningJob:
+    """One call of a step method; see ``parallel.pipeline.Job``."""
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        name: str,
+        context: Callable[[], AbstractContextManager[Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.name, self.train = name, name == "training_step"
+        self._module, self._context, self._common = module, context, pipeline.common
+        self._memory = Memory(self._common)
+        self.drew = False
+        self._logged: list[_Logged] = []
+        # Lightning passes the batch first, or by its name if the step has keyword-only arguments.
+        self._args, self._kwargs = args, kwargs
+        self._key = next(iter(kwargs), None)
+        self.batch = args[0] if args else kwargs[self._key] if self._key else None
+        if isinstance(self.batch, Iterator):
+            raise TopologyError(
+                f"{name} takes the iterator of its batches (dataloader_iter). All stages of a pipeline run the step, "
+                "so it must be given its batch: take (batch, batch_idx)."
+            )
+
+    def step(self, batch: Any, share: float | None) -> Any:
+        args, kwargs = self._args, self._kwargs
+        if args:
+            args = (batch, *args[1:])
+        elif self._key:
+            kwargs = {**kwargs, self._key: batch}
+        before = Memory(self._common) if share is None else None
+        trainer = self._module.trainer
+        should_stop, hyper = trainer.should_stop, _hyper(trainer)
+        try:
+            with self._context(), self._recording(share):
+                return getattr(self._module, self.name)(*args, **kwargs)
+        finally:
+            if before is not None:
+                self.drew = self.drew or before.drew
+                before.restore()
+                trainer.should_stop = should_stop
+                _set_hyper(trainer, hyper)
+
+    def loss(self, output: Any) -> Tensor | None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            return None
+        if not isinstance(loss, Tensor):
+            raise TopologyError(
+                f"{self.name} must return a loss tensor, a dict with one as 'loss', or None, got {loss!r}"
+            )
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    def report(self, outputs: list[tuple[Any, float]]) -> Report:
+        output = _portable("what the step returns", outputs[0][0] if len(outputs) == 1 else self._merged(outputs))
+        trainer = self._module.trainer
+        return Report(output, self._logged, self._memory.changes(), trainer.should_stop, _hyper(trainer))
+
+    def settle(self, report: Report, device: torch.device, *, source: bool) -> Any:
+        """On every rank: log, remember and return what the last stage did."""
+        if not source:
+            self._memory.apply(report.changes, device)
+            self._module.trainer.should_stop = report.should_stop
+            _set_hyper(self._module.trainer, report.hyper)
+        together: dict[tuple[str, int], list[_Logged]] = {}
+        for logged in report.logged:
+            together.setdefault((logged.name, logged.turn), []).append(logged)
+        for (name, _), calls in together.items():
+            first = calls[0]
+            value: Any = _merged_log(calls) if first.metric is None else self._module.get_submodule(first.metric)
+            sizes = [call.kwargs["batch_size"] for call in calls if call.kwargs.get("batch_size") is not None]
+            known = {"batch_size": sum(sizes)} if sizes else {}
+            self._module.log(name, value, *first.args, **{**first.kwargs, **known})
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, report.output)
+
+    @contextmanager
+    def _recording(self, share: float | None) -> Iterator[None]:
+        """In place of logging: to remember it if the pass counts, else nothing."""
+        turns: dict[str, int] = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if share is None:
+                return
+            metric = None
+            if isinstance(value, Metric):
+                metric = next((n for n, m in self._module.named_modules() if m is value), None)
+                if metric is None:
+                    raise TopologyError(f"{self.name} logs a metric as {name!r} that is no attribute of the module")
+                if self._by_step(args, kwargs) and share < 1:
+                    raise TopologyError(
+                        f"{self.name} logs the metric object {metric!r} for each step, but with the losses of "
+                        "microbatches it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
+                        'pipeline_loss="batch".'
+                    )
+                value = None
+            kwargs.pop("metric_attribute", None)
+            turn = turns[name] = turns.get(name, -1) + 1
+            self._logged.append(
+                _Logged(name, turn, _portable(f"the value logged as {name!r}", value), metric, args, kwargs, share)
+            )
+
+        self._module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+
+    def _by_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of ``log`` (prog_bar, logger, on_step, …) asks for a value per step."""
+        on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
+        return self.train if on_step is None else bool(on_step)
+
+    def _merged(self, outputs: list[tuple[Any, float]]) -> Any:
+        """The result for the batch of those for microbatches: losses and other single numbers are averaged."""
+        first = outputs[0][0]
+        if not isinstance(first, Mapping):
+            return sum(self._loss(output) * share for output, share in outputs)
+        return {key: self._merged_value(key, [(o[key], share) for o, share in outputs]) for key in first}
+
+    def _merged_value(self, key: Any, values: list[tuple[Any, float]]) -> Any:
+        found = [_plain(value) for value, _ in values]
+        if all(isinstance(value, Tensor) and value.ndim for value in found):
+            return torch.cat(found)
+        if all(isinstance(value, Tensor) and value.is_floating_point() for value in found):
+            return sum(value * share for value, (_, share) in zip(found, values, strict=True))
+        if all(isinstance(value, list) for value in found):
+            return [item for value in found for item in value]
+        if all(not isinstance(value, Tensor) and value == found[0] for value in found):
+            return found[0]
+        raise TopologyError(
+            f"{self.name} returns {key!r} for each microbatch, and {found} cannot be made one value for the batch. "
+            'Return tensors with a dim of samples or single floats, or use pipeline_loss="batch".'
+        )
+
+    def _loss(self, output: Any) -> Tensor:
+        loss = self.loss(output)
+        assert loss is not None  # the pipeline has made sure
+        return loss.detach()
+
+
+def _merged_log(calls: list[_Logged]) -> Any:
+    """The value for the batch of those logged by microbatches, by the call's own ``reduce_fx`` and ``batch_size``."""
+    if len(calls) == 1:
+        return calls[0].value
+    values = torch.stack([torch.as_tensor(call.value, dtype=torch.float64) for call in calls])
+    reduce = calls[0].kwargs.get("reduce_fx", "mean")
+    name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", repr(reduce))
+    if name == "mean":
+        weights = torch.tensor([call.kwargs.get("batch_size") or call.share for call in calls], dtype=torch.float64)
+        merged = (values * weights).sum() / weights.sum()
+    elif name in ("sum", "max", "min"):
+        merged = values.sum() if name == "sum" else getattr(values, f"a{name}")()
+    else:
+        raise TopologyError(
+            f"{calls[0].name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
+            'mean, sum, max or min, or pipeline_loss="batch"'
+        )
+    kept = calls[0].value.dtype if isinstance(calls[0].value, Tensor) else torch.float32
+    return merged.to(kept if kept.is_floating_point else torch.float32)
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def _portable(what: str, value: Any) -> Any:
+    """Without history and in host memory, to be sent to other ranks."""
+    unknown = first_unknown(value)
+    if unknown is not None:
+        raise leaked(what, unknown)
+    return tree_map(lambda leaf: _plain(leaf).cpu().clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _hyper(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """The settings of all param groups, which a step may change."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return []
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [{k: v for k, v in group.items() if isinstance(v, int | float | tuple)} for group in groups]
+
+
+def _set_hyper(trainer: pl.Trainer, hyper: list[dict[str, Any]]) -> None:
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for group, values in zip(groups, hyper, strict=False):
+        group.update(values)

@@ -1,0 +1,46 @@
+"""How does a run end when the machine is taken away (SIGTERM, on one rank or on all)?
+
+Lightning's own handler communicates inside the signal handler and looks at rank 0 alone (2.6.6): a signal to another
+rank, or in the middle of a collective, hangs. Here the handler only remembers; before the next batch all ranks agree,
+and after it all of them leave with Lightning's SIGTERMException, at the same step. ``OnExceptionCheckpoint`` and
+``ModelCheckpoint(save_on_exception=True)`` save there.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class Preemption:
+    """Whether this run was told to end. Replaces Lightning's handler; Lightning restores what was before it."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Call when training starts, after Lightning has registered its handlers."""
+        self._told = False
+        before: Any = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            self._told = True
+            if callable(before):
+                before(number, frame)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+    def agree(self, trainer: pl.Trainer, anybody: Callable[[bool], bool]) -> None:
+        """Call before every batch, with a collective "or": makes Lightning stop behind this batch, on all ranks alike.
+
+        Collective: every rank of the world must call it.
+        """
+        if anybody(self._told):
+            self._told = False
+            trainer._signal_connector.received_sigterm = True

@@ -1,0 +1,651 @@
+"""Models, LightningModules and data for the pipeline tests, and their twin: plain torch, one process, whole batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, default_collate
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.nets import LENGTH, VOCABULARY, Block, Net, gpt2, optimizer_of
+
+WIDTH, LABELS, PATIENCE = 12, 5, 2
+SHORT, STEADY = (12,) * 4, (12,) * 10
+RAGGED = (12, 8, 12, 5, 7, 12, 3, 2, 12, 9, 12, 1)  # the default number of microbatches is 4
+VALIDATION = (12, 8, 6)
+
+# ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Deep(Net):
+    """Five blocks: two stages per rank, or four ranks, are uneven."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(tied)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(5))
+
+
+class Recomputed(Net):
+    """The user's own gradient checkpointing around each block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.position
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+        return self.head(self.norm(x)) * self.temperature
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, under a causal mask; in one of its layouts the step transposes."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10)
+        layer = nn.TransformerEncoderLayer(WIDTH, 3, 20, dropout=0.0, batch_first=batch_first, norm_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens) + self.position
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).triu(1)
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        x = self.encoder(x, mask=causal, src_key_padding_mask=padding)
+        return self.head(x if self.batch_first else x.transpose(0, 1))
+
+
+class Feedforward(nn.Module):
+    def __init__(self, hidden: int = 10) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class HeadFirst(nn.Module):
+    """Registers its head before the layers, and a module that every stage uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Feedforward() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Adapted(HeadFirst):
+    """Uses one module with parameters between all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(self.adapter(layer(x))) + x
+        return self.head(x)
+
+
+class Conditional(Feedforward):
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * condition)
+
+
+class Conditioned(nn.Module):
+    """Every layer takes something that the first stage computes from parameters, beside the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.condition = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({name: Conditional() for name in ("first", "second", "third")})
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, condition = self.embed(tokens), self.condition(tokens[:, :1])
+        for layer in self.layers.values():
+            x = layer(x, condition=condition)
+        return self.head(x)
+
+
+class Crossing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Feedforward(), Feedforward()
+
+    def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        left, right = streams
+        return self.right(right) + left, self.left(left)
+
+
+class Streams(nn.Module):
+    """Two tensors run through the layers, in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 2 * WIDTH)
+        self.layers = nn.Sequential(*(Crossing() for _ in range(3)))
+        self.head = nn.Linear(2 * WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        left, right = self.embed(tokens).chunk(2, -1)
+        return self.head(torch.cat(self.layers((left, right)), -1))
+
+
+class Surrounded(nn.Module):
+    """A trunk in a Sequential, with as many modules before and after it."""
+
+    def __init__(self, before: int, after: int, hidden: tuple[int, ...] = (10, 10, 10, 10)) -> None:
+        super().__init__()
+        self.before = nn.ModuleDict({f"part{i}": nn.Linear(WIDTH, WIDTH) for i in range(before)})
+        self.trunk = nn.Sequential(*map(Feedforward, hidden))
+        self.after = nn.ModuleDict({f"part{i}": nn.Linear(WIDTH, WIDTH) for i in range(after)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.before.values():
+            x = torch.tanh(part(x))
+        x = self.trunk(x)
+        for part in self.after.values():
+            x = torch.tanh(part(x))
+        return x
+
+
+def frozen(*prefixes: str) -> nn.Module:
+    net = Net()
+    for name, parameter in net.named_parameters():
+        if name.startswith(prefixes):
+            parameter.requires_grad_(False)
+    return net
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 20),
+        nn.ReLU(),
+        nn.Linear(20, 18),
+        nn.ReLU(),
+        nn.Linear(18, 20),
+        nn.ReLU(),
+        nn.Linear(20, WIDTH),
+    )
+
+
+def hugging_face(kind: str, layers: int = 3, recompute: bool = False, **options: Any) -> nn.Module:
+    """A tiny causal model; ``recompute``: with gradient checkpointing."""
+    import transformers
+
+    config = {"hidden_size": 16, "intermediate_size": 18, "num_attention_heads": 4, "num_hidden_layers": layers}
+    config |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    net = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config, **options))
+    if recompute:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # has another name since transformers 5
+            net.gradient_checkpointing_enable({"use_reentrant": False})
+    return net  # type: ignore[no-any-return]
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        intermediate_size=20,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=8,
+        num_labels=LABELS,
+    )
+    return BertForSequenceClassification(config)
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "tied net": lambda: Net(tied=True),
+    "deep net": Deep,
+    "tied deep net": lambda: Deep(tied=True),
+    "frozen embedding": lambda: frozen("embed"),
+    "frozen layers": lambda: frozen("blocks.0.norm1", "blocks.1.attention", "blocks.2"),
+    "frozen stage": lambda: frozen("embed", "position", "blocks.0", "blocks.1"),
+    "recomputed": Recomputed,
+    "encoder": lambda: Encoder(batch_first=True),
+    "encoder, length first": lambda: Encoder(batch_first=False),
+    "head first": HeadFirst,
+    "adapted": Adapted,
+    "conditioned": Conditioned,
+    "streams": Streams,
+    "mlp": mlp,
+    "trunk alone": lambda: nn.Sequential(*(Feedforward() for _ in range(4))),
+    "one around": lambda: Surrounded(1, 1),
+    "two before": lambda: Surrounded(2, 0),
+    "two after": lambda: Surrounded(0, 2),
+    "one heavy layer": lambda: Surrounded(1, 1, hidden=(90, 2, 2, 2)),
+    "llama": lambda: hugging_face("Llama"),
+    "llama 4": lambda: hugging_face("Llama", 4),
+    "tied llama": lambda: hugging_face("Llama", tie_word_embeddings=True),
+    "llama recomputed": lambda: hugging_face("Llama", recompute=True),
+    "qwen3": lambda: hugging_face("Qwen3", head_dim=4),
+    "gpt2": gpt2,
+    "bert": bert,
+}
+
+# ── data and losses ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Answer(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+    targets: Tensor
+
+
+def next_token(net: nn.Module, batch: list[Tensor]) -> Answer:
+    """Targets of -100 don't count: with them it is no mean of the samples' means."""
+    tokens, targets, *masks = batch
+    output = net(tokens, *masks)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return Answer(nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits, targets)
+
+
+def label(net: nn.Module, batch: dict[str, Tensor]) -> Answer:
+    """As Hugging Face models are used: they get the batch by keywords and return the loss."""
+    output = net(**batch)
+    return Answer(output.loss, output.logits, batch["labels"])
+
+
+def weigh_by_name(net: nn.Module, batch: dict[str, Any]) -> Answer:
+    """Sample i weighs as much as its name is long."""
+    logits, targets = net(batch["tokens"]), batch["targets"]
+    weights = torch.tensor([float(len(name)) for name in batch["names"]], dtype=logits.dtype)
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+    return Answer((losses * weights).mean(), logits, targets)
+
+
+def regress(net: nn.Module, batch: list[Tensor]) -> Answer:
+    output = net(batch[0])
+    return Answer(nn.functional.mse_loss(output, batch[1]), output, batch[1])
+
+
+def token_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    for tokens in torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator):
+        yield tokens[:-1], tokens[1:]
+
+
+def masked_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    for tokens, targets in token_rows(count, generator):
+        hidden = torch.rand(LENGTH, generator=generator) < 0.5
+        hidden[0] = False  # a batch of one sample has a target
+        yield tokens, targets.masked_fill(hidden, -100)
+
+
+def padded_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    for tokens, targets in token_rows(count, generator):
+        length = torch.randint(1, LENGTH + 1, (), generator=generator)
+        yield tokens, targets, torch.arange(LENGTH) >= length
+
+
+def labelled_rows(count: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    for tokens, _, padding in padded_rows(count, generator):
+        chosen = torch.randint(LABELS, (), generator=generator)
+        yield {"input_ids": tokens, "attention_mask": (~padding).long(), "labels": chosen}
+
+
+def named_rows(count: int, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    for tokens, targets in token_rows(count, generator):
+        yield {"tokens": tokens, "names": "abcdefg"[: int(tokens[0]) % 7 + 1], "targets": targets}
+
+
+def value_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    for values in torch.randn(count, 2, WIDTH, generator=generator, dtype=torch.float64):
+        yield values[0], values[1]
+
+
+class Task(NamedTuple):
+    rows: Callable[[int, torch.Generator], Iterator[Any]]
+    answer: Callable[[nn.Module, Any], Answer]
+
+
+TASKS = {
+    "tokens": Task(token_rows, next_token),
+    "masked": Task(masked_rows, next_token),
+    "padded": Task(padded_rows, next_token),
+    "labels": Task(labelled_rows, label),
+    "names": Task(named_rows, weigh_by_name),
+    "values": Task(value_rows, regress),
+}
+
+# ── one way to train ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; ``strategy`` must not change the numbers: the twin doesn't read it."""
+
+    net: str = "net"
+    task: str = "tokens"
+    module: str = "Pipe"
+    late: bool = False
+    clip: float | None = None
+    accumulate: int = 1
+    sizes: tuple[int, ...] = SHORT
+    epochs: int = 1
+    scheduler: str | None = None
+    precision: str = "64-true"
+    strategy: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "64-true" else torch.float32
+
+    def batches(self, sizes: tuple[int, ...], part: int = 0, parts: int = 1, seed: int = 1) -> list[Any]:
+        """Batches of ``sizes``; of each, the rows ``part``, ``part + parts``, …"""
+        task = TASKS[self.task]
+        rows = iter(task.rows(sum(sizes), torch.Generator().manual_seed(seed)))
+        return [default_collate([next(rows) for _ in range(size)][part::parts]) for size in sizes]
+
+
+def size_of(batch: Any) -> int:
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+
+
+def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+    if case.scheduler == "plateau":
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+
+
+# ── LightningModules ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pipe(pl.LightningModule):
+    """An ordinary module; what its steps returned is noted in a hook, which is never cut into stages."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.returned = case, []
+        if not case.late:
+            self.net = BUILDERS[case.net]()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = BUILDERS[self.case.net]()
+
+    def answer(self, batch: Any) -> Answer:
+        return TASKS[self.case.task].answer(self.net, batch)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.answer(batch).loss
+        # Lightning takes the size of a list of tensors from the batch; in a dict with strings it would warn.
+        size = size_of(batch) if isinstance(batch, dict) else None
+        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.answer(batch).loss, sync_dist=True, batch_size=size_of(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.returned.append(outputs)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self)
+        if self.case.scheduler is None:
+            return optimizer
+        schedule = {"scheduler": schedule_of(self.case, optimizer), "monitor": "val"}
+        interval = "epoch" if self.case.scheduler == "plateau" else "step"
+        return {"optimizer": optimizer, "lr_scheduler": schedule | {"interval": interval}}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.case.sizes, 1)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(VALIDATION, 2)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def _loader(self, sizes: tuple[int, ...], seed: int) -> DataLoader[Any]:
+        """Rank r of n gets rows r, r + n, … of each batch that the twin has."""
+        place = self.trainer.strategy.distributed_sampler_kwargs
+        batches = self.case.batches(sizes, place["rank"], place["num_replicas"], seed)
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+
+
+class Answering(Pipe):
+    """Its step returns more than the loss."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        answer = self.answer(batch)
+        self.log("train", answer.loss, on_step=False, on_epoch=True, sync_dist=True)
+        right = (answer.logits.argmax(-1) == answer.targets).sum()
+        return {"loss": answer.loss, "logits": answer.logits.detach(), "right": right, "note": f"step {index}"}
+
+
+class Counting(Pipe):
+    """Counts its steps in a buffer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.seen += 1
+        return super().training_step(batch, index)
+
+
+class Noting(Pipe):
+    """Keeps its losses in an ordinary list."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def accuracy(top_k: int = 1) -> MulticlassAccuracy:
+    return MulticlassAccuracy(VOCABULARY, top_k=top_k, average="micro")
+
+
+class Measured(Pipe):
+    """Logs in all the ways there are, and has every stage of the Trainer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.train_right, self.val_right = accuracy(), accuracy()
+        self.val_loss = MeanMetric()
+        self.scores = MetricCollection({"top1": accuracy(), "top3": accuracy(3)}, prefix="val_")
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss, logits, targets = self.answer(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.log("largest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log("rows", float(len(logits)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.train_right(logits.flatten(0, 1), targets.flatten())
+        self.log("right", self.train_right, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss, logits, targets = self.answer(batch)
+        self.outputs.append(loss)
+        self.val_loss.update(loss, len(logits))
+        self.log("val_loss", self.val_loss)
+        self.val_right.update(logits.flatten(0, 1), targets.flatten())
+        self.log("val_right", self.val_right, on_step=False, on_epoch=True)
+        self.scores.update(logits.flatten(0, 1), targets.flatten())
+        self.log_dict(self.scores)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_stacked", torch.stack(self.outputs).mean(), sync_dist=True)
+        self.outputs.clear()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("steps", float(self.global_step), sync_dist=True)
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("test", self.answer(batch).loss, sync_dist=True, batch_size=size_of(batch))
+
+    def predict_step(self, batch: Any, index: int) -> Tensor:
+        return self.answer(batch).logits
+
+
+class Deciding(Pipe):
+    """Callbacks that act on what was logged."""
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [EarlyStopping("val", patience=PATIENCE), ModelCheckpoint("saved", monitor="val", filename="{epoch}")]
+
+
+MODULES: dict[str, type[Pipe]] = {
+    kind.__name__: kind for kind in (Pipe, Answering, Counting, Noting, Measured, Deciding)
+}
+
+# ── the twin ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Trained:
+    """What one rank, or the twin, saw.
+
+    Attributes:
+        returned: per step, what training_step returned, as on_train_batch_end gets it.
+        rates: the learning rates at the end.
+        held: names of the parameters that this rank has.
+        numel: elements of parameters in this rank's memory.
+        more: what only some modules have.
+    """
+
+    returned: list[dict[str, Any]]
+    first: dict[str, Tensor]
+    last: dict[str, Tensor]
+    metrics: dict[str, float]
+    rates: list[float]
+    held: list[str] = field(default_factory=list)
+    numel: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class Twin:
+    """Trains a case in plain torch: one process, whole batches, nothing of Lightning or of this package.
+
+    ``parts``: into how many parts data parallelism cuts a batch; the loss is the mean of the parts' losses, which is
+    another one if it is no mean over samples.
+    """
+
+    def __init__(self, case: Case, parts: int = 1) -> None:
+        self._case, self._parts = case, parts
+        pl.seed_everything(3, verbose=False)
+        # Weights of a late case are drawn in the precision of the training, as under Lightning.
+        torch.set_default_dtype(case.dtype if case.late else torch.float32)
+        net = BUILDERS[case.net]()
+        torch.set_default_dtype(torch.float32)
+        self._root = nn.ModuleDict({"net": net}).to(case.dtype)
+        self._optimizer = optimizer_of(self._root)
+        self._schedule = schedule_of(case, self._optimizer) if case.scheduler else None
+        self._answers: list[Answer] = []
+
+    def train(self) -> Trained:
+        case = self._case
+        first = {name: value.clone() for name, value in self._root.state_dict().items()}
+        vals: list[float] = []
+        while len(vals) < case.epochs and not (case.module == "Deciding" and stops(vals)):
+            self._epoch()
+            validated = self._evaluate()
+            vals.append(mean_over_samples(validated))
+            if case.scheduler == "plateau":
+                self._schedule.step(vals[-1])
+        metrics = {"train": mean_over_samples(self._answers[-len(case.sizes) :]), "val": vals[-1]}
+        more: dict[str, Any] = {"vals": vals}
+        if case.module == "Measured":
+            metrics = measurements(self._answers, validated, self._parts)
+            more = {"test": mean_over_samples(validated), "predictions": [answer.logits for answer in validated]}
+        returned = [{"loss": a.loss / case.accumulate, "logits": a.logits, "targets": a.targets} for a in self._answers]
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        last = dict(self._root.state_dict())
+        if case.module == "Counting":
+            first["seen"], last["seen"] = torch.tensor(0), torch.tensor(len(self._answers))
+        return Trained(returned, first, last, metrics, rates, more=more)
+
+    def _epoch(self) -> None:
+        case = self._case
+        for step, batch in enumerate(self._batches(case.sizes, 1), 1):
+            answer = self._answer(batch)
+            (answer.loss / case.accumulate).backward()
+            self._answers.append(Answer(*(value.detach() for value in answer)))
+            if step % case.accumulate and step < len(case.sizes):
+                continue
+            if case.clip is not None:
+                nn.utils.clip_grad_norm_(self._root.parameters(), case.clip)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            if case.scheduler == "step":
+                self._schedule.step()
+
+    @torch.no_grad()
+    def _evaluate(self) -> list[Answer]:
+        self._root.eval()
+        answers = [self._answer(batch) for batch in self._batches(VALIDATION, 2)]
+        self._root.train()
+        return answers
+
+    def _batches(self, sizes: tuple[int, ...], seed: int) -> Iterator[tuple[Any, ...]]:
+        parts = [self._case.batches(sizes, part, self._parts, seed) for part in range(self._parts)]
+        return zip(*parts, strict=True)
+
+    def _answer(self, batch: tuple[Any, ...]) -> Answer:
+        answers = [TASKS[self._case.task].answer(self._root["net"], part) for part in batch]
+        loss = torch.stack([answer.loss for answer in answers]).mean()
+        return Answer(loss, *(torch.cat([answer[i] for answer in answers]) for i in (1, 2)))
+
+
+def mean_over_samples(answers: list[Answer]) -> float:
+    return sum(a.loss.item() * len(a.logits) for a in answers) / sum(len(a.logits) for a in answers)
+
+
+def stops(vals: list[float]) -> bool:
+    """Whether EarlyStopping ends the training: the best epoch is followed by ``PATIENCE`` others."""
+    return len(vals) - 1 - min(range(len(vals)), key=vals.__getitem__, default=-1) >= PATIENCE
+
+
+def measurements(trained: list[Answer], validated: list[Answer], parts: int) -> dict[str, float]:
+    """What `Measured` logs. A metric's value of one step is each rank's own, so it is left out of several parts."""
+    found = {
+        "loss": mean_over_samples(trained),
+        "loss_step": trained[-1].loss.item(),
+        "loss_epoch": mean_over_samples(trained),
+        "largest": max(a.logits.max().item() for a in trained),
+        "rows": float(sum(len(a.logits) for a in trained)),
+        "right_epoch": share_of_right(trained),
+        "steps": float(len(trained)),
+        "val_loss": mean_over_samples(validated),
+        "val_right": share_of_right(validated),
+        "val_top1": share_of_right(validated),
+        "val_top3": share_of_right(validated, 3),
+        "val_stacked": torch.stack([a.loss for a in validated]).mean().item(),
+    }
+    return found if parts > 1 else found | {"right_step": share_of_right(trained[-1:])}
+
+
+def share_of_right(answers: list[Answer], top_k: int = 1) -> float:
+    """In float32, as torchmetrics counts."""
+    hits = [(a.logits.topk(top_k).indices == a.targets.unsqueeze(-1)).any(-1).flatten() for a in answers]
+    return torch.cat(hits).float().mean().item()

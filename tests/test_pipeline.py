@@ -1,0 +1,524 @@
+"""Does an unchanged LightningModule train over pipeline stages as it does in one process of plain torch?"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.nets import PLAN, full_state
+from tests.pipes import BUILDERS, MODULES, RAGGED, STEADY, Case, Pipe, Trained, Twin
+from tests.pool import run_ranks
+from tests.tiny import trainer
+
+# Sums of float64 in another order, through AdamW with eps 1e-3 (see nets.optimizer_of).
+TOLERANCE = {"64-true": 1e-12, "32-true": 2e-5}
+
+# ── ways to train ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def options(**strategy: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(strategy.items())
+
+
+PIPELINE = {"pipeline_parallel_size": 2}
+LOOPED = {"pipeline_parallel_size": 2, "pipeline_stages_per_rank": 2}
+BY_MICROBATCH = options(pipeline_loss="microbatch")
+ONE_F_ONE_B = options(pipeline_schedule="1f1b", pipeline_loss="microbatch")
+INTERLEAVED = options(pipeline_schedule="interleaved_1f1b", pipeline_loss="microbatch")
+HARD = Case("tied net", late=True, clip=0.05, accumulate=2, scheduler="step", sizes=STEADY)
+DEEP = replace(HARD, net="tied deep net")
+
+State = dict[str, Tensor]
+
+# Beside interleaved_1f1b: those that split the backward, and those whose last stage is on the first rank.
+LOOPED_SCHEDULES = ["looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"]
+
+
+class Group(NamedTuple):
+    """Cases that the same processes train one after another."""
+
+    world: int
+    sizes: dict[str, Any]
+    cases: dict[str, Case]
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts data parallelism cuts a batch."""
+        return self.world // self.sizes["pipeline_parallel_size"] // self.sizes.get("tensor_parallel_size", 1)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.world // self.sizes["pipeline_parallel_size"]
+
+
+GROUPS = {
+    "training": Group(
+        2,
+        PIPELINE,
+        {
+            "built early": Case(sizes=STEADY),
+            "built late": Case(late=True, sizes=STEADY),
+            "tied": Case("tied net"),
+            "clipped": Case(clip=0.05),
+            "accumulated": Case(accumulate=2),
+            "everything at once": HARD,
+            "everything at once, odd": replace(HARD, accumulate=3, sizes=RAGGED),
+            "float32": replace(HARD, precision="32-true"),
+            "sizes change": Case(sizes=RAGGED),
+            "masked loss": Case(task="masked", sizes=RAGGED),
+            "strings": Case(task="names", sizes=RAGGED),
+            "frozen embedding": Case("frozen embedding"),
+            "frozen layers": Case("frozen layers"),
+            "frozen stage": Case("frozen stage", clip=0.05, strategy=options(pipeline_split=["net.blocks.2"])),
+            "recomputed": Case("recomputed"),
+            "recomputed by the strategy": Case(strategy=options(activation_checkpointing=True)),
+            "dict of outputs": Case(module="Answering", sizes=RAGGED),
+            "buffer that counts": Case(module="Counting"),
+            "list of losses": Case(module="Noting"),
+            "metrics": Case(module="Measured", sizes=STEADY),
+            "metrics, sizes change": Case(module="Measured", sizes=RAGGED),
+            "batch of one each": Case(sizes=(1,) * 4),
+            "callbacks decide": Case(module="Deciding", epochs=9, scheduler="plateau"),
+        },
+    ),
+    "models": Group(
+        2,
+        PIPELINE,
+        {
+            "encoder": Case("encoder"),
+            "encoder, padded": Case("encoder", task="padded", sizes=RAGGED),
+            "encoder, length first": Case("encoder, length first"),
+            "encoder, length first, padded": Case("encoder, length first", task="padded"),
+            "mlp": Case("mlp", task="values"),
+            "trunk alone": Case("trunk alone", task="values"),
+            "one around": Case("one around", task="values", strategy=options(pipeline_layers=["net.trunk.*"])),
+            "two before": Case("two before", task="values"),
+            "two after": Case("two after", task="values"),
+            "conditioned": Case("conditioned"),
+            "streams": Case("streams"),
+            "head first": Case("head first", strategy=options(pipeline_modules={"net.head": "last"})),
+            "shared by stages": Case(
+                "adapted", clip=0.05, strategy=options(pipeline_modules={"net.head": "last", "net.adapter": "every"})
+            ),
+            "split by cost": Case("one heavy layer", task="values", strategy=options(pipeline_split="cost")),
+            "split by name": Case(strategy=options(pipeline_split=["net.blocks.1"])),
+        },
+    ),
+    "hugging face": Group(
+        2,
+        PIPELINE,
+        {
+            "llama": Case("llama", late=True),
+            "tied llama": Case("tied llama", clip=0.05),
+            "llama recomputed": Case("llama recomputed"),
+            "qwen3": Case("qwen3", accumulate=2),
+            "gpt2": Case("gpt2", late=True),
+            "bert": Case("bert", task="labels", sizes=RAGGED),
+        },
+    ),
+    "schedules": Group(
+        2,
+        PIPELINE,
+        {
+            "gpipe, one microbatch": replace(HARD, strategy=options(pipeline_microbatches=1)),
+            "gpipe, five microbatches": Case(sizes=RAGGED, strategy=options(pipeline_microbatches=5)),
+            "gpipe by microbatch": replace(HARD, sizes=RAGGED, strategy=BY_MICROBATCH),
+            "1f1b": replace(HARD, sizes=RAGGED, strategy=ONE_F_ONE_B),
+            "1f1b, six microbatches": replace(HARD, strategy=(*ONE_F_ONE_B, ("pipeline_microbatches", 6))),
+            "1f1b, strings": Case(task="names", sizes=RAGGED, strategy=ONE_F_ONE_B),
+            "1f1b, llama recomputed": Case("llama recomputed", strategy=ONE_F_ONE_B),
+        },
+    ),
+    "two stages per rank": Group(
+        2,
+        LOOPED,
+        {
+            "gpipe": replace(DEEP, sizes=RAGGED, task="masked"),
+            "gpipe, metrics": Case("deep net", module="Measured"),
+            "interleaved_1f1b": replace(DEEP, strategy=INTERLEAVED),
+            "interleaved_1f1b, sizes change": replace(DEEP, sizes=RAGGED, strategy=INTERLEAVED),
+            "bert": Case("bert", task="labels", strategy=INTERLEAVED),
+            **{
+                name: replace(DEEP, strategy=options(pipeline_schedule=name, pipeline_loss="microbatch"))
+                for name in LOOPED_SCHEDULES
+            },
+        },
+    ),
+    "three ranks": Group(
+        3,
+        {"pipeline_parallel_size": 3},
+        {
+            "gpipe": replace(HARD, sizes=RAGGED),
+            "1f1b": replace(HARD, strategy=ONE_F_ONE_B),
+            "frozen layers": Case("frozen layers", clip=0.05),
+            "conditioned": Case("conditioned"),
+        },
+    ),
+    "four ranks": Group(
+        4,
+        {"pipeline_parallel_size": 4},
+        {
+            "gpipe": replace(DEEP, sizes=RAGGED),
+            "1f1b": replace(DEEP, strategy=ONE_F_ONE_B),
+            "metrics": Case("deep net", module="Measured"),
+            "bert": Case("bert", task="labels"),
+        },
+    ),
+    "with fsdp": Group(
+        4,
+        PIPELINE | {"data_parallel_shard_size": 2},
+        {
+            "gpipe": HARD,
+            "1f1b": replace(HARD, strategy=ONE_F_ONE_B),
+            "masked loss": Case(task="masked"),
+            "metrics": Case(module="Measured"),
+            "tied llama": Case("tied llama", late=True, clip=0.05),
+        },
+    ),
+    "with tensor": Group(
+        4,
+        PIPELINE | {"tensor_parallel_size": 2},
+        {
+            "gpipe": HARD,
+            "1f1b": replace(HARD, strategy=ONE_F_ONE_B),
+            "metrics": Case(module="Measured"),
+            "qwen3": Case("qwen3", accumulate=2, clip=0.05),
+        },
+    ),
+    "with replicas": Group(
+        4, PIPELINE | {"data_parallel_replicate_size": 2}, {"gpipe": HARD, "1f1b": replace(HARD, strategy=ONE_F_ONE_B)}
+    ),
+    "with fsdp and tensor": Group(
+        8,
+        PIPELINE | {"data_parallel_shard_size": 2, "tensor_parallel_size": 2},
+        {"gpipe": HARD, "1f1b": replace(HARD, strategy=ONE_F_ONE_B), "qwen3": Case("qwen3", late=True, clip=0.05)},
+    ),
+}
+QUICK = {
+    *(("training", case) for case in ("built late", "masked loss", "buffer that counts")),
+    ("hugging face", "tied llama"),
+    ("schedules", "1f1b"),
+    ("two stages per rank", "zbv_zero_bubble"),
+}
+EVERY = [
+    pytest.param(group, case, id=f"{group}: {case}", marks=[] if (group, case) in QUICK else [pytest.mark.slow])
+    for group in GROUPS
+    for case in GROUPS[group].cases
+]
+
+
+def training(module: str) -> pytest.MarkDecorator:
+    """All cases with this LightningModule."""
+    return pytest.mark.parametrize(("group", "case"), [p for p in EVERY if case_of(*p.values).module == module])
+
+
+def case_of(group: str, case: str) -> Case:
+    return GROUPS[group].cases[case]
+
+
+def train_all(cases: list[Case], sizes: dict[str, Any]) -> list[Trained]:
+    out = []
+    for case in cases:
+        try:
+            out.append(train(case, sizes))
+        except BaseException as error:
+            error.add_note(f"in {case}")
+            raise
+    return out
+
+
+def train(case: Case, sizes: dict[str, Any]) -> Trained:
+    """Collective: every rank must call it."""
+    # Only rank 0 has the right seed for weights that are built early: they must come from it.
+    pl.seed_everything(3 if case.late or dist.get_rank() == 0 else 99, verbose=False)
+    plan: Any = PLAN if case.net in ("net", "tied net") else "auto"
+    run = trainer(
+        {"tensor_parallel_plan": plan, **sizes, **dict(case.strategy)},
+        max_epochs=case.epochs,
+        precision=case.precision,
+        gradient_clip_val=case.clip,
+        accumulate_grad_batches=case.accumulate,
+        use_distributed_sampler=False,
+        enable_checkpointing=case.module == "Deciding",
+    )
+    module, first = MODULES[case.module](case), []
+
+    def on_train_start() -> None:
+        first.append(full_state(module))
+
+    module.on_train_start = on_train_start  # type: ignore[method-assign]
+    run.fit(module)
+    out = Trained(
+        module.returned,
+        first[0],
+        full_state(module),
+        {name: float(value) for name, value in run.callback_metrics.items()},
+        [group["lr"] for group in run.optimizers[0].param_groups],
+        [name for name, _ in module.named_parameters(remove_duplicate=False)],
+        sum(local(parameter).numel() for parameter in module.parameters()),
+        {"loss": [float(run.strategy.reduce(step["loss"])) for step in module.returned]},
+    )
+    if case.module == "Noting":
+        out.more["losses"] = torch.stack(module.losses).tolist()
+    if case.module == "Deciding":
+        (stopping,), (saving,) = (run.early_stopping_callbacks, run.checkpoint_callbacks)
+        assert isinstance(stopping, EarlyStopping)
+        assert isinstance(saving, ModelCheckpoint)
+        out.more |= {"epochs": run.current_epoch, "stopped": stopping.stopped_epoch, "wait": stopping.wait_count}
+        out.more |= {"best": Path(saving.best_model_path).name, "score": float(saving.best_model_score)}
+    if case.module == "Measured":
+        out.more["test"] = run.test(module, verbose=False)[0]["test"]
+        out.more["predictions"] = run.predict(module)
+    return out
+
+
+def local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def train_twins(cases: list[tuple[Case, int]]) -> list[Trained]:
+    return [Twin(case, parts).train() for case, parts in cases]
+
+
+# ── once per group ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Selected:
+    """What the selected tests need, trained when the first one asks: a group's cases in one set of processes."""
+
+    def __init__(self, wanted: list[tuple[str, str]]) -> None:
+        self._wanted = wanted
+        self._found: dict[str, dict[str, list[Trained]] | Exception] = {}
+        self._twins: dict[tuple[Case, int], Trained] = {}
+
+    def ranks(self, group: str, case: str) -> list[Trained]:
+        """What each rank saw; what went wrong in one case is raised for every case of its group."""
+        if group not in self._found:
+            try:
+                self._found[group] = self._train(group)
+            except AssertionError as error:
+                self._found[group] = error
+        found = self._found[group]
+        if isinstance(found, Exception):
+            raise found
+        return found[case]
+
+    def twin(self, group: str, case: str) -> Trained:
+        if not self._twins:
+            keys = list(dict.fromkeys(self._key(*wanted) for wanted in self._wanted))
+            (trained,) = run_ranks(1, train_twins, keys)
+            self._twins = dict(zip(keys, trained, strict=True))
+        return self._twins[self._key(group, case)]
+
+    def _train(self, group: str) -> dict[str, list[Trained]]:
+        world, sizes, cases = GROUPS[group]
+        chosen = {name: case for name, case in cases.items() if (group, name) in self._wanted}
+        ranks = run_ranks(world, train_all, list(chosen.values()), sizes, timeout_s=240)
+        return {name: [rank[index] for rank in ranks] for index, name in enumerate(chosen)}
+
+    def _key(self, group: str, case: str) -> tuple[Case, int]:
+        return replace(case_of(group, case), strategy=()), GROUPS[group].parts
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> Selected:
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return Selected([(item.callspec.params["group"], item.callspec.params["case"]) for item in items])
+
+
+# ── the same numbers ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("group", "case"), EVERY)
+def test_training_over_stages_equals_plain_torch(group: str, case: str, selected: Selected) -> None:
+    tolerance = TOLERANCE[case_of(group, case).precision]
+    alone, ranks = selected.twin(group, case), selected.ranks(group, case)
+    losses = [float(step["loss"]) for step in alone.returned]
+    assert_same_states([rank.first for rank in ranks], alone.first, 0)
+    for rank in ranks:
+        assert rank.more["loss"] == pytest.approx(losses, abs=tolerance)
+        assert rank.rates == alone.rates
+        metrics = {name: rank.metrics.get(name, math.nan) for name in alone.metrics}
+        assert metrics == {name: ranks[0].metrics.get(name) for name in metrics}
+        assert metrics == {
+            name: pytest.approx(value, abs=1e-6 if name == "val_loss" else tolerance)  # torchmetrics sums in float32
+            for name, value in alone.metrics.items()
+        }
+    assert_same_states([rank.last for rank in ranks], alone.last, tolerance)
+
+
+def assert_same_states(ranks: list[State], expected: State, tolerance: float) -> None:
+    """Together the ranks have every tensor; those that have the same one agree to the bit."""
+    union = {name: value for rank in ranks for name, value in rank.items()}
+    assert union.keys() == expected.keys()
+    for rank in ranks:
+        different = [name for name, value in rank.items() if not torch.equal(value, union[name])]
+        assert different == []
+    distance = {name: (union[name] - value).abs().max().item() for name, value in expected.items()}
+    assert {name: d for name, d in distance.items() if not d <= tolerance} == {}
+
+
+@training("Answering")
+def test_everything_a_step_returns_reaches_every_rank(group: str, case: str, selected: Selected) -> None:
+    alone = selected.twin(group, case)
+    for rank in selected.ranks(group, case):
+        for index, (got, expected) in enumerate(zip(rank.returned, alone.returned, strict=True)):
+            assert set(got) == {"loss", "logits", "right", "note"}
+            torch.testing.assert_close(got["logits"], expected["logits"], rtol=0, atol=1e-12)
+            assert got["right"] == (expected["logits"].argmax(-1) == expected["targets"]).sum()
+            assert got["note"] == f"step {index}"
+
+
+@training("Counting")
+def test_a_buffer_counts_steps_not_microbatches(group: str, case: str, selected: Selected) -> None:
+    for rank in selected.ranks(group, case):
+        assert rank.last["seen"] == len(case_of(group, case).sizes)
+
+
+@training("Noting")
+def test_a_list_that_a_step_appends_to_has_the_losses_on_every_rank(group: str, case: str, selected: Selected) -> None:
+    expected = [float(step["loss"]) for step in selected.twin(group, case).returned]
+    for rank in selected.ranks(group, case):
+        assert rank.more["losses"] == pytest.approx(expected, abs=1e-12)
+
+
+@training("Deciding")
+def test_callbacks_decide_alike_on_every_rank(group: str, case: str, selected: Selected) -> None:
+    vals = selected.twin(group, case).more["vals"]
+    best = min(range(len(vals)), key=vals.__getitem__)
+    assert 0 < best < len(vals) - 1 < 8  # so that they have something to decide
+    for rank in selected.ranks(group, case):
+        assert rank.more["epochs"] == len(vals)
+        assert rank.more["stopped"] == len(vals) - 1
+        assert rank.more["wait"] == len(vals) - 1 - best
+        assert rank.more["best"] == f"epoch={best}.ckpt"
+        assert rank.more["score"] == pytest.approx(vals[best], abs=1e-12)
+
+
+@training("Measured")
+def test_test_and_predict_equal_plain_torch(group: str, case: str, selected: Selected) -> None:
+    alone, ranks = selected.twin(group, case), selected.ranks(group, case)
+    tensor, parts = GROUPS[group].sizes.get("tensor_parallel_size", 1), GROUPS[group].parts
+    for number, rank in enumerate(ranks):
+        assert rank.more["test"] == ranks[0].more["test"]
+        assert rank.more["test"] == pytest.approx(alone.more["test"], abs=1e-12)
+        part = number // tensor % parts
+        for got, logits in zip(rank.more["predictions"], alone.more["predictions"], strict=True):
+            expected = logits.chunk(parts)[part]  # the twin's batches are its parts, one after another
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+# ── who holds what ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "case"),
+    [
+        ("training", "built late"),
+        ("training", "tied"),
+        ("models", "trunk alone"),
+        ("models", "shared by stages"),
+        ("two stages per rank", "bert"),
+        ("four ranks", "gpipe"),
+        ("with fsdp", "gpipe"),
+        ("with fsdp", "metrics"),
+    ],
+)
+def test_stages_share_no_parameters_but_ties_and_those_of_containers(group: str, case: str, selected: Selected) -> None:
+    ranks, parameters = selected.ranks(group, case), whole_parameters(case_of(group, case))
+    per_stage = GROUPS[group].ranks_per_stage
+    stages = [ranks[first : first + per_stage] for first in range(0, len(ranks), per_stage)]
+    shared = set()
+    for rank in (rank for stage in stages for rank in stage):
+        assert set(rank.last).issuperset(rank.held)
+    for index, stage in enumerate(stages):
+        held = set(stage[0].held)
+        assert all(set(rank.held) == held for rank in stage)
+        shared |= {name for other in stages[:index] for name in held & set(other[0].held)}
+        once = {parameters[name] for name in held}  # a tied one has two names
+        elements = sum(p.numel() for p in once if p.ndim) + len(stage) * sum(p.ndim == 0 for p in once)
+        assert sum(rank.numel for rank in stage) == elements
+    assert {name for stage in stages for name in stage[0].held} == set(parameters)
+    assert shared - MAY_BE_SHARED == set()
+
+
+MAY_BE_SHARED = {
+    *("net.position", "net.temperature", "net.frozen"),
+    *("net.embed.weight", "net.head.weight"),  # tied
+    *("net.adapter.weight", "net.adapter.bias"),  # on every stage, as told
+}
+
+
+def whole_parameters(case: Case) -> dict[str, nn.Parameter]:
+    root = nn.ModuleDict({"net": BUILDERS[case.net]()})
+    return dict(root.named_parameters(remove_duplicate=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "case", "trunk", "first"),
+    [
+        ("models", "trunk alone", "net", {"0", "1"}),
+        ("models", "split by cost", "net.trunk", {"0"}),
+        ("models", "split by name", "net.blocks", {"0"}),
+    ],
+)
+def test_the_split_is_the_one_asked_for(group: str, case: str, trunk: str, first: set[str], selected: Selected) -> None:
+    layers = [
+        {name.removeprefix(f"{trunk}.").split(".")[0] for name in rank.held if name.startswith(f"{trunk}.")}
+        for rank in selected.ranks(group, case)
+    ]
+    assert layers[0] == first
+    assert layers[0] & layers[1] == set()
+
+
+def train_head_first() -> None:
+    train(Case("head first"), PIPELINE)
+
+
+def test_a_head_registered_before_the_layers_is_an_error_that_says_what_to_set() -> None:
+    for outcome in run_ranks(2, train_head_first, expect_errors=True):
+        assert outcome.error is not None
+        assert "net.head" in outcome.error.message
+        assert "pipeline_modules" in outcome.error.message
+
+
+class Heavy(Pipe):
+    """32 layers of 4 MB."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32)))
+
+
+def peak_of_construction(sizes: dict[str, Any]) -> float:
+    """Memory in MB that it takes at most to build a model; everything else was used once before."""
+    mmap_threshold = -3  # of glibc's mallopt: freed tensors then go back to the system at once and don't blur the peak
+    ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+    for module in (Pipe(Case("trunk alone", "values", late=True)), Heavy(Case("trunk alone", "values", late=True))):
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak until now
+        base = peak_mb()
+        trainer(sizes, max_epochs=1, limit_train_batches=0, limit_val_batches=0).fit(module)
+    return peak_mb() - base
+
+
+def peak_mb() -> float:
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) / 1024
+
+
+def test_no_rank_ever_builds_the_layers_of_other_stages() -> None:
+    # its half of 128 MB, and few layers that are in the making: 68.6 MB were seen
+    assert max(run_ranks(2, peak_of_construction, PIPELINE)) < 64 + 3 * 4

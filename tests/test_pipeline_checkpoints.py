@@ -1,0 +1,221 @@
+"""Checkpoints of pipelines: who writes what, and any topology to any other, bit for bit.
+
+Oracle: torch's own gather of every stage before the save.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import MismatchError
+from tests import nets, tiny
+from tests.pool import run_ranks
+
+State = dict[str, Any]
+FSDP: dict[str, Any] = {}
+TP = {"tensor_parallel_plan": tiny.TP_PLAN}
+PP2 = {"pipeline_parallel_size": 2}
+PP3 = {"pipeline_parallel_size": 3}
+PP4 = {"pipeline_parallel_size": 4}
+LOOPED = {**PP2, "pipeline_stages_per_rank": 2}
+IN_V = {**LOOPED, "pipeline_schedule": "zbv_zero_bubble", "pipeline_loss": "microbatch"}
+TP2 = {"tensor_parallel_size": 2, **TP}
+
+
+class Deep(tiny.TinyLM):
+    """Enough layers for four stages."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.blocks = nn.ModuleList([tiny.Block() for _ in range(4)])
+        if self.hparams["frozen"]:
+            self.blocks[1].up.requires_grad_(False)
+
+
+def train(strategy: State, steps: int, save: str | None, resume: str | None, optimizer: str, seed: int) -> State:
+    pl.seed_everything(seed)
+    module = Deep(optimizer, build_late=True)
+    run = tiny.trainer(strategy, max_steps=steps, limit_val_batches=0)
+    run.fit(module, tiny.loader(), ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return tiny.full_state(module, run.optimizers)
+
+
+def union(states: list[State]) -> State:
+    """What all stages have; what several have must be equal."""
+    found: State = {}
+    for state in states:
+        assert (
+            tiny.differences(
+                {k: v for k, v in found.items() if k in state}, {k: state[k] for k in found.keys() & state.keys()}
+            )
+            == []
+        )
+        found |= state
+    return found
+
+
+CASES = [
+    ("pp2", 2, PP2, "adamw", [(1, FSDP), (4, PP4), (2, LOOPED), (4, TP2)]),
+    ("pp3", 3, PP3, "momentum", [(2, PP2), (2, IN_V), (3, FSDP)]),
+    ("looped", 2, LOOPED, "amsgrad", [(4, PP2), (2, FSDP)]),
+    ("in a v", 2, IN_V, "adamw", [(3, PP3), (1, FSDP)]),
+    ("pp2-fsdp2", 4, PP2, "adamw", [(4, {**PP2, **TP2}), (4, {**PP2, "data_parallel_replicate_size": 2}), (3, FSDP)]),
+    ("fsdp4", 4, FSDP, "adamw", [(4, PP2), (3, PP3)]),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c[0], marks=[pytest.mark.slow] if c[0] not in ("pp2", "in a v") else []) for c in CASES]
+)
+def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
+    _, world, strategy, optimizer, targets = case
+    path = str(tmp_path / "a.ckpt")
+    expected = union(run_ranks(world, train, strategy, 2, path, None, optimizer, 1))
+    assert any("/state/" in key for key in expected)
+    for target_world, target in targets:
+        found = union(run_ranks(target_world, train, target, 2, None, path, optimizer, 7))
+        assert tiny.differences(expected, found) == []
+
+
+@pytest.mark.slow
+def test_three_dimensions_on_eight_processes_and_back(tmp_path: Path) -> None:
+    """PP2 x FSDP2 x TP2 to FSDP8, TP4 x FSDP2, PP2 x TP4 and one process."""
+    path = str(tmp_path / "a.ckpt")
+    cube = {**PP2, **TP2}
+    expected = union(run_ranks(8, train, cube, 2, path, None, "adamw", 1, timeout_s=300))
+    targets: list[tuple[int, State]] = [
+        (8, FSDP),
+        (8, {"tensor_parallel_size": 4, **TP}),
+        (8, {**PP2, "tensor_parallel_size": 4, **TP}),
+        (1, FSDP),
+    ]
+    for world, target in targets:
+        back = str(tmp_path / "b.ckpt")
+        found = union(run_ranks(world, train, target, 2, back, path, "adamw", 7, timeout_s=300))
+        assert tiny.differences(expected, found) == []
+        found = union(run_ranks(8, train, cube, 2, None, back, "adamw", 8, timeout_s=300))
+        assert tiny.differences(expected, found) == []
+
+
+def names_in(directory: Path, component: str) -> dict[int, set[str]]:
+    """The tensors in the shard files of each rank, read by the safetensors library."""
+    found: dict[int, set[str]] = {}
+    for file in directory.glob(f"{component}-dist-*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found.setdefault(int(file.name.split("-")[2]), set()).update(opened.keys())
+    return found
+
+
+def test_files_of_a_stage_hold_only_its_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    run_ranks(2, train, PP2, 1, str(path), None, "adamw", 1)
+    everywhere = {"gate", "scale", "seen", "mean"}
+    first, last = ("embed", "blocks.0", "blocks.1"), ("blocks.2", "blocks.3", "head")
+    model = names_in(path, "model")
+    assert all(name.startswith(first) for name in model[0] - everywhere)
+    assert all(name.startswith(last) for name in model[1] - everywhere)
+    assert model[0].isdisjoint(model[1] - everywhere)
+    optimizer = names_in(path, "optimizer")
+    assert all(name.split("/")[1].startswith(first) for name in optimizer[0] if name.split("/")[1] not in everywhere)
+    assert all(name.split("/")[1].startswith(last) for name in optimizer[1] if name.split("/")[1] not in everywhere)
+    root = json.loads((path / "checkpoint.index.json").read_text())
+    assert root["topology"] == {"pipeline": 2, "replicate": 1, "shard": 1, "tensor": 1}
+
+
+def train_hugging_face(strategy: State, net: str, save: str | None, resume: str | None, seed: int) -> State:
+    pl.seed_everything(seed)
+    module = nets.Module(nets.Case(net=net))
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0, use_distributed_sampler=False)
+    run.fit(module, ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return tiny.full_state(module, run.optimizers)
+
+
+def is_tied(net: str) -> bool:
+    module = nets.BUILDERS[net]()
+    return module.get_input_embeddings().weight is module.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("net", ["tied llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_a_weight_tied_across_stages_is_stored_once_and_tied_again(net: str, tmp_path: Path) -> None:
+    assert is_tied(net)
+    path, one = tmp_path / "a.ckpt", tmp_path / "one.ckpt"
+    stages = run_ranks(2, train_hugging_face, PP2, net, str(path), None, 1)
+    run_ranks(1, train_hugging_face, FSDP, net, str(one), None, 1)
+    tables = [json.loads((p / "checkpoint.index.json").read_text()) for p in (path, one)]
+    stored = [set(table["components"]["model"]["tensors"]) for table in tables]
+    assert stored[0] == stored[1]
+    assert tables[0]["components"]["model"]["aliases"] == tables[1]["components"]["model"]["aliases"] != {}
+    expected = union(stages)
+    alone = run_ranks(1, train_hugging_face, FSDP, net, None, str(path), 7)[0]
+    assert (
+        tiny.differences(
+            {k: alone[k] for k in expected.keys() & alone.keys()},
+            {k: expected[k] for k in expected.keys() & alone.keys()},
+        )
+        == []
+    )
+    again = run_ranks(2, train_hugging_face, PP2, net, None, str(path), 7)
+    assert tiny.differences(expected, union(again)) == []
+
+
+def test_a_pipeline_consolidates_as_any_other_topology(tmp_path: Path) -> None:
+    path, file = tmp_path / "a.ckpt", tmp_path / "model.pt"
+    expected = union(run_ranks(2, train, PP2, 2, str(path), None, "adamw", 1))
+    consolidate(path, file)
+    found = torch.load(file)
+    weights = {f"model/{name}": tensor for name, tensor in found["state_dict"].items()}
+    assert tiny.differences({k: v for k, v in expected.items() if k.startswith("model/")}, weights) == []
+    module = Deep.load_from_checkpoint(file, optimizer="adamw", build_late=False)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    assert torch.isfinite(module(tokens)).all()
+
+
+def mismatched(path: str) -> str:
+    module = Deep()
+    module.blocks = nn.ModuleList([tiny.Block() for _ in range(4)])
+    module.blocks[0].extra = nn.Linear(2, 2)
+    module.blocks[3].other = nn.Linear(2, 2)
+    run = tiny.trainer(PP2, max_steps=2, limit_val_batches=0)
+    with pytest.raises(MismatchError, match="cannot load") as raised:
+        run.fit(module, tiny.loader(), ckpt_path=path)
+    return str(raised.value)
+
+
+def test_differences_of_all_stages_are_in_one_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    run_ranks(2, train, PP2, 1, path, None, "adamw", 1)
+    for message in run_ranks(2, mismatched, path):
+        assert "blocks.0.extra.weight" in message and "blocks.3.other.bias" in message
+
+
+def initial(strategy: State, late: bool) -> tuple[dict[str, Tensor], int]:
+    pl.seed_everything(5)
+    module = Deep(build_late=late)
+    run = tiny.trainer(strategy, max_steps=0)
+    run.fit(module, tiny.loader())
+    assert isinstance(run.strategy, ShardedStrategy)
+    return {n: tiny.whole(p) for n, p in module.named_parameters()}, sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True], ids=["built in __init__", "built in configure_model"])
+def test_initial_weights_are_the_same_on_every_topology_and_no_stage_has_all(late: bool) -> None:
+    ((alone, count),) = run_ranks(1, initial, FSDP, late)
+    for world, strategy in ((2, PP2), (3, PP3), (2, LOOPED), (4, PP2)):
+        found = run_ranks(world, initial, strategy, late)
+        assert tiny.differences(alone, union([state for state, _ in found])) == []
+        assert all(numel < count for _, numel in found)

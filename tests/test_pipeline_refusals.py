@@ -1,0 +1,971 @@
+"""What cannot be pipelined is refused in words, on every rank, and leaves processes that can train."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_shardckpt.errors import TopologyError
+from tests.pool import run_ranks
+from tests.tiny import full_state, trainer
+
+pytestmark = pytest.mark.slow
+
+WIDTH, LENGTH, VOCABULARY, BATCH = 6, 3, 11, 8
+PROMPT_S = 10  # from the start of a run to its error on the last rank; a test machine may be busy
+
+# ── modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Good(pl.LightningModule):
+    """What the refused ones differ from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.losses: list[float] = []
+
+    def layer(self) -> nn.Module:
+        return Layer()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.behind(self.trunk(self.before(tokens)))
+
+    def before(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        return x
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def behind(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x)
+        return logits
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return loss_of(self(batch), batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, index: int) -> Any:
+        self.log("val", loss_of(self(batch), batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(shift=self.shift()), batch_size=None)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+    def shift(self) -> int:
+        return 0
+
+
+class Rows(IterableDataset[Tensor]):
+    """Batches of tokens, the same on all ranks but for ``shift``."""
+
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            yield (torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) + self.shift) % VOCABULARY
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+# --- layers that a step does not call once each, in order ---
+
+
+class TwoPasses(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return loss_of(self(self(batch).argmax(-1)), batch)
+
+
+class Generates(Good):
+    def validation_step(self, batch: Any, index: int) -> Any:
+        tokens = batch[:, :1]
+        for _ in range(3):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
+
+
+class Skips(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.layers[3](self.layers[1](self.layers[0](x)))  # type: ignore[no-any-return]
+
+
+class Backwards(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+class Returns(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.before(batch).mean()
+
+
+class ReturnsInside(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+
+class SwallowsAll(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        try:
+            return super().training_step(batch, index)
+        except BaseException:
+            return self.before(batch).mean()
+
+
+class Manual(Good):
+    automatic_optimization = False
+
+
+# --- communication ---
+
+
+class Reduces(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(1))
+        return super().trunk(x)
+
+
+class Waits(Good):
+    def behind(self, x: Tensor) -> Tensor:
+        dist.barrier()
+        return super().behind(x)
+
+
+class Gathers(Good):
+    def behind(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # it has a new name
+            return super().behind(torch.cat(all_gather(x)))  # type: ignore[no-untyped-call]  # torch's
+
+
+class StrategyWaits(Good):
+    def behind(self, x: Tensor) -> Tensor:
+        self.trainer.strategy.barrier()
+        return super().behind(x)
+
+
+class StrategyBroadcasts(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x) * self.trainer.strategy.broadcast(1.0)
+
+
+# --- glue that other stages would have to know more for ---
+
+
+class LongSkip(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        first = x
+        for layer in self.layers:
+            x = layer(x) + first
+        return x
+
+
+class UNet(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        first, second = self.layers[0], self.layers[1]
+        a = first(x)
+        b = second(a)
+        return self.layers[3](self.layers[2](b) + a)  # type: ignore[no-any-return]
+
+
+class HeadFirst(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {name: self._modules[name] for name in ("head", "embed", "layers")}
+
+
+class WeightOfAnother(Good):
+    def behind(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.embed.weight)
+
+
+class SumOfAuxiliary(Good):
+    class Routed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.auxiliary = x.square().mean()
+            return super().forward(x)
+
+    def layer(self) -> nn.Module:
+        return self.Routed()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = loss_of(self(batch), batch)
+        auxiliary: Any = [layer.auxiliary for layer in self.layers]
+        return loss + sum(auxiliary)
+
+
+class ClipsByItself(Good):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class LastAuxiliary(SumOfAuxiliary):
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = loss_of(self(batch), batch)
+        last: Any = self.layers[-1]
+        return loss + last.auxiliary.detach()
+
+
+class ListOfAuxiliary(Good):
+    class Adds(Layer):
+        def forward(self, x: Tensor, auxiliary: list[Tensor]) -> Tensor:  # type: ignore[override]
+            auxiliary.append(x.square().mean())
+            return super().forward(x)
+
+    def layer(self) -> nn.Module:
+        return self.Adds()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, auxiliary = self.before(batch), list[Tensor]()
+        for layer in self.layers:
+            x = layer(x, auxiliary)
+        return loss_of(self.behind(x), batch) + torch.stack(auxiliary).sum()
+
+
+class Penalty(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch, index) + 1e-2 * sum(p.abs().sum() for p in self.parameters())
+
+
+class LogsBefore(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        self.log("norm", x.norm())
+        return x
+
+
+class RemembersBefore(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        self.last = x.detach()
+        return x
+
+
+class WritesBufferBefore(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(2 * BATCH, WIDTH))
+
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        self.queue[: len(x)] = x[:, 0].detach()
+        return x
+
+
+class RecomputesReentrant(Good):
+    """Every other layer."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = recomputed(layer, x) if index % 2 else layer(x)
+        return x
+
+
+class RecomputesSegment(Good):
+    """Of layers of two stages."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        first, *middle, last = self.layers
+        return last(recomputed(nn.Sequential(*middle), first(x)))  # type: ignore[no-any-return]
+
+
+def recomputed(layer: nn.Module, x: Tensor) -> Tensor:
+    # torch warns where ``x`` has no gradient: when the strategy looks at the step
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return checkpoint(layer, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class ListOfHiddens(Good):
+    def trunk(self, x: Tensor) -> Tensor:
+        hiddens = []
+        for layer in self.layers:
+            x = layer(x)
+            hiddens.append(x)
+        return torch.stack(hiddens).mean(0)
+
+
+# --- values that only one stage has ---
+
+
+class Branches(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        return x if x.mean() > 0 else -x
+
+
+class Items(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        return x / x.abs().max().item()
+
+
+class Selects(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        return x[x.mean((1, 2)) > 0]
+
+
+class Prints(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        print(f"{x.mean():.2f}")
+        return x
+
+
+class WritesIntoView(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        out = torch.zeros_like(tokens, dtype=torch.float32).unsqueeze(-1).repeat(1, 1, WIDTH)
+        out[:, 1:].copy_(x[:, :-1])
+        return out
+
+
+# --- microbatches ---
+
+
+class Noise(Good):
+    """As diffusion models do: the loss needs the noise that the layers got."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        noise = torch.randn(*batch.shape, WIDTH)
+        x = self.trunk(torch.cat([self.before(batch), noise], 1))
+        return (x[:, batch.shape[1] :] - noise).square().mean()
+
+    def layer(self) -> nn.Module:
+        return Scale()
+
+
+class OwnNoise(Good):
+    """From a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def before(self, tokens: Tensor) -> Tensor:
+        return super().before(tokens) + torch.randn(*tokens.shape, WIDTH, generator=self.generator)
+
+
+class Scale(nn.Module):
+    """Its result tells what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class BatchNorm(Good):
+    def layer(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(LENGTH), Layer())
+
+
+class MovingAverage(Good):
+    class Centers(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+            return super().forward(x) - self.mean
+
+    def layer(self) -> nn.Module:
+        return self.Centers()
+
+
+class SpectralNorm(Good):
+    def layer(self) -> nn.Module:
+        layer = Layer()
+        nn.utils.parametrizations.spectral_norm(layer.linear)
+        return layer
+
+
+class Metered(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.mean(loss)
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        return loss
+
+
+class Opaque:
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+
+class OpaqueBatch(Good):
+    def train_dataloader(self) -> Any:
+        return map(Opaque, Rows(0))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch.tokens if isinstance(batch, Opaque) else batch[0].tokens, index)
+
+
+class OpaqueInList(OpaqueBatch):
+    def train_dataloader(self) -> Any:
+        return ([Opaque(tokens), tokens] for tokens in Rows(0))
+
+
+class Uneven(Good):
+    def train_dataloader(self) -> Any:
+        return ({"tokens": tokens, "anchors": torch.ones(5)} for tokens in Rows(0))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch["tokens"], index)
+
+
+class AddedUp(Good):
+    """Scalars that layers add up: microbatches give other ones than the batch."""
+
+    class Adds(Layer):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(pair[0]), pair[1] + pair[0].square().mean()
+
+    def layer(self) -> nn.Module:
+        return self.Adds()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        pair: Any = (self.before(batch), torch.zeros(()))
+        for layer in self.layers:
+            pair = layer(pair)
+        return loss_of(self.behind(pair[0]), batch) + pair[1]
+
+
+# --- ranks that differ ---
+
+
+class BackwardBehindBreaks(Good):
+    def behind(self, x: Tensor) -> Tensor:
+        logits = super().behind(x)
+        if logits.requires_grad:
+            logits.register_hook(self.break_down)
+        return logits
+
+    def break_down(self, gradient: Tensor) -> None:
+        raise KeyError("in a backward behind the layers")
+
+
+class RankData(Good):
+    def shift(self) -> int:
+        return self.global_rank
+
+
+class Unseeded(Good):
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        rows: Any = list(torch.arange(48).view(16, 3) % VOCABULARY)
+        return DataLoader(rows, BATCH, shuffle=True, generator=generator)
+
+
+class RankLength(Good):
+    def train_dataloader(self) -> Any:
+        return (tokens[: BATCH - self.global_rank] for tokens in Rows(0))
+
+
+@dataclass
+class Tokens:
+    tokens: Tensor
+
+
+class RankDataclass(RankData):
+    def train_dataloader(self) -> Any:
+        return map(Tokens, Rows(self.shift()))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch.tokens, index)
+
+
+class RankStrings(RankData):
+    """No tensor in the batch."""
+
+    def train_dataloader(self) -> Any:
+        return ([bytes(row).hex() for row in tokens.tolist()] for tokens in Rows(self.shift()))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(torch.tensor([[*bytes.fromhex(text)] for text in batch]), index)
+
+
+# --- modules that cannot be cut ---
+
+
+class NoLayers(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = None  # type: ignore[assignment]
+
+
+class OneLayer(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:1]
+
+
+class TwoLayers(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:2]
+
+
+class Hooked(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        hooked: Any = self.layers[2]
+        hooked.linear.register_forward_hook(print)
+
+
+class Compiled(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = torch.compile(Good(), backend="eager")
+
+
+class CutsItself(Good):
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        self.head.weight = nn.Parameter(distribute_tensor(self.head.weight.detach(), mesh))
+
+
+class Routers(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"output_router_logits": True})()
+
+
+class WholeGradient(Good):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+# --- outside of steps, and failures of the user's own ---
+
+
+class Outside(Good):
+    def on_train_epoch_end(self) -> None:
+        self.trunk(torch.zeros(1, LENGTH, WIDTH))
+
+
+class Breaks(Layer):
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.broken and x.sum().isfinite():  # what other stages cannot know
+            raise KeyError("in a layer")
+        return super().forward(x)
+
+
+class LayerBreaks(Good):
+    index = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        broken: Any = self.layers[self.index]
+        broken.broken = True
+
+    def layer(self) -> nn.Module:
+        return Breaks()
+
+
+class LastLayerBreaks(LayerBreaks):
+    index = 3
+
+
+class StepBreaks(Good):
+    def behind(self, x: Tensor) -> Tensor:
+        raise KeyError("behind the layers")
+
+
+class BackwardBreaks(Good):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise KeyError("in a backward")
+
+    def before(self, tokens: Tensor) -> Tensor:
+        return self.Broken.apply(super().before(tokens))  # type: ignore[no-untyped-call,no-any-return]
+
+
+class PredictBreaks(Good):
+    def predict_step(self, batch: Any, index: int) -> Any:
+        logits = self(batch)
+        if index == 1:
+            raise KeyError("while predicting")
+        return logits
+
+
+class ReturnsLambda(Good):
+    def validation_step(self, batch: Any, index: int) -> Any:
+        super().validation_step(batch, index)
+        return {"later": lambda: 0}
+
+
+class ScalesLoss(Good):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+class TwoBackwards(Good):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class ReturnsNothing(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        super().training_step(batch, index)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        pass
+
+
+# ── cases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ORDER = ("calls each layer once, in the order layers.0 … layers.3", "pipeline_parallel_size=1", "pipeline_layers")
+COLLECTIVE = ("inside a pipelined step", "self.all_gather", "sync_dist=True")
+UNKNOWN = ("doesn't have", "pipeline_modules")
+NO_VALUE = ("needs the value of embed.weight", "doesn't have", "move it into a layer")
+DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs")
+MEANS = 'pipeline_loss="microbatch"'
+REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
+STATE = ("a buffer that training changes in a layer", "pipeline_microbatches=1")
+REMEMBER = ("is to remember embed.weight", "behind the layers")
+CANNOT_CUT = ("cannot cut this batch into microbatches", "pipeline_microbatches=1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is refused.
+
+    Attributes:
+        words: must be in the message on every rank.
+        kinds: the classes of the errors, over the ranks; None: whichever pickle of this Python raises.
+    """
+
+    module: type[pl.LightningModule]
+    words: tuple[str, ...]
+    strategy: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] | None = ("TopologyError",)
+    run: str = "fit"
+
+
+OWN = ("KeyError", "RankError")
+BY_MICROBATCH = {"pipeline_loss": "microbatch"}
+ONE_F_ONE_B = {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}
+CASES = {
+    "two passes": Case(TwoPasses, ("layers.0 was called a second time", *ORDER)),
+    "two passes, 1f1b": Case(TwoPasses, ("layers.0 was called a second time", *ORDER), ONE_F_ONE_B),
+    "generates": Case(Generates, ("layers.0 was called a second time", *ORDER), run="validate"),
+    "skips a layer": Case(Skips, ("layers.3 was called before layers.2", *ORDER)),
+    "backwards": Case(Backwards, ("layers.3 was called before layers.0", *ORDER)),
+    "returns before": Case(Returns, ("returned after 0 of the 4 layers", "layers.0", "must call every layer once")),
+    "returns inside": Case(ReturnsInside, ("returned after 2 of the 4 layers", "before layers.2")),
+    "swallows all": Case(SwallowsAll, ("returned after", "must call every layer once")),
+    "manual": Case(Manual, ("Manual optimizes manually", "pipeline_parallel_size=1")),
+    "all_reduce": Case(Reduces, ("all_reduce", *COLLECTIVE)),
+    "barrier": Case(Waits, ("barrier", *COLLECTIVE)),
+    "all_gather with gradients": Case(Gathers, ("all_gather", *COLLECTIVE)),
+    "barrier of the strategy": Case(StrategyWaits, ("barrier", *COLLECTIVE)),
+    "broadcast of the strategy": Case(StrategyBroadcasts, ("broadcast_object_list", *COLLECTIVE)),
+    "long skip": Case(LongSkip, ("layer layers.3 depends on", *UNKNOWN)),
+    "u-net": Case(UNet, ("layer layers.3 depends on", *UNKNOWN), {"pipeline_split": ["layers.2"]}),
+    "head first": Case(HeadFirst, ("returns depends on head.weight", *UNKNOWN)),
+    "weight of another stage": Case(WeightOfAnother, ("depends on embed.weight", *UNKNOWN)),
+    "sum of auxiliary losses": Case(SumOfAuxiliary, ("what the step returns depends on", *UNKNOWN)),
+    "auxiliary loss of the last layer": Case(LastAuxiliary, ("depends on layers.3.auxiliary of the whole batch",)),
+    "clips by itself": Case(ClipsByItself, ("one pipeline stage only", "self.clip_gradients")),
+    "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to a list or dict", "return what is needed")),
+    "penalty on all weights": Case(Penalty, ("what the step returns depends on embed.weight", *UNKNOWN)),
+    "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
+    "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
+    "buffer before the layers": Case(WritesBufferBefore, ("queue of WritesBufferBefore", *REMEMBER)),
+    "recomputes reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", *REENTRANT)),
+    "recomputes a segment": Case(RecomputesSegment, ("layer layers.1 is called in", *REENTRANT)),
+    "all hidden states": Case(ListOfHiddens, ("what the step returns depends on", *UNKNOWN)),
+    "branches": Case(Branches, ("__bool__", *NO_VALUE)),
+    "item": Case(Items, ("item", *NO_VALUE)),
+    "selects": Case(Selects, ("__getitem__", *NO_VALUE)),
+    "prints": Case(Prints, ("__format__", *NO_VALUE)),
+    "writes into a view": Case(WritesIntoView, ("copy_ writes embed.weight", "view of a tensor", "torch.cat")),
+    "noise": Case(Noise, ("training_step draws random numbers", MEANS, "microbatches=1")),
+    "noise of its own": Case(OwnNoise, ("training_step draws random numbers", MEANS, "microbatches=1")),
+    "moving average": Case(MovingAverage, STATE),
+    "spectral norm": Case(SpectralNorm, STATE),
+    "metric of steps, 1f1b": Case(
+        Metered, ("logs the metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B
+    ),
+    "batch norm": Case(BatchNorm, ("layers.0.0 is a batch norm", "pipeline_microbatches=1")),
+    "opaque item": Case(OpaqueInList, ("batch[0] is a Opaque", *CANNOT_CUT)),
+    "uneven batch": Case(Uneven, ("batch['anchors']\": 5", *CANNOT_CUT)),
+    "scalar through the layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", MEANS)),
+    "other data": Case(RankData, DIFFERENT),
+    "other shuffle": Case(Unseeded, DIFFERENT),
+    "other dataclasses": Case(RankDataclass, DIFFERENT),
+    "other strings": Case(RankStrings, DIFFERENT),
+    "other length": Case(RankLength, DIFFERENT),
+    "no layers": Case(NoLayers, ("NoLayers has no list of layers", "pipeline_layers=[")),
+    "one layer": Case(OneLayer, ("no list of layers", "pipeline_layers=[")),
+    "too few layers": Case(
+        TwoLayers,
+        ("2 layers with parameters", "4 pipeline stages", "fewer stages"),
+        {
+            "pipeline_stages_per_rank": 2,
+            "pipeline_schedule": "gpipe",
+        },
+    ),
+    "no such layers": Case(Good, ("'layer.*' matches no module", "layers"), {"pipeline_layers": ["layer.*"]}),
+    "layer in a layer": Case(
+        Good,
+        ("layers.0.norm is a part of another layer",),
+        {
+            "pipeline_layers": ["layers.*", "layers.0.norm"],
+        },
+    ),
+    "no such split": Case(Good, ("pipeline_split", "layers.9"), {"pipeline_split": ["layers.9"]}),
+    "split at the start": Case(Good, ("pipeline_split", "order"), {"pipeline_split": ["layers.0"]}),
+    "wrong split": Case(Good, ("pipeline_split", "'half'"), {"pipeline_split": "half"}),
+    "no such module": Case(Good, ("'heads' matches no module", "head"), {"pipeline_modules": {"heads": "last"}}),
+    "no such place": Case(Good, ("'middle'", "first"), {"pipeline_modules": {"head": "middle"}}),
+    "place for a layer": Case(Good, ("layers.1 cannot be placed", "head"), {"pipeline_modules": {"layers.1": "last"}}),
+    "hooked layer": Case(Hooked, ("layers.2.linear has a forward hook", "Remove it")),
+    "compiled": Case(
+        Compiled,
+        ("net is compiled as a whole", "Compile the layers"),
+        {
+            "pipeline_layers": ["net.layers.*"],
+        },
+    ),
+    "cuts itself": Case(CutsItself, ("CutsItself cuts itself in configure_model", "fsdp_units")),
+    "optimizer of the whole gradient": Case(WholeGradient, ("LBFGS looks at all parameters at once",)),
+    "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
+    "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
+    "layer breaks": Case(LayerBreaks, ("in a layer",), kinds=OWN),
+    "last layer breaks": Case(LastLayerBreaks, ("in a layer",), kinds=OWN),
+    "layer breaks, 1f1b": Case(LayerBreaks, ("in a layer",), ONE_F_ONE_B, kinds=OWN),
+    "last layer breaks, 1f1b": Case(LastLayerBreaks, ("in a layer",), ONE_F_ONE_B, kinds=OWN),
+    "step breaks": Case(StepBreaks, ("behind the layers",), kinds=OWN),
+    "step breaks, 1f1b": Case(StepBreaks, ("behind the layers",), ONE_F_ONE_B, kinds=OWN),
+    "backward breaks": Case(BackwardBreaks, ("in a backward",), kinds=OWN),
+    "backward breaks, 1f1b": Case(BackwardBreaks, ("in a backward",), ONE_F_ONE_B, kinds=OWN),
+    "backward behind the layers breaks": Case(BackwardBehindBreaks, ("behind the layers",), kinds=OWN),
+    "predict breaks": Case(PredictBreaks, ("while predicting",), kinds=OWN, run="predict"),
+    "returns what cannot be pickled": Case(ReturnsLambda, ("cannot be pickled", "lambda"), run="validate"),
+    "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'pipeline_schedule="gpipe"'), ONE_F_ONE_B),
+    "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
+    # Lightning's own rule for all distributed strategies
+    "returns nothing": Case(ReturnsNothing, ("returning None in distributed training",), kinds=("RuntimeError",)),
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What one rank saw of a case; ``after``: the losses and weights of a good run behind it."""
+
+    kind: str
+    message: str
+    seconds: float
+    after: tuple[list[float], dict[str, Tensor]]
+
+
+def refuse_all(names: list[str]) -> dict[str, Refused]:
+    return {name: refuse(CASES[name]) for name in names}
+
+
+def refuse(case: Case) -> Refused:
+    pl.seed_everything(1, verbose=False)
+    kind, message, started = "", "no error", time.monotonic()
+    try:
+        run = run_of(case.strategy)
+        getattr(run, case.run)(case.module())
+    except Exception as error:
+        kind, message = type(error).__name__, str(error)
+    return Refused(kind, message, time.monotonic() - started, good())
+
+
+def good() -> tuple[list[float], dict[str, Tensor]]:
+    pl.seed_everything(1, verbose=False)
+    module, run = Good(), run_of({})
+    run.fit(module)
+    return module.losses, full_state(module, [])
+
+
+def run_of(strategy: dict[str, Any]) -> pl.Trainer:
+    options = {"max_epochs": 1, "limit_val_batches": 1, "use_distributed_sampler": False}
+    return trainer({"pipeline_parallel_size": 2, **strategy}, **options)
+
+
+# ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def refused(request: pytest.FixtureRequest) -> dict[str, list[Refused]]:
+    """All selected cases, one after another in the same processes."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = list(dict.fromkeys(item.callspec.params["case"] for item in items if "case" in item.callspec.params))
+    ranks = run_ranks(2, refuse_all, names, timeout_s=480)
+    return {name: [rank[name] for rank in ranks] for name in names}
+
+
+@pytest.fixture(scope="module")
+def fresh() -> list[tuple[list[float], dict[str, Tensor]]]:
+    """A good run in processes that saw nothing else."""
+    return run_ranks(2, good)
+
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@every_case
+def test_every_rank_is_told_what_is_wrong_and_what_to_do(case: str, refused: dict[str, list[Refused]]) -> None:
+    for rank, found in enumerate(refused[case]):
+        missing = [word for word in CASES[case].words if word not in found.message]
+        assert missing == [], f"rank {rank}: {found.kind}: {found.message}"
+        assert found.seconds < PROMPT_S
+    kinds, expected = {found.kind for found in refused[case]}, CASES[case].kinds
+    assert "" not in kinds if expected is None else kinds == set(expected)
+
+
+@every_case
+def test_the_same_processes_train_afterwards_as_fresh_ones(
+    case: str, refused: dict[str, list[Refused]], fresh: list[tuple[list[float], dict[str, Tensor]]]
+) -> None:
+    for found, (losses, state) in zip(refused[case], fresh, strict=True):
+        assert found.after[0] == losses
+        assert found.after[1].keys() == state.keys()
+        assert [name for name, value in state.items() if not torch.equal(value, found.after[1][name])] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_microbatches": 0}, "pipeline_microbatches must be at least 1, found 0"),
+        ({"pipeline_loss": "sample"}, "pipeline_loss must be one of .*found 'sample'"),
+        ({"pipeline_schedule": "2f2b"}, "unknown pipeline schedule '2f2b'.*gpipe, 1f1b"),
+        ({"pipeline_schedule": "1f1b"}, 'set pipeline_loss="microbatch".*or use pipeline_schedule="gpipe"'),
+        ({"pipeline_schedule": "1f1b", "pipeline_stages_per_rank": 2, **BY_MICROBATCH}, "1f1b.*exactly 1 stage"),
+        ({"pipeline_schedule": "interleaved_1f1b", **BY_MICROBATCH}, "interleaved_1f1b.*at least 2 stages"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(options: dict[str, Any], words: str) -> None:
+    from lightning_shardckpt import ShardedStrategy
+
+    with pytest.raises(TopologyError, match=words):
+        ShardedStrategy(pipeline_parallel_size=2, **options)
+
+
+def train_on_noise(strategies: list[dict[str, Any]]) -> list[list[float]]:
+    """How far what came through the layers is from the noise that the loss saw."""
+    found = []
+    for strategy in strategies:
+        module = Noise()
+        run_of(strategy).fit(module)
+        found.append(module.losses[:1])
+    return found
+
+
+def test_noise_of_input_and_loss_is_the_same_with_one_microbatch_or_their_own_losses() -> None:
+    for rank in run_ranks(2, train_on_noise, [{"pipeline_microbatches": 1}, BY_MICROBATCH]):
+        assert rank == [[0.0], [0.0]]
+
+
+def train_uncut(kinds: list[type[Good]]) -> list[list[float]]:
+    found = []
+    for kind in kinds:
+        pl.seed_everything(1, verbose=False)
+        module = kind()
+        run_of({"pipeline_microbatches": 1}).fit(module)
+        found.append(module.losses)
+    return found
+
+
+def test_a_batch_that_cannot_be_cut_trains_with_one_microbatch() -> None:
+    for opaque, nested, uneven, plain in run_ranks(2, train_uncut, [OpaqueBatch, OpaqueInList, Uneven, Good]):
+        assert opaque == nested == uneven == plain
+        assert len(plain) == 2
+
+
+class TensorRankData(Good):
+    def shift(self) -> int:
+        return self.global_rank % 2
+
+
+def fit_over_tensor_ranks() -> tuple[str, str]:
+    run = run_of({"tensor_parallel_size": 2, "tensor_parallel_plan": {"layers.*.linear": "replicate"}})
+    with pytest.raises(Exception) as raised:
+        run.fit(TensorRankData())
+    return type(raised.value).__name__, str(raised.value)
+
+
+def test_batches_that_differ_between_tensor_ranks_are_refused() -> None:
+    for kind, message in run_ranks(4, fit_over_tensor_ranks, timeout_s=60):
+        assert kind == "TopologyError"
+        assert "tensor-parallel group got different batches" in message
+
+
+class OnePipelineData(Good):
+    def shift(self) -> int:
+        return int(self.global_rank == 3)
+
+
+def fit_over_two_pipelines() -> str:
+    run = run_of({"data_parallel_shard_size": 2})
+    with pytest.raises(TopologyError) as raised:
+        run.fit(OnePipelineData())
+    return str(raised.value)
+
+
+def test_batches_that_differ_in_one_pipeline_are_refused_in_all() -> None:
+    for message in run_ranks(4, fit_over_two_pipelines, timeout_s=60):
+        assert "the ranks of a pipeline got different batches for training_step" in message

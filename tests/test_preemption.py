@@ -1,0 +1,66 @@
+"""SIGTERM on one rank or on all: a checkpoint at a step boundary, and the same end on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+from tests import tiny
+from tests.pool import run_ranks
+
+
+class Terminate(pl.Callback):
+    """Sends SIGTERM to some ranks' own process in the middle of a step."""
+
+    def __init__(self, ranks: list[int], step: int) -> None:
+        self._ranks, self._step = ranks, step
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self._step and trainer.global_rank in self._ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated(strategy: dict[str, Any], directory: str, ranks: list[int]) -> tuple[int, list[float]]:
+    before = signal.getsignal(signal.SIGTERM)
+    pl.seed_everything(1)
+    module = tiny.TinyLM()
+    callbacks = [Terminate(ranks, 2), OnExceptionCheckpoint(directory, "ended")]
+    run = tiny.trainer(strategy, max_steps=9, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(SystemExit):
+        run.fit(module, tiny.loader())
+    assert signal.getsignal(signal.SIGTERM) == before
+    return run.global_step, module.losses
+
+
+def resumed(strategy: dict[str, Any], directory: str) -> dict[str, Any]:
+    return tiny.fit(strategy, 6, resume=f"{directory}/ended.ckpt", seed=5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        pytest.param({}, [0], id="rank 0 of fsdp2", marks=pytest.mark.slow),
+        pytest.param({}, [1], id="rank 1 of fsdp2"),
+        pytest.param({}, [0, 1], id="both ranks of fsdp2", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, [0], id="rank 0 of pp2", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, [1], id="rank 1 of pp2"),
+        pytest.param({"pipeline_parallel_size": 2}, [0, 1], id="both ranks of pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_save_at_the_same_step_and_the_run_continues_exactly(
+    strategy: dict[str, Any], ranks: list[int], tmp_path: Path
+) -> None:
+    ends = run_ranks(2, terminated, strategy, str(tmp_path), ranks)
+    steps = {step for step, _ in ends}
+    assert len(steps) == 1 and steps <= {3, 4}  # the step of the signal or the next one
+    straight = run_ranks(2, tiny.fit, strategy, 6)
+    for (step, losses), whole, rest in zip(ends, straight, run_ranks(2, resumed, strategy, str(tmp_path)), strict=True):
+        assert losses == whole["losses"][:step]
+        assert rest["losses"] == whole["losses"][step:]
+        assert tiny.differences(whole["state"], rest["state"]) == []
