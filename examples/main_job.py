@@ -4,7 +4,7 @@
 
 1. An uninterrupted run: 4 processes, FSDP2 x TP2.
 2. The same training in three legs, each from the checkpoint of the one before: 4 processes FSDP2 x TP2, then
-   3 processes FSDP2 (uneven slices), then 1 process.
+   4 processes PP2 x FSDP2 (two pipeline stages), then 1 process.
 3. The checkpoints are inspected and verified, the last one is consolidated; plain torch loads the file and generates
    text.
 
@@ -50,7 +50,7 @@ class Leg:
 LEGS = (
     Leg("uninterrupted", "4 processes: FSDP2 x TP2", "fsdp2_tp2.yaml", EPOCHS),
     Leg("first", "4 processes: FSDP2 x TP2", "fsdp2_tp2.yaml", 1),
-    Leg("second", "3 processes: FSDP2", "fsdp3.yaml", 2, resume_from="first"),
+    Leg("second", "4 processes: PP2 x FSDP2", "pp2_fsdp2.yaml", 2, resume_from="first"),
     Leg("third", "1 process", "single.yaml", 3, resume_from="second"),
 )
 

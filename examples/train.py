@@ -1,6 +1,8 @@
-"""An ordinary LightningCLI: the strategy and the CheckpointIO are named in the YAML files in configs/.
+"""An ordinary LightningCLI.
 
     python examples/train.py fit --config configs/transformer.yaml --config configs/fsdp2_tp2.yaml
+
+The strategy and the CheckpointIO are named in the YAML files in configs/.
 """
 
 from __future__ import annotations
