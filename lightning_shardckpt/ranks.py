@@ -2,7 +2,8 @@
 
 Every communication of the checkpoint side is one ``step``: each rank does its work, rank 0 sees all results, acts
 once, and everybody gets its answer or the first error. It runs over the process group's key-value store, not over
-the training group: it works off the main thread, its timeout is its own, and a rank that does not answer is named.
+the training group: it works off the main thread and its timeout is its own. A rank that waits looks around every
+second: for one whose process is gone, it answers in its place, so that nobody waits for the dead.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,11 +22,13 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed e
 
 from lightning_shardckpt import errors
 from lightning_shardckpt.errors import RankError
+from lightning_shardckpt.processes import Process, host
 
 T = TypeVar("T")
 R = TypeVar("R")
 _instances = itertools.count()
-_GRACE_S = 30.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
+_GRACE_S = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
+_LOOK_S = 1.0  # between two looks at the processes of this host
 
 
 class Ranks:
@@ -36,11 +40,15 @@ class Ranks:
     def __init__(self, store: Store | None, rank: int, world: int, timeout_s: float = 1800.0) -> None:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
         self._store: Store | None = None
+        self._count, self._open = 0, False  # steps begun; whether the last one has not ended here
         if store is not None:
             # while one thread waits with a client of a TCPStore, no other thread can use that client
             own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
             self._store = PrefixStore(f"shardckpt-{next(_instances)}", own)
-        self._count = 0
+            self._host = f"host/{host()}"
+            me = Process.this()
+            place = self._store.add(self._host, 1)
+            _put(self._store, f"{self._host}/{place}", _json({"rank": rank, "pid": me.pid, "started": me.started}))
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -54,10 +62,13 @@ class Ranks:
             return cls.alone()
         return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
 
-    def step(self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R]) -> R:
+    def step(
+        self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
+    ) -> R:
         """Run ``work`` here and ``lead`` on rank 0 over the results by rank; return what ``lead`` returned.
 
-        Collective: every rank must call it. ``phase`` completes the sentence "rank 3 failed while …".
+        Collective: every rank must call it. ``phase`` completes the sentence "rank 3 failed while …"; its first word
+        must be the same on all ranks. ``timeout_s``: instead of the one of all steps, for one that may be in vain.
 
         Raises:
             Exception: on every rank if any rank failed: of the class that the first failing rank raised, where that is
@@ -65,13 +76,14 @@ class Ranks:
         """
         if self._store is None:
             return lead([work()])
-        self._count += 1
+        self._count, self._open = self._count + 1, True
         cause: BaseException | None = None
         try:
-            mine = _json({"value": work()})
+            text = _json({"value": work(), "phase": phase})
         except BaseException as error:
-            mine, cause = _json({"error": _describe(error)}), error
-        answer = self._exchange(self._store, phase, mine, lead)
+            text, cause = _json({"error": _describe(error), "phase": phase}), error
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        answer = self._exchange(self._store, phase, text, lead, wait_s)
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if "error" in answer:
@@ -79,12 +91,36 @@ class Ranks:
         result: R = answer["value"]
         return result
 
-    def _exchange(self, store: Store, phase: str, mine: bytes, lead: Callable[[list[T]], R]) -> dict[str, Any]:
+    def leave(self, error: BaseException) -> str | None:
+        """Tell the others that this rank takes no further step, and why: the one that they wait in fails on all.
+
+        Not collective. Of no effect if the store can't be reached any more. Returns who left first with which other
+        error, if another rank did.
+        """
+        if self._store is None:
+            return None
+        self._count, self._open = self._count + (not self._open), True
+        text = _json({"error": {**_describe(error), "ranks": [self.rank]}, "phase": ""})
+        try:
+            _put(self._store, f"{self._count}/{self.rank}", text)
+            if self.rank == 0:
+                _put(self._store, f"{self._count}/answer", text)
+            first = json.loads(self._store.compare_set("left", "", text.decode()))["error"]
+        except RuntimeError:  # its server has left before
+            return None
+        mine = _describe(error)
+        if first["ranks"] == [self.rank] or (first["type"], first["message"]) == (mine["type"], mine["message"]):
+            return None
+        return f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}"
+
+    def _exchange(
+        self, store: Store, phase: str, mine: bytes, lead: Callable[[list[T]], R], timeout_s: float
+    ) -> dict[str, Any]:
         number = self._count
         _put(store, f"{number}/{self.rank}", mine)
         if self.rank == 0:
             try:
-                text = _json(self._lead(store, phase, lead))
+                text = _json(self._lead(store, phase, lead, timeout_s))
             except BaseException as error:
                 text = _json({"error": {**_describe(error), "ranks": [0]}})
                 if not isinstance(error, Exception):
@@ -92,45 +128,80 @@ class Ranks:
                     raise
             _put(store, f"{number}/answer", text)
         else:
-            text = self._get_answer(store, phase)
+            text = self._get_answer(store, phase, timeout_s)
         answer: dict[str, Any] = json.loads(text)
+        self._open = False
         store.delete_key(f"{number}/{self.rank}")
-        if self.rank == 0 and number > 1:
-            store.delete_key(f"{number - 1}/answer")  # everybody has read it: they have all answered since
+        if self.rank == 0:
+            store.delete_key(f"{number}/leading")
+            if number > 1:
+                store.delete_key(f"{number - 1}/answer")  # everybody has read it: they have all answered since
         return answer
 
-    def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R]) -> dict[str, Any]:
-        reports = [json.loads(value) for value in self._collect(store, phase)]
+    def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
+        keys = [f"{self._count}/{rank}" for rank in range(self.world)]
+        if not self._wait(store, keys, timeout_s):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise RankError(
+                f"rank(s) {missing} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
+                "they hang, are stopped, or did not enter this call"
+            )
+        reports = [json.loads(store.get(key)) for key in keys]
         failed = [rank for rank, report in enumerate(reports) if "error" in report]
         if failed:
             return {"error": {**reports[failed[0]]["error"], "ranks": failed}}
+        calls: dict[str, str] = {}
+        for rank, report in enumerate(reports):
+            calls.setdefault(report["phase"].split(" ")[0], f"rank {rank} is {report['phase']}")
+        if len(calls) > 1:
+            raise errors.MismatchError(f"the ranks are in different calls: {', '.join(calls.values())}")
+        _put(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
-    def _collect(self, store: Store, phase: str) -> list[bytes]:
-        keys = [f"{self._count}/{rank}" for rank in range(self.world)]
+    def _get_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
+        key, started = f"{self._count}/answer", time.monotonic()
+        signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            store.wait(keys, timedelta(seconds=self._timeout_s))
-        except Exception as error:  # the class differs between stores
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if not missing:
-                raise
-            raise RankError(
-                f"rank(s) {missing} of {self.world} did not answer within {self._timeout_s:g} s while {phase}: "
-                "they died, hang, or did not enter this call"
-            ) from error
-        return [store.get(key) for key in keys]
+            if self._wait(store, [key], timeout_s + _GRACE_S, signs):
+                return store.get(key)
+            problem = "it hangs, is stopped, or did not enter this call"
+        except RuntimeError as error:  # the store's
+            problem = f"it died, and the store with it: {error}"
+        waited = time.monotonic() - started
+        raise RankError(f"rank {self.rank} got no answer from rank 0 after {waited:.0f} s while {phase}: {problem}")
 
-    def _get_answer(self, store: Store, phase: str) -> bytes:
-        key, limit = f"{self._count}/answer", self._timeout_s + _GRACE_S
-        started = time.monotonic()
-        try:
-            store.wait([key], timedelta(seconds=limit))
-            return store.get(key)
-        except Exception as error:
-            waited = time.monotonic() - started
-            raise RankError(
-                f"rank {self.rank} got no answer from rank 0 after {waited:.0f} s while {phase}: {error}"
-            ) from error
+    def _wait(self, store: Store, keys: list[str], timeout_s: float, signs: Iterable[str] = ()) -> bool:
+        """Whether all keys came in time; each of ``signs``, keys that come in this order, begins the time anew."""
+        signs = list(signs)
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            began, limit = time.monotonic(), min(left, _LOOK_S)
+            try:
+                store.wait(keys, timedelta(seconds=limit))
+                return True
+            except RuntimeError:  # the class differs between stores
+                if time.monotonic() - began < limit / 2:
+                    raise  # the store is gone
+            self._answer_for_the_dead(store)
+            while signs and store.check([signs[0]]):
+                del signs[0]
+                deadline = time.monotonic() + timeout_s
+        return False
+
+    def _answer_for_the_dead(self, store: Store) -> None:
+        """Report for the ranks of this host whose processes are gone, and in place of rank 0 if it is among them."""
+        for place in range(1, store.add(self._host, 0) + 1):
+            if not store.check([f"{self._host}/{place}"]):
+                continue
+            found = json.loads(store.get(f"{self._host}/{place}"))
+            rank, process = found["rank"], Process(found["pid"], found["started"])
+            if not process.is_gone():
+                continue
+            message = f"its process, pid {process.pid} on {os.uname().nodename}, is gone: it was killed, or it left"
+            text = _json({"error": {**_describe(RankError(message)), "ranks": [rank]}, "phase": ""})
+            for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
+                if not store.check([key]):
+                    _put(store, key, text)
 
 
 def _put(store: Store, key: str, value: bytes) -> None:

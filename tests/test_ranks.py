@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shardckpt import ranks as ranks_module
-from lightning_shardckpt.errors import CorruptionError, RankError, StateError
+from lightning_shardckpt.errors import CorruptionError, MismatchError, RankError, StateError
 from lightning_shardckpt.ranks import Ranks
 from tests.pool import run_ranks
 
@@ -261,8 +261,10 @@ def test_a_long_run_leaves_no_keys_behind() -> None:
         for _ in range(50):
             ranks.step("x", lambda: None, lambda found: None)
 
+    together(lambda: store, lambda ranks: None)
+    before = store.num_keys()  # who they are
     together(lambda: store, steps)
-    assert store.num_keys() <= 1
+    assert store.num_keys() <= 2 * before + 1
 
 
 def test_one_process_needs_no_store() -> None:
@@ -289,23 +291,103 @@ def test_a_step_works_off_the_main_thread() -> None:
     assert run_ranks(WORLD, off_the_main_thread) == [[3]] * WORLD
 
 
-def killed() -> str:
-    ranks = Ranks.of_default_group(2)
+def dying(who: int, phase: int) -> str:
+    """A rank is killed: before it reports (0), as rank 0 behind all reports (1), or between two steps (2)."""
+    ranks = Ranks.of_default_group(600)
     ranks.step("beginning", lambda: None, lambda found: None)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    mine = ranks.rank == who
     try:
-        ranks.step(
-            "saving x", lambda: os.kill(os.getpid(), signal.SIGKILL) if ranks.rank == 1 else None, lambda found: None
-        )
+        if mine and phase == 2:
+            die()
+        ranks.step("saving x", lambda: die() if mine and phase == 0 else None, lambda f: die() if phase == 1 else None)
     except RankError as error:
         return str(error)
     return ""
 
 
-def test_a_rank_that_is_killed_is_named_within_the_timeout() -> None:
-    first, dead, last = run_ranks(WORLD, killed, expect_errors=True, grace_s=20)
-    assert dead.killed
-    for outcome in (first, last):
-        assert "rank(s) [1] of 3 did not answer within 2 s while saving x" in outcome.value
+@pytest.mark.parametrize("who, phase", [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 2)])
+def test_a_rank_that_is_killed_is_named_long_before_the_timeout(who: int, phase: int) -> None:
+    outcomes = run_ranks(WORLD, dying, who, phase, expect_errors=True, grace_s=20, timeout_s=60)
+    assert outcomes.pop(who).killed
+    for outcome in outcomes:
+        assert f"rank {who} failed while saving x: RankError: its process, pid " in outcome.value
+        assert "is gone" in outcome.value
+
+
+def stopping(who: int) -> str:
+    """A rank is stopped; the others wake it when both have given up, so that it can end."""
+    ranks, store = Ranks.of_default_group(2), dist.distributed_c10d._get_default_store()
+    store.set(f"pid/{ranks.rank}", str(os.getpid()))
+    ranks.step("beginning", lambda: None, lambda found: None)
+    try:
+        ranks.step(
+            "saving x", lambda: os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == who else None, lambda found: None
+        )
+    except RankError as error:
+        if ranks.rank != who:
+            store.set(f"gave up/{ranks.rank}", "")
+            store.wait([f"gave up/{rank}" for rank in range(WORLD) if rank != who])
+            os.kill(int(store.get(f"pid/{who}")), signal.SIGCONT)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_stopped_is_named_when_the_time_is_up(who: int) -> None:
+    found = run_ranks(WORLD, stopping, who, timeout_s=60)
+    for rank in {0, 1, 2} - {who}:
+        named = "got no answer from rank 0" if who == 0 else "rank(s) [1] of 3 did not answer within 2 s"
+        assert named in found[rank]
+        assert "while saving x" in found[rank] and "stopped" in found[rank]
+
+
+def slow_in_turn() -> list[int]:
+    """Whoever is slow, in its own work or as rank 0 behind all others, has the whole timeout each time."""
+    ranks = Ranks.of_default_group(3)
+    slow = [threading.Event().wait] * 2  # no signal comes: a wait of that many seconds
+
+    def work(who: int) -> int:
+        if ranks.rank == who:
+            slow[0](2.0)
+        return ranks.rank
+
+    def lead(found: list[int]) -> int:
+        slow[1](2.5)
+        return sum(found)
+
+    return [ranks.step("saving x", lambda w=who: work(w), lead) for who in (0, 2)]
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    assert run_ranks(WORLD, slow_in_turn, timeout_s=60) == [[3, 3]] * WORLD
+
+
+@pytest.mark.parametrize("who", range(WORLD))
+def test_a_rank_that_leaves_says_why_to_those_that_wait(who: int, store: Callable[[], Any]) -> None:
+    def step(ranks: Ranks) -> None:
+        ranks.step("x", lambda: None, lambda found: None)
+        if ranks.rank == who:
+            ranks.leave(KeyError("in a hook of the user's"))
+        else:
+            ranks.step("saving x", lambda: None, lambda found: None)
+
+    results = together(store, step)
+    assert results.pop(who) is None
+    for error in results:
+        assert f"rank {who} failed while saving x: KeyError: " in str(error)
+
+
+def test_ranks_in_different_calls_learn_who_is_where(quick_store: Callable[[], Any]) -> None:
+    def step(ranks: Ranks) -> None:
+        ranks.step("loading y" if ranks.rank == 2 else "saving x", lambda: None, lambda found: None)
+
+    for error in together(quick_store, step):
+        assert type(error) is MismatchError
+        assert "rank 0 is saving x, rank 2 is loading y" in str(error)
 
 
 def disagreeing(path: str, what: str) -> tuple[str, str, list[str]]:

@@ -1,0 +1,46 @@
+"""Does a process of this host still live? Told by Linux's /proc; where there is none, nobody is called dead."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as others of its host can look it up: by its id, and when it started, since ids are given anew."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def this(cls) -> Process:
+        """The calling one."""
+        return cls(os.getpid(), (_stat(os.getpid()) or ("", ""))[1])
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, for whatever reason; a stopped or busy one has not. Call it on the same host only."""
+        if not self.started:
+            return False
+        now = _stat(self.pid)
+        return now is None or now[1] != self.started or now[0] in "ZX"
+
+
+def host() -> str:
+    """Names the set of processes that see each other: equal for two if they can look each other up."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{booted}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{os.uname().nodename}-{os.getpid()}"
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """State and start time (in clock ticks since the host booted), or None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], fields[19]
