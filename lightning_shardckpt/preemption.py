@@ -1,21 +1,26 @@
-"""How does a run end when the machine is taken away (SIGTERM, on one rank or on all)?
+"""How does a run end early: by SIGTERM, on one rank or on all, or by an exception?
 
 Lightning's own handler communicates inside the signal handler and looks at rank 0 alone (2.6.6): a signal to another
 rank, or in the middle of a collective, hangs. Here the handler only remembers; before the next batch all ranks agree,
 and after it all of them leave with Lightning's SIGTERMException, at the same step. ``OnExceptionCheckpoint`` and
-``ModelCheckpoint(save_on_exception=True)`` save there.
+``ModelCheckpoint(save_on_exception=True)`` save there. Behind an exception that only some ranks got they can't, and
+must neither wait for the others nor hide what happened.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_shardckpt.ranks import Ranks
+
+_MEETING_S = 10.0  # ranks that got the same exception come within this time of each other
 
 class Preemption:
     """Whether this run was told to end. Replaces Lightning's handler; Lightning restores what was before it."""
@@ -44,3 +49,17 @@ class Preemption:
         if anybody(self._told):
             self._told = False
             trainer._signal_connector.received_sigterm = True
+
+
+def save_behind_exception(ranks: Ranks, save: Callable[[], None]) -> bool:
+    """Save if all ranks come to do so; else, or if it fails, say so in a warning and go on with the exception.
+
+    Collective for the ranks that got an exception; whether the others did, too, is found out.
+    """
+    try:
+        ranks.step("meeting for a last checkpoint", lambda: None, lambda came: None, timeout_s=_MEETING_S)
+        save()
+    except Exception as error:
+        warnings.warn(f"no checkpoint was saved behind the exception: {error}", stacklevel=2)
+        return False
+    return True

@@ -27,7 +27,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -40,6 +39,7 @@ from typing_extensions import override
 from lightning_shardckpt.adapt import copy_slice, gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.latest import ResolvingLauncher, agree_on_path
 from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.cutting import PipelineRecipe
 from lightning_shardckpt.parallel.deferred import DeferredInit
@@ -58,7 +58,8 @@ from lightning_shardckpt.parallel.rng import same_rng, share_rng
 from lightning_shardckpt.parallel.scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.statistics import broadcast_statistics
 from lightning_shardckpt.pipelined import PipelinedSteps
-from lightning_shardckpt.preemption import Preemption
+from lightning_shardckpt.preemption import Preemption, save_behind_exception
+from lightning_shardckpt.preflight import check_room, state_bytes
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.resume import (
     Continuation,
@@ -195,7 +196,8 @@ class ShardedStrategy(ParallelStrategy):
         self._manual_step = False
         self._preemption = Preemption()
         self._pipelined: PipelinedSteps | None = None
-        self._ranks: Ranks | None = None
+        self._ranks = Ranks.alone()
+        self._left = self._alone = False  # behind an exception: its hooks are done; no other rank came to save, too
         self._continuation: Continuation | None = None
         self._loaded: tuple[dict[str, Any], frozenset[str]] | None = None
 
@@ -262,8 +264,7 @@ class ShardedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ResolvingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -328,6 +329,11 @@ class ShardedStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._continuation = self._loaded = None
+        self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)
+        self._left = self._alone = False
+        assert isinstance(self._launcher, ResolvingLauncher)
+        resumes_from = self._launcher.found
+        self._ranks.step("agreeing on ckpt_path", lambda: resumes_from, agree_on_path)
         self._sharded = self._found() or self._shard()
         self._pipelined = self._pipeline_of(self._sharded)
         if not self.lightning_module.automatic_optimization:
@@ -341,7 +347,22 @@ class ShardedStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._recipe.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_room(trainer)
         self.barrier()
+
+    def _check_room(self, trainer: pl.Trainer) -> None:
+        """Collective: a stage of a pipeline knows only its own part of the model."""
+
+        def part() -> tuple[int, int]:
+            tensors = [t for t in self.lightning_module_state_dict().values() if isinstance(t, Tensor)]
+            return self.meshes.pipeline_rank, state_bytes(tensors, self.optimizers)
+
+        self._ranks.step(
+            "checking the room for checkpoints",
+            part,
+            lambda parts: check_room(trainer.checkpoint_callbacks, sum(dict(parts).values())),
+        )
 
     def _shard(self) -> ShardedModule:
         assert self.lightning_module is not None
@@ -540,7 +561,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
+        if not _distributed_is_initialized() or self._alone:
             return
         devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=devices)
@@ -585,6 +606,9 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded.step.reset()
         if self._pipelined is not None:
             self._pipelined.reset()
+        self._left = True
+        if (first := self._ranks.leave(exception)) is not None:
+            exception.add_note(first)
 
     @override
     def teardown(self) -> None:
@@ -636,8 +660,6 @@ class ShardedStrategy(ParallelStrategy):
 
     def _attached_io(self) -> ShardCkptIO:
         """The CheckpointIO, told who saves together."""
-        if self._ranks is None:
-            self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)
         assert self.lightning_module is not None
         sizes = dict(zip(AXES, self.topology.shape, strict=True))
         self.checkpoint_io.attach(self._ranks, self.lightning_module, sizes, names=self._names)
@@ -680,7 +702,12 @@ class ShardedStrategy(ParallelStrategy):
         """Collective: every rank writes its own slices, under the same path."""
         if storage_options is not None:
             raise TypeError(f"ShardedStrategy has no storage options, got {storage_options!r}")
-        save_checkpoint(self._attached_io(), self._trainer(), self._place, checkpoint, filepath)
+        trainer = self._trainer()
+        save = partial(save_checkpoint, self._attached_io(), trainer, self._place, checkpoint, filepath)
+        if not trainer.interrupted or self._left:
+            save()
+        elif not self._alone:
+            self._alone = not save_behind_exception(self._ranks, save)
 
     @override
     def load_checkpoint(
