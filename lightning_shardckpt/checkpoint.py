@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.loading import Live, Load, Target, assemble, opened
+from lightning_shardckpt.loading import Live, Load
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About, Save
+from lightning_shardckpt.sources import Target, assemble, opened
 from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.storage.local import LocalStorage
@@ -31,7 +32,7 @@ def save(
     about: About,
     size_per_shard: float,
     storage: Storage = _LOCAL,
-) -> None:
+) -> list[str]:
     """Write a checkpoint at ``path``; it is complete and durable when this returns.
 
     Collective: every rank of ``ranks`` must call it, with the same path. A checkpoint that is at the path already
@@ -45,7 +46,11 @@ def save(
         size_per_shard: limit of a shard file in MB (2^20 bytes).
         storage: where ``path`` is; the local file system by default.
 
+    Returns:
+        On rank 0, sentences for the user about what earlier saves left there; see ``Draft.notes``.
+
     Raises:
+        FileExistsError: if another process is saving to the path, or what is there is no checkpoint.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
     job = Save(path, ranks, about, size_per_shard, storage)
@@ -54,6 +59,7 @@ def save(
         if len(agreed["groups"]) > 1:  # pipeline stages: one rank of each kind tells what it holds
             agreed["tables"] = ranks.step(f"planning to save {path!r}", lambda: job.table(agreed), job.join)
         ranks.step(f"saving {path!r}", lambda: job.write(agreed), job.commit)
+    return job.notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,8 @@ def load_full(path: str, *, optimizers: bool = True, verify: bool = True, storag
 
         def whole(component: str, key: str) -> torch.Tensor:
             spec = source.components()[component].tensors[key]
-            target = Target(component, key, torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]))
+            shape = source.backed(component, key)
+            target = Target(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]))
             source.verify([target])
             source.fill([target])
             return target.tensor

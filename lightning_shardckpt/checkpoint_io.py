@@ -82,14 +82,14 @@ class ShardCkptIO(CheckpointIO):
             taken.append(snapshot(rest, self._module, checkpoint.get(RANK_STATE), self.names))
             return taken[0]
 
-        engine.save(
+        notes = engine.save(
             os.fspath(path),
             describe,
             ranks=self._ranks,
             about=About(checkpoint.get("global_step"), checkpoint.get("epoch"), self._topology),
             size_per_shard=self.size_per_shard,
         )
-        self._warn(taken[0].notes)
+        self._warn([*taken[0].notes, *(["\n".join(notes)] if notes else [])])
 
     def _warn(self, notes: Iterable[str]) -> None:
         if self._ranks.rank == 0:
@@ -150,11 +150,17 @@ class ShardCkptIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete the checkpoint, the link or the plain file at ``path``; does nothing where there is nothing."""
-        if os.path.isfile(path) and not os.path.islink(path):
-            os.unlink(path)
-        elif os.path.lexists(path):
-            LocalStorage().remove(os.fspath(path))
+        """Delete the checkpoint, the link or the plain file at ``path``; does nothing where there is nothing.
+
+        What can't be deleted, or is no checkpoint, stays, with a warning: training must not end for that.
+        """
+        try:
+            if os.path.isfile(path) and not os.path.islink(path):
+                os.unlink(path)
+            elif os.path.lexists(path):
+                self._warn(LocalStorage().remove(os.fspath(path)))
+        except OSError as error:
+            self._warn([f"not removed: {error}"])
 
     def teardown(self) -> None:
         """Nothing is pending: a save that returned is durable."""

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -22,6 +21,7 @@ from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import described, did_you_mean
 from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.outputs import new_file
 from lightning_shardckpt.text import progress
 from lightning_shardckpt.whole import WINDOW_BYTES, Buffers, ahead, stream
 
@@ -58,8 +58,10 @@ def consolidate(checkpoint_folder: str | os.PathLike[str], output_file: str | os
             "The path for the converted checkpoint already exists. Choose a different path by providing"
             f" `--output_file` or move/delete the file first: {output}"
         )
-    with _complete_or_gone(output) as file:
+    with new_file(str(output)) as (file, notes):
         _write(str(folder), file)
+    for note in notes:
+        _log.warning(note)
     return output
 
 
@@ -82,34 +84,12 @@ def _what_is_wrong(folder: Path) -> str:
     )
 
 
-@contextmanager
-def _complete_or_gone(output: Path) -> Iterator[BinaryIO]:
-    """A new file beside ``output`` that takes its name at the end, synced; an error removes it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".tmp-consolidated-{os.getpid()}")
-    try:
-        with unfinished.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(output)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            unfinished.unlink()
-        raise
-    directory = os.open(output.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def _write(folder: str, file: BinaryIO) -> None:
     """The content of the file for a checkpoint."""
     import torch  # it takes two seconds, which a mistyped path should not
 
     from lightning_shardckpt import torchfile
-    from lightning_shardckpt.loading import ShardedSource, assemble
+    from lightning_shardckpt.sources import ShardedSource, assemble
     from lightning_shardckpt.staging import TORCH_DTYPES
 
     source = ShardedSource(LocalStorage(), folder)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
-from lightning_shardckpt.header import checksum
+from lightning_shardckpt.header import check_json_size, checksum
 from lightning_shardckpt.index import (
     COMPONENTS,
     ROOT_NAME,
@@ -25,7 +25,7 @@ from lightning_shardckpt.index import (
     root_from_json,
     root_to_json,
 )
-from lightning_shardckpt.layout import REPLICATED, as_holders
+from lightning_shardckpt.layout import REPLICATED, as_holders, unheld
 from lightning_shardckpt.plan import Piece, check_cover, plan_save, table_digest
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.staging import dtype_name, host_bytes
@@ -36,6 +36,7 @@ from lightning_shardckpt.state.tree import references, union
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.write import write_component
 
+_LISTED = 5
 Tables = dict[str, Component]
 """The tensors of every component, and the names that share one; without files."""
 
@@ -56,6 +57,7 @@ class Save:
         self._path, self._ranks, self._about, self._storage = path, ranks, about, storage
         self._size_per_shard = size_per_shard
         self._draft: Draft | None = None
+        self.notes: list[str] = []
         self._agreed: dict[str, Any] = {}
         self._tables: Tables = {}
         self._trainer: Any = None
@@ -110,7 +112,7 @@ class Save:
         """On rank 0: the tables of all groups as one; and the trainer's state, to which other groups may add.
 
         Raises:
-            MismatchError: if two groups have different tensors under one name.
+            MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
             StateError: for sharded tensors of the trainer's state that are not kept by parameter name.
         """
         groups = [report for report in reports if report is not None]
@@ -121,6 +123,7 @@ class Save:
         referred = set(references(self._trainer))
         _check_trainer(tables, referred)
         joined = _joined_tables(tables)
+        _check_held(joined, self._ranks.world)
         joined["trainer"] = Component({k: s for k, s in _table(joined, "trainer").tensors.items() if k in referred})
         return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode()
 
@@ -168,6 +171,7 @@ class Save:
         for role, name in names.items():
             if found.get(role):
                 content = json.dumps(found[role], separators=(",", ":"), allow_nan=False).encode()
+                check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 draft.write(name, [content])
                 yield _info_to_json(FileInfo(name, len(content), checksum(content)))
 
@@ -200,6 +204,7 @@ class Save:
         root_from_json(content, ROOT_NAME)  # what a loader would refuse must not replace a good checkpoint
         self._draft.write(ROOT_NAME, [content])
         self._draft.publish()
+        self.notes += self._draft.notes
         self._draft = None
 
     def _begin(self, save_id: str) -> None:
@@ -297,6 +302,23 @@ def _joined_tables(tables: list[Tables]) -> Tables:
                 both = sorted({r for s in (other, spec) for a, b in s.holders for r in range(a, b)})
                 known.tensors[key] = _held_by(spec, both)
     return joined
+
+
+def _check_held(joined: Tables, world: int) -> None:
+    """Raise if some rank's state lacks a tensor of which it should have a shard."""
+    lost = []
+    for name, table in joined.items():
+        for key, spec in table.tensors.items():
+            if unheld(spec.layout, spec.holders):
+                having = sorted(rank for a, b in spec.holders for rank in range(a, b))
+                lacking = sorted(set(range(world)) - set(having))
+                lost.append(f"{name} {key!r}: rank(s) {having} have shards of it, rank(s) {lacking} have no such key")
+    if lost:
+        more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
+        raise MismatchError(
+            f"the states of the ranks have different keys: {'; '.join(lost[:_LISTED])}{more}. State that all ranks "
+            "hold shards of must be in the state of all of them"
+        )
 
 
 def _stager(live: Mapping[str, torch.Tensor]) -> Callable[[Piece], memoryview]:

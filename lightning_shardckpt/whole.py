@@ -36,7 +36,7 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
     """
     if not shape:
         yield Box((), ())
-    if not shape or prod(shape) == 0:
+    if not shape or 0 in shape:
         return
     dim = next((d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit), len(shape) - 1)
     step, inner = max(limit // prod(shape[dim + 1 :]), 1), shape[dim + 1 :]

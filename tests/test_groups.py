@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shardckpt.checkpoint import load_full, save
 from lightning_shardckpt.errors import MismatchError
@@ -59,6 +61,23 @@ def disagree(path: str) -> str:
 def test_different_tensors_of_one_name_are_an_error_on_all_ranks(tmp_path: Path) -> None:
     for message in run_ranks(2, disagree, str(tmp_path / "a.ckpt")):
         assert "'a'" in message and "(1,)" in message and "(2,)" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def lacks_a_shard(path: str) -> str:
+    ranks = Ranks.of_default_group(30)
+    mesh = init_device_mesh("cpu", (3,))
+    leaves = Leaves({name: distribute_tensor(tensor(1), mesh, [Shard(0)]) for name in "abc"})
+    if ranks.rank == 1:
+        del leaves.tensors["b"]
+    with pytest.raises(MismatchError) as raised:
+        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=About(), size_per_shard=1)
+    return str(raised.value)
+
+
+def test_a_rank_that_lacks_a_key_of_a_sharded_tensor_is_named_with_it(tmp_path: Path) -> None:
+    for message in run_ranks(3, lacks_a_shard, str(tmp_path / "a.ckpt")):
+        assert "model 'b': rank(s) [0, 2] have shards of it, rank(s) [1] have no such key" in message
     assert list(tmp_path.iterdir()) == []
 
 

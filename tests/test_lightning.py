@@ -210,3 +210,12 @@ def test_what_hooks_change_in_the_state_dict_counts(tmp_path: Path) -> None:
     for found in run_ranks(3, train_halves, {}, path, True):
         assert tiny.differences(expected, found) == ["model/gate"]
         assert torch.equal(found["model/gate"], torch.ones(2, 16))
+
+
+def test_what_is_no_checkpoint_or_cannot_be_removed_stays_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "foreign.ckpt").mkdir()
+    (tmp_path / "foreign.ckpt" / "precious").touch()
+    with pytest.warns(UserWarning, match=r"not removed: .*foreign\.ckpt"):
+        ShardCkptIO().remove_checkpoint(tmp_path / "foreign.ckpt")
+    assert (tmp_path / "foreign.ckpt" / "precious").exists()
+    ShardCkptIO().remove_checkpoint(tmp_path / "nothing.ckpt")

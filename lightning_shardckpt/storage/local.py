@@ -1,33 +1,49 @@
 """Checkpoints as directories of a file system that renames atomically.
 
-A save fills a sibling directory ``.tmp-<save id>`` and exchanges it with the target in one system call, so that the
-path always holds a whole checkpoint, old or new. Where the file system cannot exchange two names (some network file
-systems), the old directory is first renamed to ``.old-<hash of its name>``; a reader that finds nothing at the path
-looks there. Names of temporaries contain neither "ckpt_" nor end in ".ckpt": Lightning scans for both.
+A save fills a temporary sibling directory and exchanges it with the target in one system call, so that the path always
+holds a whole checkpoint, old or new. Where the file system cannot exchange two names (some network file systems), the
+old directory is first renamed to ``.old-<hash of its name>``; a reader that finds nothing at the path looks there.
+Names of temporaries contain neither "ckpt_" nor end in ".ckpt": Lightning scans for both. ``leftovers`` says who may
+delete them. A reader locks the directory that it reads, so what a save replaces meanwhile is deleted by a later one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import shutil
 import stat
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.header import checksum
 from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage import leftovers, locks
+from lightning_shardckpt.storage.durable import (
+    EXCHANGE,
+    make_directories,
+    rename_at_once,
+    sync_directory,
+    write_parts,
+)
 from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.storage.replaceable import check_replaceable
 
-_BATCH_PARTS, _BATCH_BYTES = 512, 32 << 20  # of one writev call; Linux takes at most 1,024 parts and 2 GiB
 _OPEN_FILES = 64  # of one reader; a process may often have 1,024
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_ATTEMPTS = 20  # of what another process can get in the way of, again and again
+_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 class LocalStorage:
-    """Directories on a local or shared POSIX file system."""
+    """Directories on a local or shared POSIX file system.
+
+    Args:
+        visible_within_s: how long a network file system may take to show one machine what another one made.
+    """
+
+    def __init__(self, visible_within_s: float = 60.0) -> None:
+        self.visible_within_s = visible_within_s
 
     def open(self, path: str) -> LocalReader:
         """The checkpoint at ``path``, or the one that an interrupted save moved aside from there.
@@ -35,7 +51,25 @@ class LocalStorage:
         Raises:
             CheckpointNotFoundError: if there is none, if it is incomplete, or if the path is something else.
         """
-        path = _or_aside(_checked(path))
+        path = _checked(path)
+        for attempt in range(_ATTEMPTS):
+            found = _or_aside(path)
+            try:
+                self._check(found)
+                reader = LocalReader(found)
+            except FileNotFoundError as error:
+                if os.path.exists(os.path.join(_or_aside(path), ROOT_NAME)):
+                    continue  # it was replaced between two of these lines
+                if isinstance(error, CheckpointNotFoundError):
+                    raise
+                raise CheckpointNotFoundError(f"no checkpoint at {path!r}: it was removed just now") from None
+            if reader.stays(found) or (attempt == _ATTEMPTS - 1 and reader.is_at(found)):
+                return reader
+            reader.close()
+            time.sleep(_PAUSE_S)
+        raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
+
+    def _check(self, path: str) -> None:
         if os.path.islink(path) and not os.path.exists(path):
             raise CheckpointNotFoundError(
                 f"no checkpoint at {path!r}: it is a link to {os.readlink(path)!r}, which is gone"
@@ -46,16 +80,19 @@ class LocalStorage:
             raise CheckpointNotFoundError(f"{path!r} is a file, not a checkpoint directory of lightning-shardckpt")
         if not os.path.exists(os.path.join(path, ROOT_NAME)):
             raise CheckpointNotFoundError(_why_incomplete(path))
-        return LocalReader(path)
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """A new checkpoint that will appear at ``path``."""
-        return LocalDraft(_checked(path), save_id)
+        return LocalDraft(_checked(path), save_id, self.visible_within_s)
 
-    def remove(self, path: str) -> None:
+    def remove(self, path: str) -> list[str]:
         """Delete the checkpoint (or the link to one) at ``path``; nothing else is ever deleted.
 
-        The directory is renamed first, so that no half-deleted checkpoint is ever seen at the path.
+        The directory is renamed first, so that no half-deleted checkpoint is ever seen at the path. What cannot be
+        deleted then, or is still being read, is left to the next save beside it.
+
+        Returns:
+            What went wrong then, as sentences.
 
         Raises:
             CheckpointNotFoundError: if what is there is no checkpoint.
@@ -63,21 +100,24 @@ class LocalStorage:
         path = _checked(path)
         if os.path.islink(path):
             os.unlink(path)
-            return
+            return []
         self.open(path).close()
-        doomed = os.path.join(os.path.dirname(path), f".tmp-deleted-{checksum(os.fsencode(path))}-{os.getpid()}")
-        if os.path.lexists(path):
-            _remove(_aside(path))  # what a save left behind that ended too early; else it would be found next
-        os.rename(_or_aside(path), doomed)
-        _sync_directory(os.path.dirname(path))
-        shutil.rmtree(doomed)
+        notes, doomed = [], leftovers.doomed_name(path)
+        if os.path.lexists(path) and os.path.lexists(_aside(path)):
+            notes += leftovers.dispose(_aside(path))  # of a save that ended too early; else it would be found next
+        try:
+            os.rename(_or_aside(path), doomed)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"no checkpoint at {path!r}: another process removed it just now") from None
+        sync_directory(os.path.dirname(path))
+        return notes + leftovers.delete_unread(doomed)
 
 
 def _checked(path: str) -> str:
     path = os.fspath(path)
     if "://" in path and not path.startswith("file://"):
         raise ValueError(f"{path!r}: only paths of a file system are supported, not URLs")
-    return os.path.abspath(path.removeprefix("file://"))
+    return os.path.abspath(path.removeprefix("file://"))  # without a slash at the end
 
 
 def _aside(path: str) -> str:
@@ -102,9 +142,27 @@ def _why_incomplete(path: str) -> str:
 class LocalReader:
     """A checkpoint directory; files are opened relative to its descriptor, regular ones only, no links."""
 
-    def __init__(self, path: str) -> None:
-        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def __init__(self, path: str, within: int | None = None) -> None:
+        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
         self._files: dict[str, int] = {}
+
+    def twin(self) -> LocalReader:
+        """Another reader of the same directory, whatever its path is by now."""
+        return LocalReader(".", self._directory)
+
+    def stays(self, path: str) -> bool:
+        """Whether nobody will delete the files until this is closed; shares a lock that a deletion would need.
+
+        Where there are no locks, a reader may find files missing that were not open when the path was replaced.
+        """
+        return locks.take(self._directory, shared=True) is not False and self.is_at(path)
+
+    def is_at(self, path: str) -> bool:
+        """Whether the path still names this directory."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._directory))
+        except FileNotFoundError:
+            return False
 
     def size(self, name: str) -> int:
         """Length of a file in bytes."""
@@ -129,7 +187,7 @@ class LocalReader:
             os.close(file)
         self._files.clear()
         if self._directory >= 0:
-            os.close(self._directory)
+            locks.release(self._directory)
             self._directory = -1
 
     def _file(self, name: str) -> int:
@@ -137,6 +195,9 @@ class LocalReader:
             self._files[name] = self._files.pop(name)  # the last one used is the last one closed
             return self._files[name]
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        kind = os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind) and not stat.S_ISSOCK(kind):
+            raise FormatError(f"{name} is not a regular file")  # not even opened: a device may act on that
         try:
             file = os.open(name, flags, dir_fd=self._directory)
         except OSError as error:
@@ -153,127 +214,136 @@ class LocalReader:
 
 
 class LocalDraft:
-    """A ``.tmp-<save id>`` directory beside the target."""
+    """A temporary directory beside the target."""
 
-    def __init__(self, target: str, save_id: str) -> None:
+    def __init__(self, target: str, save_id: str, visible_within_s: float = 0.0) -> None:
         self._target, self._parent = target, os.path.dirname(target)
-        self._directory = os.path.join(self._parent, f".tmp-{save_id}")
+        self._directory = leftovers.temporary_name(target, save_id)
+        self._visible_within_s = visible_within_s
+        self._seen = False
+        self._claim: leftovers.Claim | None = None
+        self.notes: list[str] = []
 
     def begin(self) -> None:
-        """Make the directory.
+        """Make the directory, and delete those of saves that were killed.
 
         Raises:
-            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory.
+            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or if
+                another process is saving to it.
         """
-        self._check_target()
-        _make_directories(self._parent)
-        os.mkdir(self._directory)
-
-    def _check_target(self) -> None:
-        if not os.path.lexists(self._target):
-            return
-        if os.path.islink(self._target):  # such as ModelCheckpoint's "last": the link is replaced, not what it names
-            return
-        if not os.path.isdir(self._target):
-            raise FileExistsError(
-                f"a file is in the way at {self._target!r}: a sharded checkpoint is a directory; move it or use "
-                "another path"
-            )
-        if os.listdir(self._target) and not os.path.exists(os.path.join(self._target, ROOT_NAME)):
-            raise FileExistsError(
-                f"the directory {self._target!r} is not empty and holds no checkpoint of ours, so it is not replaced; "
-                "move it or use another path"
-            )
+        check_replaceable(self._target)
+        make_directories(self._parent)
+        check_replaceable(self._target)  # a name that is too long is one only where its parent is there
+        self._claim = leftovers.claim(self._target, self._directory, _make)
+        self._seen = True
+        self.notes += self._claim.notes
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
         """Write a new file and sync it, and its entry in the directory."""
         path = os.path.join(self._directory, name)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = self._new_file(path)
         try:
-            batch: list[Bytes] = []
-            size = 0
-            for part in parts:
-                batch.append(part)
-                size += len(part)
-                if len(batch) >= _BATCH_PARTS or size >= _BATCH_BYTES:
-                    _write_all(file, batch)
-                    batch, size = [], 0
-            _write_all(file, batch)
+            write_parts(file, parts)
             os.fsync(file)
         except OSError as error:
             error.filename = error.filename or path
             raise
         finally:
             os.close(file)
-        _sync_directory(self._directory)
+        sync_directory(self._directory)
+
+    def _new_file(self, path: str) -> int:
+        """Open a new file; the first one waits until this machine sees the directory, which another one may have made.
+
+        Raises:
+            FileNotFoundError: if it does not within ``visible_within_s``.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        deadline, pause = time.monotonic() + self._visible_within_s, _PAUSE_S
+        while True:
+            try:
+                file = os.open(path, flags, 0o666)
+            except OSError as error:
+                if self._seen or error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise FileNotFoundError(
+                        errno.ENOENT,
+                        f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
+                        f"{self._visible_within_s:g} s ago; the path must be on a file system that all ranks share",
+                        self._directory,
+                    ) from None
+            else:
+                self._seen = True
+                return file
+            with suppress(OSError):
+                os.listdir(self._parent)  # has a network file system look again
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def publish(self) -> None:
         """Exchange the directory with the target (or rename it there), sync the parent, remove the old one."""
-        self._check_target()
-        if not os.path.lexists(self._target):
-            os.rename(self._directory, self._target)
-            _sync_directory(self._parent)
-            _remove(_aside(self._target))
-            return
+        for attempt in range(_ATTEMPTS):
+            check_replaceable(self._target)
+            try:
+                old = self._swap()
+                break
+            except OSError as error:  # another process may have removed or made the target meanwhile
+                meanwhile = error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
+                if not meanwhile or attempt == _ATTEMPTS - 1 or not os.path.lexists(self._directory):
+                    raise
+        self._release()  # from here on the old one may have our name; if the next line fails, nothing must be deleted
+        sync_directory(self._parent)
+        for path in (old, _aside(self._target)):
+            if path is not None and os.path.lexists(path):
+                self.notes += leftovers.dispose(path)
+
+    def _swap(self) -> str | None:
+        """Put the directory at the target; returns where the old one is now."""
+        link = os.path.islink(self._target)
+        if not link and not (os.path.isdir(self._target) and os.listdir(self._target)):
+            os.rename(self._directory, self._target)  # to where nothing is, or an empty directory
+            return None
         if _exchange(self._directory, self._target):
-            _sync_directory(self._parent)
-            _remove(self._directory)
-            return
+            return self._directory
+        if not os.path.exists(self._target):
+            os.unlink(self._target)  # a link to nothing; what waits aside, if anything, is the old checkpoint
+            os.rename(self._directory, self._target)
+            return None
         aside = _aside(self._target)
-        _remove(aside)
+        if os.path.lexists(aside):
+            self.notes += leftovers.dispose(aside)
         os.rename(self._target, aside)
-        os.rename(self._directory, self._target)
-        _sync_directory(self._parent)
-        _remove(aside)
+        try:
+            os.rename(self._directory, self._target)
+        except OSError:
+            with suppress(OSError):  # where it stays aside, readers find it
+                os.rename(aside, self._target)
+            raise
+        return aside
 
     def discard(self) -> None:
         """Remove the directory, as far as that is possible: what failed before is worth more than what fails here."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._claim is not None:
+            leftovers.delete(self._directory)
+            self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
 
-def _remove(directory: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(directory) if os.path.islink(directory) else shutil.rmtree(directory)
-
-
-def _write_all(file: int, parts: list[Bytes]) -> None:
-    views = [memoryview(part) for part in parts if len(part)]
-    while views:
-        count = os.writev(file, views[:_BATCH_PARTS])
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
-
-
-def _make_directories(path: str) -> None:
-    """Like ``os.makedirs``, and durable."""
-    missing = []
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for name in reversed(missing):
-        with suppress(FileExistsError):
-            os.mkdir(name)
-        _sync_directory(os.path.dirname(name))
-
-
-def _sync_directory(path: str) -> None:
-    directory = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _make(path: str) -> int:
+    os.mkdir(path)
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except BaseException:
+        with suppress(OSError):
+            os.rmdir(path)
+        raise
 
 
 def _exchange(a: str, b: str) -> bool:
     """Swap two names atomically; False where the system or the file system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, f"exchanging {a!r} and {b!r}: {os.strerror(code)}")
+    return rename_at_once(a, b, EXCHANGE)

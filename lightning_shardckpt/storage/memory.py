@@ -30,6 +30,10 @@ class MemoryReader:
         """Every file, sorted."""
         return sorted(self._files)
 
+    def twin(self) -> MemoryReader:
+        """Itself: threads can share it."""
+        return self
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -44,6 +48,7 @@ class MemoryDraft:
 
     def __init__(self, storage: MemoryStorage, path: str) -> None:
         self._storage, self._path, self._files = storage, path, dict[str, bytes]()
+        self.notes: list[str] = []
 
     def begin(self) -> None:
         """Nothing to prepare."""
@@ -66,6 +71,8 @@ class MemoryDraft:
 class MemoryStorage:
     """Checkpoints by path; ranks are threads or follow one another."""
 
+    visible_within_s = 0.0
+
     def __init__(self) -> None:
         self.checkpoints: dict[str, dict[str, bytes]] = {}
         self._drafts: dict[tuple[str, str], MemoryDraft] = {}
@@ -80,7 +87,8 @@ class MemoryStorage:
         """The draft that all ranks of this save share."""
         return self._drafts.setdefault((path, save_id), MemoryDraft(self, path))
 
-    def remove(self, path: str) -> None:
+    def remove(self, path: str) -> list[str]:
         """Forget the checkpoint at ``path``."""
         self.open(path)
         del self.checkpoints[path]
+        return []

@@ -26,28 +26,47 @@ class Reader(Protocol):
     def names(self) -> list[str]:
         """Every entry, sorted; for ``verify`` only: a load opens what the index names."""
 
+    def twin(self) -> Reader:
+        """Another reader of the same checkpoint, for another thread; valid while this one is open."""
+
     def close(self) -> None:
         """Release what is open."""
 
 
 class Draft(Protocol):
-    """A checkpoint being written. Every rank holds one; ``begin``, ``publish``, ``discard`` are for one rank only."""
+    """A checkpoint being written. Every rank holds one; ``begin``, ``publish``, ``discard`` are for one rank only.
+
+    ``notes`` are sentences for the user: what was found of saves that were killed, and what could not be deleted.
+    """
+
+    notes: list[str]
 
     def begin(self) -> None:
-        """Make the place where all ranks write; fails if the target cannot be replaced."""
+        """Make the place where all ranks write, and remove what dead saves left beside it.
+
+        Raises FileExistsError if the target cannot be replaced, or if another process is saving to it.
+        """
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Write a new file; it is durable on return."""
+        """Write a new file; it is durable on return. Waits until this rank sees what the one that began made."""
 
     def publish(self) -> None:
-        """Make the checkpoint appear at its path, in place of one that is there; durable on return."""
+        """Make the checkpoint appear at its path, in place of one that is there; durable on return.
+
+        What was replaced is deleted after that; if it cannot be, that is a note.
+        """
 
     def discard(self) -> None:
         """Remove what was written; never raises for what is already gone."""
 
 
 class Storage(Protocol):
-    """A kind of place, addressed by path."""
+    """A kind of place, addressed by path.
+
+    ``visible_within_s``: how long it may take until all ranks see what one of them did.
+    """
+
+    visible_within_s: float
 
     def open(self, path: str) -> Reader:
         """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
@@ -55,8 +74,11 @@ class Storage(Protocol):
     def draft(self, path: str, save_id: str) -> Draft:
         """A new checkpoint that will appear at ``path``; the drafts of one ``save_id`` are one."""
 
-    def remove(self, path: str) -> None:
-        """Delete the checkpoint at ``path``; nothing that is not one. Raises CheckpointNotFoundError."""
+    def remove(self, path: str) -> list[str]:
+        """Delete the checkpoint at ``path``; nothing that is not one. Raises CheckpointNotFoundError.
+
+        Returns notes, if it is gone from its path but could not be deleted wholly.
+        """
 
 
 def read_all(reader: Reader, name: str) -> bytes:

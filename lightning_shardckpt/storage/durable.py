@@ -1,0 +1,73 @@
+"""What the os module lacks: durable directories, renames with a flag, and writes of many parts."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+
+from lightning_shardckpt.storage.protocol import Bytes
+
+EXCHANGE, NO_REPLACE = 2, 1
+_AT_FDCWD = -100
+_BATCH_PARTS, _BATCH_BYTES = 512, 32 << 20  # of one writev call; Linux takes at most 1,024 parts and 2 GiB
+
+
+def make_directories(path: str) -> None:
+    """Like ``os.makedirs``, and durable."""
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for name in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(name)
+        sync_directory(os.path.dirname(name))
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    directory = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def rename_at_once(source: str, target: str, flag: int) -> bool:
+    """Rename with a flag of renameat2; False where the system or the file system does not know it."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    what = "exchanging" if flag == EXCHANGE else "renaming"
+    raise OSError(code, f"{what} {source!r} and {target!r}: {os.strerror(code)}")
+
+
+def write_parts(file: int, parts: Iterable[Bytes]) -> None:
+    """Write all parts, many with one system call; they are made one batch at a time."""
+    batch: list[Bytes] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += len(part)
+        if len(batch) >= _BATCH_PARTS or size >= _BATCH_BYTES:
+            _write_all(file, batch)
+            batch, size = [], 0
+    _write_all(file, batch)
+
+
+def _write_all(file: int, parts: list[Bytes]) -> None:
+    views = [memoryview(part) for part in parts if len(part)]
+    while views:
+        count = os.writev(file, views[:_BATCH_PARTS])
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]

@@ -1,0 +1,228 @@
+"""What do saves leave behind that were killed, and whose is it? Names of temporaries, and who may delete them.
+
+A temporary is ``.tmp-<hash of the target's base name>-<save id>``. Who works at one holds its lock, so one that can be
+locked is of a process that is gone. What is to be deleted first takes a name with the hash of no target, so that it is
+not taken for a save to that target. Nothing is deleted that has no name of this pattern, or is a link.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage import locks
+from lightning_shardckpt.text import count_text, size_text
+
+_PATTERN = re.compile(r"\.tmp-([0-9a-f]{16})-[0-9a-f]{32}")
+_QUIET_S = 3600.0  # what a machine that locks do not reach has not touched for so long is of a dead save
+_DELETE_ATTEMPTS = 3
+
+
+def temporary_name(target: str, save_id: str) -> str:
+    """The path at which every rank of a save writes what will be at ``target``."""
+    return os.path.join(os.path.dirname(target), f".tmp-{_key(target)}-{save_id}")
+
+
+def doomed_name(path: str) -> str:
+    """A new path beside ``path`` for what is to be deleted."""
+    return os.path.join(os.path.dirname(path), f".tmp-{_key('')}-{uuid.uuid4().hex}")
+
+
+def _key(target: str) -> str:
+    return checksum(os.fsencode(os.path.basename(target)))
+
+
+@dataclass(slots=True)
+class Claim:
+    """A temporary that no other process takes for a leftover, until it is released; ``notes`` are for the user."""
+
+    file: int
+    notes: list[str]
+
+    def release(self) -> None:
+        """Let others have it; it must not be a temporary any more, else it is a leftover now."""
+        if self.file >= 0:
+            locks.release(self.file)
+            self.file = -1
+
+
+def claim(target: str, temporary: str, make: Callable[[str], int]) -> Claim:
+    """Make a temporary of ``target`` and hold its lock; delete what dead processes left beside it.
+
+    Args:
+        target: where it will appear.
+        temporary: its name until then, of ``temporary_name``.
+        make: makes and opens it.
+
+    Raises:
+        FileExistsError: if another process is making a ``target`` right now; nothing was changed then.
+    """
+    parent = os.path.dirname(temporary)
+    with locks.alone_in(parent):
+        own = Claim(make(temporary), [])
+        try:
+            if locks.take(own.file) is False:
+                raise _in_use(target, temporary)
+            doomed = list(_doomed(_dead(target, temporary, own.notes), parent, own.notes))
+        except BaseException:
+            delete(temporary)
+            own.release()
+            raise
+    for name, path, file in doomed:
+        said = _described(path)
+        error = delete(path)
+        locks.release(file)
+        own.notes.append(f"removed {said}, {name}" if error is None else f"could not remove {said}, {path!r}: {error}")
+    return own
+
+
+def dispose(path: str) -> list[str]:
+    """Delete a checkpoint that was replaced, or the link to one; what somebody still reads is left to the next save.
+
+    Returns what went wrong, as sentences: it is out of the way already, so that is no reason to fail.
+    """
+    try:
+        if os.path.islink(path):
+            os.unlink(path)
+            return []
+        doomed = doomed_name(path)
+        os.rename(path, doomed)
+    except FileNotFoundError:  # another process took it for a leftover
+        return []
+    except OSError as error:
+        return [f"could not remove the replaced checkpoint {path!r}: {error}"]
+    return delete_unread(doomed)
+
+
+def delete_unread(doomed: str) -> list[str]:
+    """Delete what has the name of something to be deleted, unless somebody reads it; returns what went wrong."""
+    try:
+        file = os.open(doomed, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"could not remove the replaced checkpoint {doomed!r}: {error}"]
+    try:
+        why = delete(doomed) if locks.unread(file) else None
+    finally:
+        locks.release(file)
+    return [] if why is None else [f"could not remove the replaced checkpoint {doomed!r}: {why}"]
+
+
+def _dead(target: str, own: str, notes: list[str]) -> dict[str, int]:
+    """The leftovers beside a temporary that this process just made, by name, locked.
+
+    Raises:
+        FileExistsError: if one is of a live process with the same target.
+    """
+    parent, dead = os.path.dirname(own), dict[str, int]()
+    try:
+        for name in sorted(os.listdir(parent)):
+            match, path = _PATTERN.fullmatch(name), os.path.join(parent, name)
+            file = None if match is None or path == own else _opened(path, notes)
+            if match is None or file is None:
+                continue
+            took = locks.take(file)
+            if took is False and match[1] == _key(target) and locks.take(file, shared=True) is False:
+                os.close(file)  # a reader's lock would have been shared
+                raise _in_use(target, path)
+            why = None if took else "this file system has no locks, so nobody can tell"
+            if took and not locks.bind_everybody(parent) and _changed_since(path, _now(own) - _QUIET_S):
+                why = "it changed within the last hour, and another machine may be writing it"
+            if took and why is None:
+                dead[name] = file
+                continue
+            locks.release(file)
+            if took is not False:
+                notes.append(f"left {path!r}, maybe of an unfinished save: {why}; remove it when no save is running")
+    except BaseException:
+        for file in dead.values():
+            locks.release(file)
+        raise
+    return dead
+
+
+def _doomed(dead: dict[str, int], parent: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
+    """Each leftover under a name of something to be deleted: the name it had, the new path, and its lock."""
+    for name, file in dead.items():
+        path = os.path.join(parent, name)
+        doomed = doomed_name(path)
+        try:
+            os.rename(path, doomed)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # else whoever left it deletes it
+                notes.append(f"could not remove {_described(path)}, {path!r}: {error}")
+            locks.release(file)
+        else:
+            yield name, doomed, file
+
+
+def _opened(path: str, notes: list[str]) -> int | None:
+    """A directory or a regular file of a temporary's name; anything else is not ours."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if not os.path.islink(path) and os.path.isdir(path):
+            notes.append(f"left {path!r}, maybe of an unfinished save: {error}")
+        return None
+    mode = os.fstat(file).st_mode
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+        return file
+    os.close(file)
+    return None
+
+
+def _in_use(target: str, path: str) -> FileExistsError:
+    return FileExistsError(
+        f"another process is saving to {target!r} right now (it holds {path!r}, or a process that it started does); "
+        "let each job save to paths of its own"
+    )
+
+
+def _contents(path: str) -> Iterator[os.stat_result]:
+    """What is known of a temporary and of the files in it."""
+    with suppress(OSError):
+        yield os.lstat(path)
+        for name in os.listdir(path):
+            yield os.lstat(os.path.join(path, name))
+
+
+def _now(own: str) -> float:
+    """What the clock of the file system said just now."""
+    return os.lstat(own).st_mtime
+
+
+def _changed_since(path: str, when: float) -> bool:
+    return any(found.st_mtime > when for found in _contents(path))
+
+
+def _described(path: str) -> str:
+    files = [found for found in _contents(path) if stat.S_ISREG(found.st_mode)]
+    complete = os.path.exists(os.path.join(path, ROOT_NAME))
+    what = "a checkpoint that was replaced or deleted" if complete else "the leftover of an unfinished save"
+    return f"{what}, {count_text(len(files), 'file')}, {size_text(sum(found.st_size for found in files))}"
+
+
+def delete(path: str) -> OSError | None:
+    """Delete a directory or a file; links in it are not followed. Returns why it is still there."""
+    for _ in range(_DELETE_ATTEMPTS):
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+            return None
+        except FileNotFoundError:  # somebody deletes it, too
+            if not os.path.lexists(path):
+                return None
+        except OSError as error:
+            return error
+    return OSError(f"{path!r} changes while it is deleted")

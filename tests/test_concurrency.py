@@ -1,0 +1,299 @@
+"""Several processes at one path: each of them finds a whole checkpoint or none, and no save disturbs another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage import local, locks
+from lightning_shardckpt.storage.local import LocalDraft, LocalReader, LocalStorage
+from lightning_shardckpt.storage.protocol import read_all
+from tests.pool import run_ranks
+
+LOCAL = LocalStorage()
+FILES = ("a", "b", "c", ROOT_NAME)
+WAYS = pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+
+
+def prepare(exchange: bool) -> None:
+    locks.bind_everybody = lambda directory: True  # whatever the tests run on
+    if not exchange:
+        local._exchange = lambda a, b: False  # as on a file system that can't
+
+
+def save_id(rank: int, number: int) -> str:
+    return f"{rank:016x}{number:016x}"
+
+
+def begun(path: str, name: str) -> LocalDraft:
+    draft = LOCAL.draft(path, name)
+    draft.begin()
+    return draft
+
+
+def finish(draft: LocalDraft, name: str) -> None:
+    for file in FILES:
+        draft.write(file, [name.encode(), bytes(100)])
+    draft.publish()
+
+
+def held(path: str) -> str | None:
+    """The save whose checkpoint is at the path, None if there is none; fails if it is not whole."""
+    try:
+        reader = LOCAL.open(path)
+    except CheckpointNotFoundError:
+        return None
+    try:
+        assert reader.names() == sorted(FILES)
+        found = {bytes(read_all(reader, file)) for file in FILES}
+    finally:
+        reader.close()
+    (content,) = found
+    return content[:32].decode()
+
+
+def gathered(value: Any) -> list[Any]:
+    """What every rank says; also a barrier."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def contested(path: str, rounds: int, exchange: bool) -> int:
+    """Both ranks save to one path at once; returns how many rounds had a loser."""
+    prepare(exchange)
+    rank, lost, current = dist.get_rank(), 0, None
+    for number in range(rounds):
+        name, outcome = save_id(rank, number), "won"
+        dist.barrier()
+        try:
+            finish(begun(path, name), name)
+        except FileExistsError as error:
+            assert "another process is saving" in str(error)
+            outcome = "lost"
+        outcomes = gathered(outcome)
+        assert "won" in outcomes
+        lost += "lost" in outcomes
+        current = held(path)
+        assert current in [save_id(r, number) for r, outcome in enumerate(outcomes) if outcome == "won"]
+        assert gathered(current) == [current] * 2
+    return lost
+
+
+@WAYS
+def test_of_two_saves_to_one_path_at_least_one_wins_and_it_is_whole(exchange: bool, tmp_path: Path) -> None:
+    run_ranks(2, contested, str(tmp_path / "x"), 30, exchange)
+    left = [name for name in os.listdir(tmp_path) if name != "x"]
+    begun(str(tmp_path / "x"), "f" * 32).discard()
+    assert os.listdir(tmp_path) == ["x"], left
+
+
+def while_the_other_saves(path: str, rounds: int, exchange: bool) -> int:
+    """In turn one rank is in the middle of a save and the other one tries; returns how often that was refused."""
+    prepare(exchange)
+    rank, refused = dist.get_rank(), 0
+    for number in range(rounds):
+        name, first = save_id(rank, number), number % 2 == rank
+        draft = begun(path, name) if first else None
+        before = gathered(held(path))[0]
+        if draft is None:
+            try:
+                begun(path, name)
+            except FileExistsError:
+                refused += 1
+        assert gathered(held(path)) == [before] * 2
+        if draft is not None:
+            finish(draft, name)
+            assert draft.notes == []
+        dist.barrier()
+        assert gathered(held(path)) == [save_id(number % 2, number)] * 2
+    return refused
+
+
+@WAYS
+def test_who_saves_to_a_path_that_is_being_saved_to_is_refused_each_time(exchange: bool, tmp_path: Path) -> None:
+    assert run_ranks(2, while_the_other_saves, str(tmp_path / "x"), 20, exchange) == [10, 10]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def saved_while_read(path: str, rounds: int, exchange: bool) -> tuple[int, int]:
+    """Rank 0 saves without a pause; rank 1 reads without a pause, then for rounds in step."""
+    prepare(exchange)
+    rank = dist.get_rank()
+    if rank == 0:
+        finish(begun(path, save_id(0, 0)), save_id(0, 0))
+    dist.barrier()
+    seen = []
+    for number in range(1, rounds):  # out of step
+        if rank == 0:
+            finish(begun(path, save_id(0, number)), save_id(0, number))
+        else:
+            seen.append(held(path))
+    assert None not in seen
+    assert seen == sorted(seen)  # never an older one after a newer one
+    changes = len(set(seen))
+    dist.barrier()
+    for number in range(rounds, 2 * rounds):  # in step: replaced while it is open, and no file of it is open yet
+        before = gathered(held(path))[1]
+        reader = LOCAL.open(path) if rank == 1 else None
+        dist.barrier()
+        if rank == 0:
+            finish(begun(path, save_id(0, number)), save_id(0, number))
+        dist.barrier()
+        if reader is not None:
+            assert {bytes(read_all(reader, file))[:32].decode() for file in FILES} == {before}
+            reader.close()
+        assert held(path) == save_id(0, number)
+    return changes, len(seen)
+
+
+@WAYS
+def test_a_reader_finds_the_old_one_or_the_new_one_whole(exchange: bool, tmp_path: Path) -> None:
+    run_ranks(2, saved_while_read, str(tmp_path / "x"), 25, exchange)
+    begun(str(tmp_path / "x"), "f" * 32).discard()
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def saved_and_deleted(path: str, rounds: int, exchange: bool) -> tuple[int, int]:
+    """Rank 0 saves, rank 1 deletes, rank 2 reads, all at once; returns how many times rank 1 and 2 found one."""
+    prepare(exchange)
+    rank, found = dist.get_rank(), 0
+    for number in range(rounds):
+        dist.barrier()
+        if rank == 0:
+            finish(begun(path, save_id(0, number)), save_id(0, number))
+        elif rank == 1:
+            try:
+                assert LOCAL.remove(path) == []
+                found += 1
+            except CheckpointNotFoundError:
+                pass
+        else:
+            seen = held(path)
+            found += seen is not None
+            assert seen in (None, save_id(0, number), save_id(0, number - 1))
+        dist.barrier()
+        assert held(path) in (None, save_id(0, number))
+    return rank, found
+
+
+@WAYS
+def test_saving_deleting_and_reading_at_once(exchange: bool, tmp_path: Path) -> None:
+    run_ranks(3, saved_and_deleted, str(tmp_path / "x"), 30, exchange)
+    finish(begun(str(tmp_path / "x"), "f" * 32), "f" * 32)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def side_by_side(directory: str, rounds: int, exchange: bool) -> list[str]:
+    """Each rank saves to a path of its own in one directory; returns the notes."""
+    prepare(exchange)
+    path, notes = f"{directory}/{dist.get_rank()}", []
+    for number in range(rounds):
+        name = save_id(dist.get_rank(), number)
+        dist.barrier()
+        draft = begun(path, name)
+        finish(draft, name)
+        notes += draft.notes
+        assert held(path) == name
+    return notes
+
+
+@WAYS
+def test_jobs_that_save_side_by_side_do_not_disturb_each_other(exchange: bool, tmp_path: Path) -> None:
+    notes = run_ranks(3, side_by_side, str(tmp_path), 20, exchange)
+    assert [note for found in notes for note in found if not note.startswith("removed a checkpoint that was")] == []
+    begun(str(tmp_path / "0"), "f" * 32).discard()
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
+
+
+# ── one at a time: what another process does between two lines ────────────────────────────────────────────────────
+
+
+def once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, act: Callable[[], object], *, after: bool) -> None:
+    """Have somebody act before or after the next call of a function."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, original)
+        if not after:
+            act()
+        result = original(*args, **kwargs)
+        if after:
+            act()
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    path = str(tmp_path / "x")
+    finish(begun(path, save_id(0, 0)), save_id(0, 0))
+    return path
+
+
+@pytest.fixture
+def draft(path: str) -> LocalDraft:
+    draft = begun(path, save_id(0, 1))
+    for file in FILES:
+        draft.write(file, [save_id(0, 1).encode(), bytes(100)])
+    return draft
+
+
+def test_the_target_is_deleted_right_before_the_exchange(
+    path: str, draft: LocalDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once(monkeypatch, local, "_exchange", lambda: LOCAL.remove(path), after=False)
+    draft.publish()
+    assert held(path) == save_id(0, 1) and os.listdir(os.path.dirname(path)) == ["x"]
+
+
+def test_the_target_is_deleted_while_it_is_looked_at(
+    path: str, draft: LocalDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once(monkeypatch, os, "listdir", lambda: LOCAL.remove(path), after=True)
+    draft.publish()
+    assert held(path) == save_id(0, 1) and os.listdir(os.path.dirname(path)) == ["x"]
+
+
+def test_a_checkpoint_appears_right_before_the_rename(
+    path: str, draft: LocalDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.rename(path, tmp_path / "y")
+    once(monkeypatch, os, "rename", lambda: shutil.copytree(tmp_path / "y", path), after=False)
+    draft.publish()
+    assert held(path) == save_id(0, 1) and sorted(os.listdir(tmp_path)) == ["x", "y"]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_what_a_reader_looks_at_is_moved_aside(after: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    once(monkeypatch, LOCAL, "_check", lambda: os.rename(path, local._aside(path)), after=after)
+    assert held(path) == save_id(0, 0)
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("after", [False, True])
+def test_what_a_reader_opens_is_replaced(
+    exchange: bool, after: bool, path: str, draft: LocalDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    once(monkeypatch, LocalReader, "stays", draft.publish, after=after)
+    assert held(path) == save_id(0, 0 if after else 1)
+
+
+def test_a_removed_checkpoint_is_not_found(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    once(monkeypatch, LOCAL, "_check", lambda: LocalStorage().remove(path), after=True)
+    assert held(path) is None
+    finish(begun(path, save_id(0, 2)), save_id(0, 2))
+    once(monkeypatch, os, "rename", lambda: shutil.rmtree(path), after=False)
+    with pytest.raises(CheckpointNotFoundError, match="removed it just now"):
+        LOCAL.remove(path)

@@ -1,0 +1,674 @@
+"""What killed saves leave behind is found, told and deleted, and nothing else is."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import re
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage import leftovers, local, locks, outputs
+from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.protocol import read_all
+from tests.pool import run_ranks
+from tests.test_storage import ID, LOCAL, OTHER_ID, beside, content, put
+
+BIND_EVERYBODY = locks.bind_everybody
+NAMES = ("0123456789abcdef", "f" * 32)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "runs" / "step-1.ckpt")
+
+
+@pytest.fixture(autouse=True)
+def of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "bind_everybody", lambda directory: True)
+
+
+def begun(path: str, save_id: str = ID, **files: bytes) -> LocalDraft:
+    """A save that goes on in this process."""
+    draft = LOCAL.draft(path, save_id)
+    draft.begin()
+    for name, data in files.items():
+        draft.write(name, [data])
+    return draft
+
+
+def killed(work: Callable[[], object]) -> None:
+    """Do the work in a process that is killed then."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def saved(path: str, save_id: str = OTHER_ID) -> list[str]:
+    """The notes of a save."""
+    draft = begun(path, save_id, **{ROOT_NAME: save_id.encode()})
+    draft.publish()
+    return draft.notes
+
+
+# ── whose is it? ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_rank_derives_the_same_name_and_every_target_another() -> None:
+    names = {
+        LOCAL.draft(path, ID)._directory for path in ("/a/x.ckpt", "/a/x.ckpt/", "file:///a/x.ckpt", "/a/b/../x.ckpt")
+    }
+    assert len(names) == 1
+    assert names != {LOCAL.draft("/a/y.ckpt", ID)._directory}
+    assert leftovers._PATTERN.fullmatch(os.path.basename(names.pop()))
+    assert leftovers._PATTERN.fullmatch(os.path.basename(leftovers.doomed_name("/a/x.ckpt")))
+
+
+@pytest.mark.parametrize("target", ["step-1.ckpt", "step-0.ckpt"], ids=["same target", "another target"])
+def test_the_leftover_of_a_killed_save_is_removed_and_told(target: str, path: str) -> None:
+    killed(lambda: begun(os.path.join(os.path.dirname(path), target), a=bytes(3 << 20), b=b"", c=b"1"))
+    (name,) = beside(path)
+    assert saved(path) == [f"removed the leftover of an unfinished save, 3 files, 3.00 MiB, {name}"]
+    assert beside(path) == []
+    assert saved(path) == []
+
+
+def test_a_save_to_the_same_path_at_the_same_time_is_refused_and_changes_nothing(path: str) -> None:
+    put(LOCAL, path, a=b"old")
+    first = begun(path, OTHER_ID, a=b"new")
+    before = sorted(os.walk(os.path.dirname(path)))
+    for same in (path, path + "/", "file://" + path):
+        second = LOCAL.draft(same, "2" * 32)
+        with pytest.raises(FileExistsError, match=r"another process is saving to '.*step-1\.ckpt' right now"):
+            second.begin()
+        second.discard()
+    assert sorted(os.walk(os.path.dirname(path))) == before
+    first.write(ROOT_NAME, [b""])
+    first.publish()
+    assert content(LOCAL, path)["a"] == b"new"
+    assert saved(path) == []
+
+
+def test_a_save_to_another_path_goes_on_and_is_not_disturbed(path: str) -> None:
+    other = begun(path + ".other", a=b"1")
+    assert saved(path) == []
+    other.write(ROOT_NAME, [b""])
+    other.publish()
+    assert content(LOCAL, path + ".other")["a"] == b"1"
+
+
+def test_a_process_that_was_forked_during_a_save_does_not_hold_the_path(path: str) -> None:
+    draft = begun(path, a=b"1")
+    gate = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(gate[1])
+        os.read(gate[0], 1)
+        os._exit(0)
+    try:
+        draft.write(ROOT_NAME, [b""])
+        draft.publish()
+        assert saved(path) == []
+        begun(path, "2" * 32).discard()
+        assert saved(path) == []
+        assert beside(path) == []
+    finally:
+        os.close(gate[0])
+        os.close(gate[1])
+        os.waitpid(child, 0)
+
+
+def strange(kind: str, path: Path) -> None:
+    if kind == "link":
+        (path.parent / "precious").mkdir()
+        (path.parent / "precious" / "thesis").touch()
+        path.symlink_to("precious")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+        (path / "thesis").touch()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("link", f".tmp-{NAMES[0]}-{NAMES[1]}"),
+        ("fifo", f".tmp-{NAMES[0]}-{NAMES[1]}"),
+        ("directory", f".tmp-{NAMES[0].upper()}-{NAMES[1]}"),
+        ("directory", f".tmp-{NAMES[0]}-{NAMES[1]}0"),
+        ("directory", f".tmp-{NAMES[0]}-{NAMES[1]}\n"),
+        ("directory", f"x.tmp-{NAMES[0]}-{NAMES[1]}"),
+        ("directory", f".tmp-{NAMES[1]}"),
+        ("directory", f".old-{NAMES[0]}"),
+    ],
+)
+def test_what_only_looks_like_a_leftover_is_left_alone(kind: str, name: str, path: str) -> None:
+    os.makedirs(os.path.dirname(path))
+    strange(kind, Path(path).parent / name)
+    before = set(Path(path).parent.rglob("*"))
+    assert saved(path) == []
+    assert {p for p in Path(path).parent.rglob("*") if not p.is_relative_to(path)} == before
+
+
+def test_links_in_a_leftover_are_not_followed(path: str, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis").touch()
+
+    def leave() -> None:
+        draft = begun(path, a=b"")
+        os.symlink(tmp_path / "precious", os.path.join(draft._directory, "to a directory"))
+        os.symlink(tmp_path / "precious" / "thesis", os.path.join(draft._directory, "to a file"))
+        os.makedirs(os.path.join(draft._directory, "deep", "er"))
+
+    killed(leave)
+    (note,) = saved(path)
+    assert "1 file," in note
+    assert beside(path) == []
+    assert os.listdir(tmp_path / "precious") == ["thesis"]
+
+
+def refusing(error: int) -> Callable[..., Any]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return refuse
+
+
+@pytest.mark.parametrize("name", ["rmdir", "unlink", "rename"])
+def test_a_leftover_that_cannot_be_removed_is_told_and_the_save_succeeds(
+    name: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(lambda: begun(path, a=b"1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, refusing(errno.EPERM))
+        draft = begun(path, OTHER_ID, **{ROOT_NAME: b""})
+    draft.publish()
+    (note,) = draft.notes
+    assert note.startswith("could not remove the leftover") and "Operation not permitted" in note
+    assert len(beside(path)) == 1 and ROOT_NAME in content(LOCAL, path)
+    assert len(saved(path)) == 1 and beside(path) == []
+
+
+@pytest.mark.parametrize("name", ["rmdir", "unlink"])
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_save_succeeds(
+    exchange: bool, name: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(LOCAL, path, a=b"old")
+    if not exchange:
+        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, refusing(errno.EPERM))
+        draft.publish()
+    assert content(LOCAL, path)["a"] == b"new"
+    (note,) = draft.notes
+    assert "could not remove the replaced checkpoint" in note and "Operation not permitted" in note
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, refusing(errno.EPERM))
+        assert len(LOCAL.remove(path)) == 1
+    with pytest.raises(CheckpointNotFoundError):
+        LOCAL.open(path)
+    assert len(saved(path)) == 2 and beside(path) == []
+
+
+@pytest.mark.parametrize("error", ["EBADF", "ENOLCK", "EOPNOTSUPP", "ENOSYS"])
+def test_without_locks_leftovers_are_told_and_left(error: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(lambda: begun(path, a=b"1"))
+    monkeypatch.setattr(fcntl, "flock", refusing(getattr(errno, error)))
+    for _ in range(2):
+        (note,) = saved(path)
+        assert "no locks" in note and ".tmp-" in note and "remove it when no save is running" in note
+        assert len(beside(path)) == 1 and ROOT_NAME in content(LOCAL, path)
+    LOCAL.remove(path)
+    assert len(beside(path)) == 1
+
+
+def test_another_error_of_a_lock_fails_the_save(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.makedirs(os.path.dirname(path))
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        LOCAL.draft(path, ID).begin()
+    assert os.listdir(os.path.dirname(path)) == []
+
+
+def test_where_other_machines_write_only_what_has_been_quiet_for_long_is_removed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "bind_everybody", lambda directory: False)
+    killed(lambda: begun(path, a=b"1", b=b"2"))
+    (name,) = beside(path)
+    (note,) = saved(path)
+    assert "another machine may be writing it" in note
+    leftover, long_ago = os.path.join(os.path.dirname(path), name), time.time() - 7200
+    os.utime(os.path.join(leftover, "a"), (long_ago, long_ago))
+    os.utime(leftover, (long_ago, long_ago))
+    assert len(saved(path)) == 1 and beside(path) == [name]  # b is young
+    os.utime(os.path.join(leftover, "b"), (long_ago, long_ago))
+    (note,) = saved(path)
+    assert note.startswith("removed the leftover") and beside(path) == []
+
+
+MOUNTS = """\
+21 1 8:1 / / rw - ext4 /dev/sda1 rw
+22 21 0:5 / /proc rw - proc proc rw
+23 21 0:40 / /home rw shared:1 - nfs4 server:/home rw
+24 23 0:41 / /home/my\\040scratch/é rw shared:2 master:3 - xfs /dev/sdb rw
+25 21 0:42 / /twice rw - tmpfs none rw
+26 25 0:43 / /twice rw - fuse.sshfs host:/ rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("directory", "expected"),
+    [
+        ("/", True),
+        ("/homely", True),
+        ("/home", False),
+        ("/home/a/b", False),
+        ("/home/my scratch", False),
+        ("/home/my scratch/é/a", True),
+        ("/twice/a", False),
+        ("/proc/self", False),
+    ],
+)
+def test_only_a_file_system_of_one_machine_has_locks_that_bind_everybody(
+    directory: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "realpath", lambda path: path)
+    monkeypatch.setattr(locks, "open", lambda *args, **kwargs: io.StringIO(MOUNTS), raising=False)
+    assert BIND_EVERYBODY(directory) == expected
+
+
+def test_locks_of_an_unknown_file_system_do_not_bind_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BIND_EVERYBODY("/dev/shm") in (True, False)  # from the mounts of this machine
+    monkeypatch.setattr(locks, "open", refusing(errno.ENOENT), raising=False)
+    assert not BIND_EVERYBODY("/dev/shm")
+
+
+def test_a_stranger_who_holds_the_lock_of_the_parent_does_not_stop_a_save(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "WAIT_S", 0.0)
+    os.makedirs(os.path.dirname(path))
+    held = os.open(os.path.dirname(path), os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert saved(path) == []
+    os.close(held)
+
+
+def test_the_lock_of_the_parent_is_waited_for(path: str) -> None:
+    os.makedirs(os.path.dirname(path))
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = os.open(os.path.dirname(path), os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.write(ready[1], b".")
+        os.read(go[0], 1)
+        os._exit(0)  # gives the lock back
+    os.read(ready[0], 1)
+    sleep, slept = time.sleep, []
+
+    def then(seconds: float) -> None:
+        if not slept:
+            os.write(go[1], b".")
+            os.waitpid(child, 0)
+        slept.append(seconds)
+        sleep(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", then)
+        assert saved(path) == []
+    if not slept:
+        os.write(go[1], b".")
+        os.waitpid(child, 0)
+    assert slept
+    for end in (*ready, *go):
+        os.close(end)
+
+
+# ── replaced while it is read, or while the disk fails ────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["exchanged", "moved aside", "removed"])
+def test_what_is_being_read_stays_whole_and_is_deleted_later(
+    how: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "moved aside":
+        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    put(LOCAL, path, a=b"old", b=b"old")
+    readers = [LOCAL.open(path) for _ in range(2)]
+    assert LOCAL.remove(path) == [] if how == "removed" else saved(path) == []
+    assert len(beside(path)) == 1
+    for reader in readers:
+        assert len(saved(path, "2" * 32)) == 0, "a lock of a reader is not one of a save"
+        assert [read_all(reader, name) for name in ("a", "b")] == [b"old", b"old"]
+        reader.close()
+    (note,) = saved(path, "3" * 32)
+    assert note.startswith("removed a checkpoint that was replaced or deleted, 3 files")
+    assert beside(path) == []
+
+
+def test_a_reader_of_what_a_killed_save_replaced_is_not_taken_for_a_save(path: str) -> None:
+    put(LOCAL, path, a=b"old")
+    reader = LOCAL.open(path)
+    os.rename(path, leftovers.temporary_name(path, ID))  # as if killed right after the exchange
+    assert saved(path) == []
+    assert read_all(reader, "a") == b"old"
+    reader.close()
+    assert len(saved(path)) == 1 and beside(path) == []
+
+
+def test_a_forked_process_does_not_keep_a_closed_checkpoint(path: str) -> None:
+    put(LOCAL, path)
+    reader = LOCAL.open(path)
+    gate = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(gate[1])
+        os.read(gate[0], 1)
+        os._exit(0)
+    reader.close()
+    assert saved(path) == []
+    assert beside(path) == []
+    os.close(gate[0])
+    os.close(gate[1])
+    os.waitpid(child, 0)
+
+
+def test_nothing_is_deleted_if_it_is_unknown_whether_the_new_name_is_durable(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(LOCAL, path, a=b"old")
+    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""})
+    monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        draft.publish()
+    draft.discard()
+    monkeypatch.undo()
+    assert content(LOCAL, path)["a"] == b"new"
+    (name,) = beside(path)
+    assert (Path(path).parent / name / "a").read_bytes() == b"old"
+
+
+def test_the_old_one_comes_back_if_the_second_rename_fails(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(LOCAL, path, a=b"old")
+    monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""})
+    rename = os.rename
+
+    def failing(source: str, target: str) -> None:
+        if source == draft._directory:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            draft.publish()
+    assert os.path.isdir(path)
+    draft.discard()
+    assert content(LOCAL, path)["a"] == b"old" and beside(path) == []
+
+
+@pytest.mark.parametrize("in_place", ["nothing", "empty directory", "dangling link"])
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_waits_aside_is_kept_until_the_new_one_is_published(
+    in_place: str, exchange: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(LOCAL, path, a=b"old")
+    aside = local._aside(path)
+    os.rename(path, aside)
+    if in_place == "empty directory":
+        os.mkdir(path)
+    elif in_place == "dangling link":
+        os.symlink("nowhere", path)
+    if not exchange:
+        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""})
+    published: list[bool] = []
+    dispose = leftovers.dispose
+
+    def seen(doomed: str) -> list[str]:
+        published.append(content(LOCAL, path)["a"] == b"new")
+        return dispose(doomed)
+
+    monkeypatch.setattr(leftovers, "dispose", seen)
+    draft.publish()
+    assert published and all(published)
+    assert content(LOCAL, path)["a"] == b"new" and beside(path) == []
+
+
+def test_a_stale_checkpoint_aside_does_not_outlive_an_exchange(path: str) -> None:
+    put(LOCAL, path, a=b"new")
+    shutil.copytree(path, local._aside(path))
+    assert saved(path) == []
+    assert beside(path) == []
+
+
+# ── a rank that does not see yet what rank 0 made ─────────────────────────────────────────────────────────────────
+
+
+class Lag:
+    """A network file system that shows a new directory late: after so many looks, each after a pause."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: str, looks: int, error: int) -> None:
+        self._open, self._directory, self._left, self._error = os.open, directory, looks, error
+        self.clock, self.listed = 0.0, 0
+        monkeypatch.setattr(os, "open", self.open)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+        monkeypatch.setattr(time, "monotonic", lambda: self.clock)
+        listdir = os.listdir
+
+        def listing(path: Any) -> list[str]:
+            self.listed += path == os.path.dirname(directory)
+            return listdir(path)
+
+        monkeypatch.setattr(os, "listdir", listing)
+
+    def open(self, path: str, *args: Any, **kwargs: Any) -> int:
+        if path.startswith(self._directory) and self._left:
+            self._left -= 1
+            raise OSError(self._error, os.strerror(self._error), path)
+        return self._open(path, *args, **kwargs)
+
+    def sleep(self, seconds: float) -> None:
+        self.clock += seconds
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
+def test_a_rank_waits_until_it_sees_the_directory_of_rank_0(
+    error: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(path, **{ROOT_NAME: b""})
+    second = LOCAL.draft(path, ID)
+    lag = Lag(monkeypatch, second._directory, 20, error)
+    second.write("b", [b"2"])
+    assert lag.listed == 20 and 5 < lag.clock < 60
+    monkeypatch.undo()
+    first.publish()
+    assert content(LOCAL, path)["b"] == b"2"
+
+
+def test_a_rank_that_never_sees_the_directory_says_so(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = begun(path), LocalStorage(visible_within_s=7).draft(path, ID)
+    lag = Lag(monkeypatch, second._directory, 10**9, errno.ENOENT)
+    with pytest.raises(FileNotFoundError) as caught:
+        second.write("b", [b"2"])
+    assert 7 <= lag.clock <= 8
+    for part in (os.uname().nodename, "does not see this directory", "7 s", "all ranks share", second._directory):
+        assert part in str(caught.value)
+    monkeypatch.undo()
+    first.discard()
+
+
+@pytest.mark.parametrize("who", ["the rank that made it", "a rank that saw it"])
+def test_a_directory_that_was_seen_and_is_gone_is_an_error_at_once(
+    who: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(path)
+    draft = first
+    if who == "a rank that saw it":
+        draft = LOCAL.draft(path, ID)
+        draft.write("a", [b"1"])
+    Lag(monkeypatch, draft._directory, 1, errno.ENOENT)
+    with pytest.raises(FileNotFoundError):
+        draft.write("b", [b"2"])
+    monkeypatch.undo()
+    first.discard()
+
+
+class LateStorage(LocalStorage):
+    """On one rank, opens something else a few times: what was there before."""
+
+    def __init__(self, looks: int, before: str, visible_within_s: float) -> None:
+        super().__init__(visible_within_s)
+        self.left, self._before, self.opened = looks, before, 0
+
+    def open(self, path: str) -> Any:
+        self.opened += 1
+        if self.left:
+            self.left -= 1
+            return super().open(self._before)
+        return super().open(path)
+
+
+def load_late(directory: str, late: int, looks: int, before: str, visible_within_s: float) -> tuple[str, int]:
+    import torch.distributed as dist
+
+    from lightning_shardckpt import loading
+    from lightning_shardckpt.ranks import Ranks
+
+    rank = dist.get_rank()
+    storage = LateStorage(looks if rank == late else 0, f"{directory}/{before}", visible_within_s)
+    try:
+        with loading.opened(f"{directory}/new", ranks=Ranks.of_default_group(), storage=storage) as source:
+            return source.checkpoint.root.save_id, storage.opened  # type: ignore[attr-defined]
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", storage.opened
+
+
+def save_two(directory: str) -> None:
+    import torch
+
+    from lightning_shardckpt.checkpoint import save
+    from lightning_shardckpt.ranks import Ranks
+    from lightning_shardckpt.saving import About
+    from lightning_shardckpt.state.trainer import snapshot
+
+    for number, name in enumerate(("old", "new")):
+        state = {"state_dict": {"w": torch.ones(2)}, "global_step": number}
+        save(
+            f"{directory}/{name}",
+            lambda state=state: snapshot(state),  # type: ignore[misc]
+            ranks=Ranks.alone(),
+            about=About(number),
+            size_per_shard=1,
+        )
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("before", ["old", "nothing"])
+def test_a_rank_that_sees_what_was_there_before_looks_again(before: str, late: int, tmp_path: Path) -> None:
+    run_ranks(1, save_two, str(tmp_path))
+    (a, looks), (b, _) = run_ranks(2, load_late, str(tmp_path), late, 2, before, 1000.0)
+    assert a == b and len(a) == 32 and looks == 3
+    (a, _), (b, _) = run_ranks(2, load_late, str(tmp_path), late, 10**9, before, 0.0)
+    expected = "MismatchError: .*see different" if before == "old" else rf"CheckpointNotFoundError: .*ranks \[{late}\]"
+    for answer in (a, b):
+        assert re.search(expected, answer), answer
+
+
+def test_a_checkpoint_that_no_rank_sees_is_not_waited_for(tmp_path: Path) -> None:
+    for answer, looks in run_ranks(2, load_late, str(tmp_path), 0, 0, "", 20.0):
+        assert "nothing at this path" in answer and looks == 1
+
+
+# ── one file, as consolidate writes it ────────────────────────────────────────────────────────────────────────────
+
+
+def written(output: str, data: bytes = b"data") -> list[str]:
+    with outputs.new_file(output) as (file, notes):
+        file.write(data)
+    return notes
+
+
+def leave_file(output: str) -> None:
+    with outputs.new_file(output) as (file, _):
+        file.write(bytes(2 << 20))
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("next_one", ["a file", "a checkpoint"])
+def test_the_leftover_of_a_killed_consolidation_is_removed_and_told(next_one: str, path: str) -> None:
+    killed(lambda: leave_file(path))
+    (name,) = os.listdir(os.path.dirname(path))
+    notes = written(path) if next_one == "a file" else saved(path)
+    assert notes == [f"removed the leftover of an unfinished save, 1 file, 2.00 MiB, {name}"]
+    assert beside(path) == []
+
+
+def test_a_file_is_made_by_one_process_at_a_time_and_replaces_nothing(path: str) -> None:
+    with outputs.new_file(path) as (file, _):
+        file.write(b"first")
+        with pytest.raises(FileExistsError, match="another process is saving"):
+            written(path, b"second")
+        assert written(path + "2", b"other") == []
+    assert Path(path).read_bytes() == b"first"
+    with pytest.raises(FileExistsError):
+        written(path, b"third")
+    assert Path(path).read_bytes() == b"first"
+    assert beside(path) == ["step-1.ckpt2"]
+
+
+@pytest.mark.parametrize("flags", [True, False], ids=["renameat2", "rename"])
+def test_a_file_that_appears_meanwhile_is_not_replaced(flags: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not flags:
+        monkeypatch.setattr(outputs, "rename_at_once", lambda *args: False)
+        assert written(path + "2") == []
+        os.unlink(path + "2")
+    with pytest.raises(FileExistsError), outputs.new_file(path):
+        Path(path).write_bytes(b"thesis")
+    assert Path(path).read_bytes() == b"thesis" and beside(path) == []
+
+
+def test_an_error_leaves_no_file(path: str) -> None:
+    with pytest.raises(ZeroDivisionError), outputs.new_file(path):
+        _ = 1 // 0
+    assert os.listdir(os.path.dirname(path)) == []
+
+
+# ── what the user sees ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_all_that_a_save_found_is_one_warning(path: str) -> None:
+    import torch
+
+    from lightning_shardckpt import ShardCkptIO
+
+    killed(lambda: [begun(path + name, a=b"1") for name in ("1", "2")])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ShardCkptIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}}, path)
+        ShardCkptIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}}, path)
+    (warning,) = caught
+    assert str(warning.message).count("removed the leftover of an unfinished save, 1 file, 1 B") == 2
