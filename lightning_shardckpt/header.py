@@ -8,6 +8,9 @@ README; of the key: ``torch/distributed/checkpoint/_hf_utils.py`` (torch 2.13).
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,9 +29,15 @@ DTYPE_BYTES = {
 }
 """Bytes per element of every dtype that a checkpoint can hold. C128 is ours: stored as pairs of F64."""
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses more
-MAX_JSON_BYTES = 1 << 28
+MAX_JSON_BYTES = 1 << 26
+MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library takes 100,000,000
+MAX_VALUES = 1 << 21  # of one JSON text: Python needs up to 80 bytes for each
+MAX_DEPTH = 128
+MAX_NDIM = 64  # as in numpy and torch
 _SAVE_ID = "save_id"
+_SAVE_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
+_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{16}")
 
 
 def checksum(*parts: bytes | memoryview) -> str:
@@ -67,6 +76,8 @@ def encode(entries: list[Entry], save_id: str) -> tuple[bytes, list[int]]:
     corners, begins, offset = {}, [], 0
     if any(entry.key == "__metadata__" for entry in entries):
         raise FormatError("no tensor can be called '__metadata__': safetensors keeps the name for itself")
+    for entry in entries:
+        check_text(entry.key)
     for entry in entries:
         pair = entry.dtype == "C128"
         header[entry.key] = {
@@ -109,46 +120,152 @@ def decode(text: bytes, where: str) -> tuple[dict[str, Stored], str]:
     Raises:
         FormatError: if the header is not a valid safetensors header of ours.
     """
+    found, metadata = decode_with_metadata(text, where)
+    return found, str(metadata.get(_SAVE_ID))
+
+
+def decode_with_metadata(text: bytes, where: str) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The same with all of ``__metadata__`` in place of the save id."""
     header = parse_json(text, where)
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict):
         raise FormatError(f"{where}: the header is not a JSON object with __metadata__")
-    save_id = str(header.pop("__metadata__").get(_SAVE_ID))
+    metadata: dict[str, Any] = header.pop("__metadata__")
     try:
-        found = {key: _stored(value, 8 + len(text)) for key, value in header.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: the header describes a tensor wrongly: {error!r}") from None
-    return found, save_id
+        found = {check_text(key): _stored(value, 8 + len(text)) for key, value in header.items()}
+        position = 8 + len(text)
+        for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+            if stored.begin != position:
+                kind = "overlaps the data before it" if stored.begin < position else "follows a gap"
+                raise ValueError(f"{key!r} {kind}: it begins at byte {stored.begin}, not {position}")
+            position += stored.nbytes
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{where}: the header describes a tensor wrongly: {shown(error)}") from None
+    return found, metadata
 
 
 def _stored(value: dict[str, Any], data: int) -> Stored:
-    begin, end = value["data_offsets"]
-    dtype, shape = value["dtype"], tuple(value["shape"])
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError("lengths must be non-negative integers")
-    if prod(shape) * DTYPE_BYTES[dtype] != end - begin:
+    begin, end = map(check_size, value["data_offsets"])
+    dtype, shape = value["dtype"], check_shape(value["shape"])
+    if bytes_in(shape, dtype) != end - begin:
         raise ValueError(f"{dtype} {shape} does not fill {end - begin} bytes")
     return Stored(dtype, shape, data + begin, end - begin)
 
 
+# ── what a value of the format may be ─────────────────────────────────────────────────────────────────────────────
+
+
+def shown(value: Any) -> str:
+    """The start of a value's repr, for a message: whoever wrote the file chose its length."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def check_size(value: Any) -> int:
+    """``value``, which must be an integer from 0 to 2^63 - 1."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise FormatError(f"{shown(value)} is not a size")
+    return value
+
+
+def check_shape(value: Any) -> Shape:
+    """``value``, a list of at most 64 lengths, as a tuple."""
+    shape = tuple(map(check_size, value))
+    if len(shape) > MAX_NDIM:
+        raise FormatError(f"{len(shape)} dims, more than {MAX_NDIM}")
+    return shape
+
+
+def bytes_in(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of a tensor. Lengths of 0 don't make the others harmless: strides are computed from them, too."""
+    if prod(n or 1 for n in shape) * DTYPE_BYTES[dtype] >= 1 << 63:
+        raise FormatError(f"{dtype} {tuple(shape)} has more than 2^63 bytes")
+    return prod(shape) * DTYPE_BYTES[dtype]
+
+
+def check_save_id(value: Any) -> str:
+    """``value``, which must be 32 hexadecimal digits."""
+    if not isinstance(value, str) or not _SAVE_ID_PATTERN.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not a save id")
+    return value
+
+
+def check_dtype(value: Any) -> str:
+    """``value``, which must be the name of a dtype of the format."""
+    if value not in DTYPE_BYTES:
+        raise FormatError(f"unknown dtype {shown(value)}")
+    return str(value)
+
+
+def check_file_name(value: Any) -> str:
+    """``value``, which must be a base name that leads nowhere else."""
+    if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not a file name that a checkpoint may use")
+    return value
+
+
+def check_digest(value: Any) -> str:
+    """``value``, which must be 16 hexadecimal digits."""
+    if not isinstance(value, str) or not _DIGEST_PATTERN.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not a checksum")
+    return value
+
+
+def check_text(value: Any) -> str:
+    """``value``, which must be a string that UTF-8 can hold: JSON can escape half a character."""
+    if not isinstance(value, str):
+        raise FormatError(f"{shown(value)} is not text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise FormatError(f"{shown(value)} is not text that UTF-8 can hold") from None
+    return value
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def parse_json(text: bytes, where: str) -> Any:
-    """JSON without duplicate keys, NaN or deep nesting.
+    """JSON without duplicate keys, NaN or deep nesting, and of a size that bounds the memory for it.
 
     Raises:
         FormatError: with ``where`` and the position, for anything else.
     """
+    check_json_size(text, where)
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise FormatError(f"{where}: not valid JSON: {error}") from None
+    _check_depth(value, where)
+    return value
+
+
+def check_json_size(text: bytes, where: str) -> None:
+    """Refuse JSON that no reader would parse; counts values without parsing, so those in strings count, too."""
     if len(text) > MAX_JSON_BYTES:
         raise FormatError(f"{where}: {len(text)} bytes of JSON, more than the limit of {MAX_JSON_BYTES}")
-    try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not valid JSON: {error}") from None
+    if len(text) > MAX_VALUES and sum(map(text.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise FormatError(f"{where}: JSON of more than {MAX_VALUES} values")
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Level by level, so that the check itself needs no stack; what reads the value may use recursion."""
+    level = [value] if type(value) is dict or type(value) is list else []
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if type(item) is dict else item for item in level)
+        level = [child for items in inner for child in items if type(child) is dict or type(child) is list]
+        if not level:
+            return
+    raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [k for k, _ in pairs]
-        raise ValueError(f"duplicate key {next(k for k in keys if keys.count(k) > 1)!r}")
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"duplicate key {shown(counts.most_common(1)[0][0])}")
     return found
 
 

@@ -14,7 +14,22 @@ from typing import Any, TypeVar
 
 from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.header import DTYPE_BYTES, MAX_JSON_BYTES, checksum, parse_json
+from lightning_shardckpt.header import (
+    DTYPE_BYTES,
+    Stored,
+    bytes_in,
+    check_digest,
+    check_dtype,
+    check_file_name,
+    check_json_size,
+    check_save_id,
+    check_shape,
+    check_size,
+    check_text,
+    checksum,
+    parse_json,
+    shown,
+)
 from lightning_shardckpt.layout import MAX_RANKS, Axis, Cut, Holders, Layout
 
 FORMAT = "lightning-shardckpt"
@@ -22,8 +37,6 @@ VERSION = 1
 ROOT_NAME = "checkpoint.index.json"
 MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
 COMPONENTS = ("model", "optimizer", "trainer")
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_HEX = re.compile(r"[0-9a-f]{16}")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 _T = TypeVar("_T")
 
@@ -79,6 +92,13 @@ class ShardEntry:
         """Length of the data in bytes."""
         return self.box.numel * DTYPE_BYTES[self.dtype]
 
+    @property
+    def stored(self) -> Stored:
+        """What the header of the file must say of it; C128 is stored as pairs of F64."""
+        pairs = self.dtype == "C128"
+        dtype, shape = ("F64", (*self.box.shape, 2)) if pairs else (self.dtype, self.box.shape)
+        return Stored(dtype, shape, self.begin, self.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class RankIndex:
@@ -119,8 +139,7 @@ class RootIndex:
 
 def _dump(value: Mapping[str, Any]) -> bytes:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-    if len(text) > MAX_JSON_BYTES:
-        raise FormatError(f"an index of {len(text)} bytes, more than the limit of {MAX_JSON_BYTES}")
+    check_json_size(text, "an index")
     return text
 
 
@@ -229,111 +248,108 @@ def _decoded(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) ->
     version = value.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise FormatError(
-            f"{where}: format version {version}, this package reads 1 to {VERSION}; use a newer lightning-shardckpt"
+            f"{where}: format version {shown(version)}, this package reads 1 to {VERSION}; use a newer "
+            "lightning-shardckpt"
         )
     try:
         return decode(value)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: a part is missing or malformed: {type(error).__name__}: {error}") from None
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise FormatError(f"{where}: a part is missing or malformed: {what}") from None
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
-    files = {name: FileInfo(_name(name), _size(n), _digest(c)) for name, (n, c) in value["files"].items()}
+    files = {name: _file(name, n, c) for name, (n, c) in value["files"].items()}
+    left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     for key, first in value["metadata"].items():
         entries = tuple(_entry(item) for item in (first, *first.get("more", ())))
         for entry in entries:
             end, size = entry.begin + entry.nbytes, files[entry.file].nbytes
             if end > size:
-                raise FormatError(f"{key!r} ends at byte {end} of {entry.file}, which has {size}")
-        shards[key] = entries
-    return RankIndex(str(value["save_id"]), str(value["component"]), _size(value["rank"]), files, shards)
+                raise FormatError(f"{shown(key)} ends at byte {end} of {entry.file}, which has {size}")
+            left[entry.file] -= entry.nbytes
+            if left[entry.file] < 0:
+                raise FormatError(f"{shown(key)} and the tensors before it share bytes of {entry.file}")
+        shards[check_text(key)] = entries
+    rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
+    return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 
 
 def _entry(item: dict[str, Any]) -> ShardEntry:
-    start, lengths, shape = _shape(item["offsets"]), _shape(item["lengths"]), _shape(item["global_shape"])
+    start, lengths = check_shape(item["offsets"]), check_shape(item["lengths"])
+    dtype, shape, block = check_dtype(item["dtype"]), check_shape(item["global_shape"]), check_size(item["block"])
     stop = tuple(a + n for a, n in zip(start, lengths, strict=True))
     if any(b > n for b, n in zip(stop, shape, strict=True)):
         raise FormatError(f"box {start}..{stop} lies outside shape {shape}")
-    dtype, block = _dtype(item["dtype"]), _size(item["block"])
-    sums = tuple(_digest(c) for c in item["checksums"])
-    entry = ShardEntry(Box(start, stop), shape, dtype, _name(item["file"]), _size(item["begin"]), block, sums)
+    bytes_in(shape, dtype)
+    sums = tuple(check_digest(c) for c in item["checksums"])
+    begin, file = check_size(item["begin"]), check_file_name(item["file"])
+    entry = ShardEntry(Box(start, stop), shape, dtype, file, begin, block, sums)
     if not 1 <= block <= MAX_BLOCK_BYTES or len(sums) != -(-entry.nbytes // block):
         raise FormatError(f"{len(sums)} checksums of {block} bytes each for {entry.nbytes} bytes")
     return entry
 
 
 def _root(value: dict[str, Any]) -> RootIndex:
-    world = _size(value["world_size"])
+    world = check_size(value["world_size"])
     if not 1 <= world <= MAX_RANKS:
         raise FormatError(f"a world of {world} ranks; 1 to {MAX_RANKS} can be")
     layouts = [_layout(item, world) for item in value["layouts"]]
     components = {}
     for name, item in value["components"].items():
         if name not in COMPONENTS:
-            raise FormatError(f"unknown component {name!r}")
-        tensors = {key: _spec(spec, layouts) for key, spec in item["tensors"].items()}
-        aliases = {str(alias): str(of) for alias, of in item["aliases"].items()}
-        for alias, of in aliases.items():
-            if of not in tensors or alias in tensors:
-                raise FormatError(f"alias {alias!r} of {of!r}, which is not a stored tensor of its own")
-        indexes = {int(rank): FileInfo(_name(f), _size(n), _digest(c)) for rank, (f, n, c) in item["indexes"].items()}
-        components[name] = Component(tensors, aliases, indexes)
+            raise FormatError(f"unknown component {shown(name)}")
+        components[name] = _component(item, layouts, world)
     return RootIndex(
-        save_id=str(value["save_id"]),
+        save_id=check_save_id(value["save_id"]),
         world_size=world,
         components=components,
-        documents={name: FileInfo(_name(name), _size(n), _digest(c)) for name, (n, c) in value["documents"].items()},
-        step=None if value["step"] is None else _size(value["step"]),
-        epoch=None if value["epoch"] is None else _size(value["epoch"]),
-        topology={str(k): _size(v) for k, v in value["topology"].items()},
-        software={str(k): str(v) for k, v in value["software"].items()},
+        documents={name: _file(name, n, c) for name, (n, c) in value["documents"].items()},
+        step=None if value["step"] is None else check_size(value["step"]),
+        epoch=None if value["epoch"] is None else check_size(value["epoch"]),
+        topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
+        software={check_text(k): check_text(v) for k, v in value["software"].items()},
     )
 
 
+def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int) -> Component:
+    tensors = {check_text(key): _spec(spec, layouts) for key, spec in item["tensors"].items()}
+    aliases = {check_text(alias): check_text(of) for alias, of in item["aliases"].items()}
+    for alias, of in aliases.items():
+        if of not in tensors or alias in tensors:
+            raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
+    indexes = {}
+    for rank, (name, nbytes, digest) in item["indexes"].items():
+        number = int(rank)
+        if str(number) != rank or not 0 <= number < world:
+            raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
+        indexes[number] = _file(name, nbytes, digest)
+    return Component(tensors, aliases, indexes)
+
+
 def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
-    axes = tuple(Axis(str(name), _size(size), _size(stride)) for name, size, stride in item["axes"])
-    cuts = tuple(Cut(_size(axis), _size(dim), _size(blocks)) for axis, dim, blocks in item["cuts"])
-    holders = tuple((_size(a), _size(b)) for a, b in item["holders"])
+    axes = tuple(Axis(check_text(name), check_size(size), check_size(stride)) for name, size, stride in item["axes"])
+    cuts = tuple(Cut(check_size(axis), check_size(dim), check_size(blocks)) for axis, dim, blocks in item["cuts"])
+    holders = tuple((check_size(a), check_size(b)) for a, b in item["holders"])
     edges = [0, *(edge for pair in holders for edge in pair), world]
     if not holders or edges != sorted(edges) or any(a == b for a, b in holders):
-        raise FormatError(f"holders {holders} in a world of {world}")
-    order = tuple(_size(r) for r in item["order"]) if "order" in item else None
+        raise FormatError(f"holders {shown(holders)} in a world of {world}")
+    order = tuple(check_size(r) for r in item["order"]) if "order" in item else None
     return Layout(axes, cuts, order), holders
 
 
 def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:
-    dtype, shape, (layout, holders) = _dtype(item[0]), _shape(item[1]), layouts[_size(item[2])]
+    dtype, shape, (layout, holders) = check_dtype(item[0]), check_shape(item[1]), layouts[check_size(item[2])]
+    if len(item) > 3 and item[3:] != [1]:
+        raise FormatError(f"{shown(item[3:])} after dtype, shape and layout, where only a 1 can be")
     if any(cut.dim >= len(shape) for cut in layout.cuts):
         raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
+    bytes_in(shape, dtype)
     return TensorSpec(dtype, shape, layout, holders, len(item) > 3)
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise FormatError(f"{value!r} is not a size")
-    return value
-
-
-def _shape(value: Any) -> Shape:
-    return tuple(_size(n) for n in value)
-
-
-def _dtype(value: Any) -> str:
-    if value not in DTYPE_BYTES:
-        raise FormatError(f"unknown dtype {value!r}")
-    return str(value)
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise FormatError(f"{value!r} is not a file name that a checkpoint may use")
-    return value
-
-
-def _digest(value: Any) -> str:
-    if not isinstance(value, str) or not _HEX.fullmatch(value):
-        raise FormatError(f"{value!r} is not a checksum")
-    return value
+def _file(name: Any, nbytes: Any, digest: Any) -> FileInfo:
+    return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest))

@@ -22,6 +22,8 @@ Holders = tuple[tuple[int, int], ...]
 
 MAX_RANKS = 1 << 20  # of a mesh, and of a world
 MAX_BLOCKS = 1 << 16  # of a layout: a shard has at most so many parts
+_MAX_AXES = 64
+_MAX_UNHELD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,11 @@ class Layout:
     def __post_init__(self) -> None:
         wrong = self._wrong()
         if wrong is not None:
-            raise FormatError(f"not a layout: {wrong}; axes {self.axes}, cuts {self.cuts}")
+            raise FormatError(f"not a layout: {wrong}; axes {str(self.axes)[:200]}, cuts {str(self.cuts)[:200]}")
 
     def _wrong(self) -> str | None:
+        if len(self.axes) > _MAX_AXES or len(self.cuts) > _MAX_AXES:
+            return f"more than {_MAX_AXES} axes or cuts"
         if any(a.size < 1 or a.stride < 1 for a in self.axes):
             return "an axis without size or stride"
         if prod(a.size for a in self.axes) > MAX_RANKS:
@@ -215,16 +219,19 @@ def _meeting(segments: list[_Segment], cuts: list[tuple[int, int]], low: int, hi
     """Coordinates along the cuts (blocks, parts) of one dim whose segments meet ``[low, high)``."""
     if not cuts:
         return [()]
-    (blocks, parts), found = cuts[0], set[int]()
+    (blocks, parts), runs = cuts[0], set[_Segment]()  # of coordinates; most blocks give the same one
     for block in _blocks(segments, blocks):
         size = max(-(-sum(b - a for a, b in block) // parts), 1)
         for a, b, offset in _with_offsets(block):
             first, last = max(low, a) - a + offset, min(high, b) - a + offset
             if first < last:
-                found.update(range(first // size, (last - 1) // size + 1))
+                runs.add((first // size, (last - 1) // size + 1))
+    found = sorted({index for run in runs for index in range(*run)})
+    if len(cuts) == 1:
+        return [(index,) for index in found]
     return [
         (index, *rest)
-        for index in sorted(found)
+        for index in found
         for rest in _meeting(_cut(segments, blocks, parts, index), cuts[1:], low, high)
     ]
 
@@ -315,10 +322,21 @@ def unheld(layout: Layout, holders: Holders) -> tuple[Shape, ...]:
     period = max((layout.axes[cut.axis].stride * layout.axes[cut.axis].size for cut in layout.cuts), default=1)
     if layout.order is None and any(b - a >= period for a, b in holders):
         return ()
-    held = _listed(layout, holders)
-    if len(held) == prod(layout.shards):
+    if not layout.cuts:
         return ()
-    return tuple(shard for shard in product(*map(range, layout.shards)) if shard not in held)
+    import numpy  # a million ranks in milliseconds; only for holders that do not span the mesh
+
+    held = numpy.zeros(layout.shards, numpy.bool_)
+    for first, last in holders:
+        positions = numpy.arange(first, last)
+        if layout.order is not None:
+            positions = numpy.array([i for i, rank in enumerate(layout.order) if first <= rank < last], numpy.int64)
+        axes = [layout.axes[cut.axis] for cut in layout.cuts]
+        held[tuple(positions // axis.stride % axis.size for axis in axes)] = True
+    missing = numpy.argwhere(~held)
+    if len(missing) > _MAX_UNHELD:
+        raise FormatError(f"nobody holds {len(missing)} shards of a layout with axes {layout.axes}")
+    return tuple(map(tuple, missing.tolist()))
 
 
 def as_holders(ranks: list[int]) -> Holders:

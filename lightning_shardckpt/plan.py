@@ -10,16 +10,19 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import DTYPE_BYTES, checksum
-from lightning_shardckpt.index import TensorSpec
+from lightning_shardckpt.header import DTYPE_BYTES, checksum, shown
+from lightning_shardckpt.index import MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.layout import Holders, Layout, Part, parts_of_shard, replicas, shards_meeting, unheld
 
 SPLIT_BYTES = 16 * 1024
 """A shard is divided among its replicas where each gets at least this much; a smaller one goes to one replica."""
+
+_CHECKSUM_BYTES = 18  # in the JSON of an index, with its quotes
 
 Tensors = Mapping[str, TensorSpec]
 
@@ -162,6 +165,58 @@ def table_digest(tensors: Mapping[str, Tensors]) -> str:
     return checksum(json.dumps(rows).encode())
 
 
+@lru_cache(maxsize=16384)
+def filled_shards(layout: Layout, shape: Shape) -> int:
+    """How many shards of a tensor have elements, counted without listing them."""
+    lengths = [{n: 1} for n in shape]
+    for cut in layout.cuts:
+        found: dict[int, int] = {}
+        for length, count in lengths[cut.dim].items():
+            for piece, number in _piece_lengths(length, cut.blocks, layout.axes[cut.axis].size):
+                found[piece] = found.get(piece, 0) + count * number
+        lengths[cut.dim] = found
+    return prod(sum(count for length, count in found.items() if length) for found in lengths)
+
+
+def _piece_lengths(length: int, blocks: int, parts: int) -> list[tuple[int, int]]:
+    """What ``_cut`` leaves of ``length`` indices at each of the ``parts`` coordinates: (length, how many have it)."""
+    block = max(-(-length // blocks), 1)
+    kinds = [(block, length // block), (length % block, 1)]  # of blocks: (length, how many)
+    sizes = [max(-(-n // parts), 1) for n, _ in kinds]
+    edges = {0, *(n // size + i for (n, _), size in zip(kinds, sizes, strict=True) for i in (0, 1)), parts}
+    return [
+        (sum(count * max(min(n - at * size, size), 0) for (n, count), size in zip(kinds, sizes, strict=True)), end - at)
+        for at, end in pairwise(sorted(edge for edge in edges if edge <= parts))
+    ]
+
+
+def check_plausible(component: Component, where: str) -> None:
+    """Make sure that the files can hold what the root index says, before anything is planned or allocated for it.
+
+    Shards with elements are written by different ranks, so each needs an index; and the indexes need room for the
+    checksum of every block of the data. Whether the files are what they should be is found when they are read.
+
+    Raises:
+        FormatError: naming the first tensor that cannot be stored there.
+    """
+    room = sum(info.nbytes for info in component.indexes.values())
+    most = room // _CHECKSUM_BYTES * MAX_BLOCK_BYTES
+    for key, spec in component.tensors.items():
+        nbytes = prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+        if nbytes > most:
+            raise FormatError(
+                f"{where}: the checksums of {shown(key)}, {spec.dtype} {spec.shape}, do not fit into indexes of {room} "
+                "bytes"
+            )
+        most -= nbytes
+        count = filled_shards(spec.layout, spec.shape)
+        if count > len(component.indexes):
+            raise FormatError(
+                f"{where}: the {count} shards of {shown(key)}, {spec.dtype} {spec.shape}, cannot have been written by "
+                f"the {len(component.indexes)} ranks that have an index"
+            )
+
+
 def check_cover(component: str, tensors: Tensors) -> None:
     """Make sure that every element of every tensor is written by exactly one rank.
 
@@ -189,22 +244,18 @@ class Overlap:
     local: Box
 
 
-def plan_load(spec: TensorSpec, replica: int | None, wanted: tuple[Part, ...]) -> list[Overlap]:
-    """The stored boxes that meet the wanted parts of a tensor, found without listing the others.
+def plan_load(spec: TensorSpec, replica: int | None, wanted: tuple[Part, ...]) -> Iterator[Overlap]:
+    """The stored boxes that meet the wanted parts of a tensor, found without listing the others, one at a time.
 
-    Empty parts need nothing.
+    Empty parts need nothing. Who looks each box up as it comes does no more work than there are stored boxes.
     """
-    found = []
     for want in wanted:
         for shard in shards_meeting(spec.layout, spec.shape, want.box) if want.box.numel else ():
             for part in parts_of_shard(spec.layout, spec.shape, shard):
                 if part.box.intersect(want.box) is not None:
-                    found += [
-                        Overlap(writer, stored, common, common.within(want.box).shift(want.at))
-                        for stored, writer in _stored(spec, replica, shard, part, want.box)
-                        if (common := stored.intersect(want.box)) is not None
-                    ]
-    return found
+                    for stored, writer in _stored(spec, replica, shard, part, want.box):
+                        if (common := stored.intersect(want.box)) is not None:
+                            yield Overlap(writer, stored, common, common.within(want.box).shift(want.at))
 
 
 def _stored(spec: TensorSpec, replica: int | None, shard: Shape, part: Part, want: Box) -> Iterator[tuple[Box, int]]:

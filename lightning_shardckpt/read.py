@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.header import DTYPE_BYTES, MAX_HEADER_BYTES, checksum, decode
+from lightning_shardckpt.header import DTYPE_BYTES, MAX_HEADER_BYTES, Stored, checksum, decode, shown
 from lightning_shardckpt.index import (
     MAX_BLOCK_BYTES,
     ROOT_NAME,
@@ -18,7 +18,7 @@ from lightning_shardckpt.index import (
     rank_index_from_json,
     root_from_json,
 )
-from lightning_shardckpt.plan import Overlap, byte_runs, check_cover, choose_replicas
+from lightning_shardckpt.plan import Overlap, byte_runs, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 
 _DIRECT_BYTES = 64 * 1024  # runs at least this long are read where they belong, shorter ones through a buffer
@@ -33,9 +33,12 @@ class Checkpoint:
         self.reader: Reader = storage.open(path)
         self._indexes: dict[tuple[str, int], RankIndex] = {}
         self._replicas: dict[str, dict[str, int | None]] = {}
-        self._checked: set[str] = set()
+        self._headers: dict[tuple[str, int], dict[str, dict[str, Stored]]] = {}
+        self._checked: set[tuple[str, int, str]] = set()
         try:
             self.root: RootIndex = root_from_json(self._read(ROOT_NAME), self._where(ROOT_NAME))
+            for name, component in self.root.components.items():
+                check_plausible(component, f"{self._where(ROOT_NAME)}, {name}")
         except BaseException:
             self.close()
             raise
@@ -101,7 +104,7 @@ class Checkpoint:
 
     def check_file(self, component: str, rank: int, name: str) -> None:
         """Make sure that a shard file is the one that was saved: size, header, save id. Once per file."""
-        if name in self._checked:
+        if (component, rank, name) in self._checked:
             return
         info = self.index(component, rank).files[name]
         self._check_size(info)
@@ -112,12 +115,32 @@ class Checkpoint:
             raise CorruptionError(f"{self._where(name)}: the header claims {length} bytes of a file of {info.nbytes}")
         header = bytearray(length)
         _fill(self, name, 8, memoryview(header))
-        if checksum(bytes(prefix), bytes(header)) != info.checksum:
+        if checksum(memoryview(prefix), memoryview(header)) != info.checksum:
             raise CorruptionError(
                 f"{self._where(name)}: the header of the shard file is damaged, or it is of another save"
             )
-        self._own(decode(bytes(header), self._where(name))[1], name)
-        self._checked.add(name)
+        stored, save_id = decode(bytes(header), self._where(name))
+        self._own(save_id, name)
+        expected = self._described(component, rank).get(name, {})
+        for key in sorted(stored.keys() | expected.keys()):
+            if stored.get(key) != expected.get(key):
+                raise FormatError(
+                    f"{self._where(name)}: {shown(key)} is {stored.get(key)} in the header of the file, "
+                    f"{expected.get(key)} in the index of rank {rank}"
+                )
+        if sum(one.nbytes for one in stored.values()) != info.nbytes - 8 - length:
+            raise FormatError(f"{self._where(name)}: its tensors do not fill the file of {info.nbytes} bytes")
+        self._checked.add((component, rank, name))
+
+    def _described(self, component: str, rank: int) -> dict[str, dict[str, Stored]]:
+        """By file and tensor, what the index of a rank says that the headers of its files must say."""
+        if (component, rank) not in self._headers:
+            headers: dict[str, dict[str, Stored]] = {}
+            for key, entries in self.index(component, rank).shards.items():
+                for entry in entries:
+                    headers.setdefault(entry.file, {})[key] = entry.stored
+            self._headers[component, rank] = headers
+        return self._headers[component, rank]
 
     def _verified(self, info: FileInfo) -> bytes:
         self._check_size(info)

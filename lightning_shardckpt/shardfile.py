@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import MAX_HEADER_BYTES, Stored, checksum, decode, parse_json
+from lightning_shardckpt.header import (
+    MAX_HEADER_BYTES,
+    Stored,
+    checksum,
+    decode_with_metadata,
+    parse_json,
+    shown,
+)
 from lightning_shardckpt.index import FileInfo, ShardEntry
 from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.text import one_line
 from lightning_shardckpt.whole import Blocks
 
 _CHUNK_BYTES = 4 << 20
@@ -28,7 +37,7 @@ class Finding:
     def __str__(self) -> str:
         by = f" (rank {self.rank})" if self.rank is not None else ""
         of = f"{self.tensor!r}: " if self.tensor is not None else ""
-        return f"{self.file}{by}: {of}{self.problem}"
+        return one_line(f"{self.file}{by}: {of}{self.problem}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +90,27 @@ def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
         return
     text = bytearray(length)
     reader.read_into(file.info.name, 8, memoryview(text))
-    intact = checksum(bytes(prefix), bytes(text)) == file.info.checksum
+    intact = checksum(memoryview(prefix), memoryview(text)) == file.info.checksum
     try:
-        stored, save_id = decode(bytes(text), "header")
+        stored, metadata = decode_with_metadata(bytes(text), "header")
     except FormatError as error:
         yield file.finding(f"the header is damaged: {error}")
         return
+    save_id = str(metadata.get("save_id"))
     if save_id != file.save_id:
         yield file.finding(f"belongs to save {save_id}, this checkpoint is save {file.save_id}")
     elif not intact:
         yield file.finding("the header is damaged: it does not match its checksum")
     if save_id == file.save_id:
-        yield from _compare(file, stored, _corners(bytes(text)), 8 + length)
+        yield from _compare(file, stored, _corners(metadata), 8 + length)
 
 
-def _corners(text: bytes) -> dict[str, list[int]]:
+def _corners(metadata: Mapping[str, Any]) -> dict[str, list[int]]:
     """What the header tells torch of each tensor's position."""
     try:
-        info = parse_json(parse_json(text, "header")["__metadata__"]["DCP_SHARDING_INFO"].encode(), "header")
+        info = parse_json(metadata["DCP_SHARDING_INFO"].encode(), "header")
         return {key: value["saved_offsets"] for key, value in info.items()}
-    except (FormatError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -114,14 +124,12 @@ def _compare(
         if key not in stored:
             yield file.finding("in the index of the rank, not in the header of the file", key)
             continue
-        pair = entry.dtype == "C128"  # stored as pairs of F64
-        dtype, shape = ("F64", (*entry.box.shape, 2)) if pair else (entry.dtype, entry.box.shape)
-        expected = Stored(dtype, shape, entry.begin, entry.nbytes)
-        if stored[key] != expected:
-            yield file.finding(f"{_place(stored[key])} in the header, {_place(expected)} in the index", key)
-        corner = [*entry.box.start, 0] if pair else list(entry.box.start)
+        if stored[key] != entry.stored:
+            yield file.finding(f"{_place(stored[key])} in the header, {_place(entry.stored)} in the index", key)
+        corner = [*entry.box.start, 0] if entry.dtype == "C128" else list(entry.box.start)
         if corners.get(key) != corner:
-            yield file.finding(f"at {corners.get(key)} of the tensor in the header, at {corner} in the index", key)
+            found = shown(corners.get(key))
+            yield file.finding(f"at {found} of the tensor in the header, at {corner} in the index", key)
     position = data
     for key, entry in sorted(file.entries.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if entry.begin != position:

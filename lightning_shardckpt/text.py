@@ -49,6 +49,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     a     10 B
     bc     9 B
     """
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
@@ -58,6 +59,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def one_line(text: str) -> str:
+    """The same text with escapes for what is not printable: names in a file may hold control characters.
+
+    >>> print(one_line("a\\nb"))
+    a\\nb
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 @contextmanager

@@ -7,22 +7,24 @@ files repeat it; checksums cover everything. All findings are collected. No torc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from lightning_shardckpt.box import Box, uncovered
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
-from lightning_shardckpt.header import parse_json
+from lightning_shardckpt.header import parse_json, shown
 from lightning_shardckpt.index import ROOT_NAME, FileInfo, RankIndex, TensorSpec, shard_file_name
 from lightning_shardckpt.layout import Part
 from lightning_shardckpt.locate import open_checkpoint
 from lightning_shardckpt.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.shardfile import Finding, ShardFile, check_shard_file
-from lightning_shardckpt.storage.local import LocalStorage
 
+_MORE_BOXES = 16  # than an index has that was found: so many are compared before the rest is given up
 _THREADS = 4  # one reads while another computes checksums
 Boxes = dict[tuple[str, Box], TensorSpec]
 
@@ -58,7 +60,10 @@ def verify(
     with checkpoint:
         job = _Verification(checkpoint, quick)
         for name in checkpoint.root.components:
-            job.check_indexes(name)
+            try:
+                job.check_indexes(name)
+            except ShardCkptError as error:
+                job.findings.append(Finding(ROOT_NAME, f"{name}: {_short(error, ROOT_NAME)}"))
         job.check_shard_files(advance)
         job.check_documents()
         job.check_names()
@@ -81,14 +86,8 @@ class _Verification:
     def check_indexes(self, name: str) -> None:
         """The rank indexes of a component: there, intact, and with the boxes that the root index implies."""
         component = self._root.components[name]
-        expected = self._expected(name)
         indexes: dict[int, RankIndex] = {}
-        for rank in sorted(component.indexes.keys() | expected.keys()):
-            info = component.indexes.get(rank)
-            if info is None:
-                keys = sorted({key for key, _ in expected[rank]})
-                self._find(ROOT_NAME, f"no index of rank {rank} for {name!r}, which should have written {keys[:5]}")
-                continue
+        for rank, info in sorted(component.indexes.items()):
             self.known.add(info.name)
             try:
                 indexes[rank] = self._checkpoint.index(name, rank)
@@ -99,16 +98,25 @@ class _Verification:
                 continue
             self.files += [(name, indexes[rank], file) for file in indexes[rank].files.values()]
             self.known |= indexes[rank].files.keys()
+        expected = self._expected(name, indexes)
+        for rank in sorted(expected.keys() - component.indexes.keys()):
+            keys = sorted({key for key, _ in expected[rank]})
+            self._find(ROOT_NAME, f"no index of rank {rank} for {name!r}, which should have written {keys[:5]}")
         suspects: set[str] = set()
         for rank, index in indexes.items():
             suspects.update(self._compare(index, expected.get(rank, {}), rank))
         if indexes.keys() == component.indexes.keys():
             self._check_cover(name, suspects, indexes)
 
-    def _expected(self, name: str) -> dict[int, Boxes]:
-        """The boxes of each rank, as the root index implies them; a tensor that they do not cover is a finding."""
+    def _expected(self, name: str, indexes: Mapping[int, RankIndex]) -> dict[int, Boxes]:
+        """The boxes of each rank, as the root index implies them; a tensor that they do not cover is a finding.
+
+        Of a tensor that has many more boxes than the indexes have for it, some are enough: the rest is missing, too.
+        """
         tensors = self._root.components[name].tensors
         chosen, expected = choose_replicas(tensors), dict[int, Boxes]()
+        stored = Counter(key for index in indexes.values() for key, entries in index.shards.items() for _ in entries)
+        unread = len(self._root.components[name].indexes) - len(indexes)
         for key, spec in tensors.items():
             try:
                 check_cover(name, {key: spec})
@@ -116,7 +124,8 @@ class _Verification:
                 self._find(ROOT_NAME, str(error))
                 continue
             whole = Box.whole(spec.shape)
-            overlaps = plan_load(spec, chosen[key], (Part(whole, whole.start),))
+            most = (stored[key] + unread + 1) * _MORE_BOXES
+            overlaps = islice(plan_load(spec, chosen[key], (Part(whole, whole.start),)), most)
             for writer, box in [(o.writer, o.stored) for o in overlaps] or [(spec.holders[0][0], whole)]:
                 expected.setdefault(writer, {})[key, box] = spec
         return expected
@@ -154,12 +163,12 @@ class _Verification:
 
     def check_shard_files(self, advance: Callable[[int], Any]) -> None:
         """All shard files, several at a time; each with a reader of its own, so that few files are open."""
-        path, save_id = os.fspath(self._checkpoint.path), self._root.save_id
+        save_id = self._root.save_id
 
         def check(item: tuple[str, RankIndex, FileInfo]) -> list[Finding]:
             _, index, info = item
             entries = {k: e for k, found in index.shards.items() for e in found if e.file == info.name}
-            reader = LocalStorage().open(path)
+            reader = self._checkpoint.reader.twin()
             try:
                 return list(check_shard_file(reader, ShardFile(info, index.rank, save_id, entries), self._quick))
             finally:
@@ -181,7 +190,7 @@ class _Verification:
                     self._find(name, f"{size} bytes, expected {info.nbytes}")
                 elif not self._quick:
                     content = parse_json(self._checkpoint.document(name), name)
-                    for key in set(_references(content)) - stored:
+                    for key in sorted(set(_references(content)) - stored):
                         self._find(name, "is referred to, but not stored", key)
             except FileNotFoundError:
                 self._find(name, "the file is missing")
@@ -212,6 +221,6 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(item)
     elif isinstance(value, dict):
         if value.get("$") == "stored":
-            yield str(value.get("v"))
+            yield shown(value.get("v")) if not isinstance(value.get("v"), str) else value["v"]
         for item in value.values():
             yield from _references(item)

@@ -24,10 +24,10 @@ ROWS = [
     {"storage"},
     {"write", "read"},
     {"locate", "whole"},
-    {"shardfile"},
+    {"shardfile", "processes"},
     {"staging", "ranks"},
     {"state"},
-    {"torchfile"},
+    {"torchfile", "sources"},
     {"saving", "loading"},
     {"checkpoint"},
     {"convert"},
@@ -35,7 +35,7 @@ ROWS = [
     {"parallel"},
     {"checkpoint_io"},
     {"adapt"},
-    {"resume", "job", "preemption"},
+    {"resume", "job", "preemption", "latest", "preflight"},
     {"pipelined"},
     {"pytorch", "fabric"},
     {"cli"},
@@ -45,7 +45,8 @@ ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "box", "text", "layout", "header", "index", "plan"}
 BYTES_ONLY = PURE | {"storage", "write", "read", "locate", "whole", "shardfile"}
 LIGHT_START = BYTES_ONLY | {"inspect", "verify", "consolidate", "cli", "__main__", "__init__"}
-DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "pytorch", "fabric"}
+DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
+DOORS |= {"pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -20,6 +20,7 @@ from lightning_shardckpt.index import ROOT_NAME, TensorSpec
 from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, parts_of_rank
 from lightning_shardckpt.plan import plan_save, split_into_files
 from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.state.documents import checked
 from lightning_shardckpt.state.tree import _MAPPINGS, _SCALARS, _SEQUENCES, decode
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.memory import MemoryStorage
@@ -144,6 +145,13 @@ def with_a_duplicate(files: Files) -> None:
     put_index(files, files[INDEX].replace(b'"rank":0,', b'"rank":0,"rank":0,', 1))
 
 
+def with_twins(files: Files) -> None:
+    """Forty tensors in the same bytes: more than the file has."""
+    value = json.loads(files[INDEX])
+    value["metadata"] = {**{f"{i}": value["metadata"]["bias"] for i in range(35)}, "c": value["metadata"]["bias"]}
+    put_index(files, json.dumps(value).encode())
+
+
 LAYOUT = "layouts/1"
 TENSOR = "components/model/tensors/weight"
 BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
@@ -156,6 +164,8 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F4", with_root("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 5afe"),
     ("F4", with_index("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 0000"),
     ("F4", with_header(lambda h: h.replace(b"5afe", b"0000")), CorruptionError, f"{SHARD}: belongs to save 0000"),
+    ("F4", with_root("save_id", "5AFE" * 8), FormatError, "is not a save id"),
+    ("F4", with_index("save_id", "5afe" * 8 + "0"), FormatError, f"{INDEX}: .* is not a save id"),
     ("F5", with_root("components/model/indexes/0/0", "../x"), FormatError, "'../x' is not a file name"),
     ("F5", with_index("metadata/bias/file", "/etc/passwd"), FormatError, "'/etc/passwd' is not a file name"),
     ("F7", cut(SHARD), CorruptionError, f"{SHARD}: 353 bytes, expected 354"),
@@ -165,6 +175,20 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F9", with_a_duplicate, FormatError, f"{INDEX}: not valid JSON: duplicate key 'rank'"),
     ("F9", lambda f: put_index(f, f[INDEX].replace(b'"rank":0', b'"rank":NaN', 1)), FormatError, "NaN is not JSON"),
     ("F9", lambda f: put_index(f, b"\xff" + f[INDEX]), FormatError, f"{INDEX}: not valid JSON"),
+    ("F9", lambda f: put_index(f, f[INDEX] + b" " * (1 << 26)), FormatError, "bytes, more than the limit of 67108864"),
+    (
+        "F9",
+        lambda f: put_index(f, f[INDEX][:-1] + b',"x":[' + b"0," * (1 << 21) + b"0]}"),
+        FormatError,
+        f"{INDEX}: JSON of more than 2097152 values",
+    ),
+    (
+        "F9",
+        lambda f: put_index(f, f[INDEX][:-1] + b',"x":' + b"[" * 128 + b"]" * 128 + b"}"),
+        FormatError,
+        f"{INDEX}: not valid JSON: nested deeper than 128 levels",
+    ),
+    ("F9", with_root("software", {"\ud800": "1"}), FormatError, "is not text that UTF-8 can hold"),
     ("F10", flip(SHARD, 50), CorruptionError, f"{SHARD}: the header of the shard file is damaged"),
     ("F10", flip(SHARD, 6), CorruptionError, f"{SHARD}: the header claims"),
     (
@@ -172,6 +196,18 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
         with_header(lambda h: h.replace(b"[5]", b"[6]")),
         FormatError,
         f"{SHARD}: the header describes a tensor wrongly",
+    ),
+    (
+        "F10",
+        with_header(lambda h: h.replace(b"BF16", b"F16 ").replace(b'"F16 "', b'"F16" ')),
+        FormatError,
+        f"{SHARD}: 'bias' is .*F16.* in the header of the file, .*BF16.* in the index of rank 0",
+    ),
+    (
+        "F10",
+        with_header(lambda h: h.replace(b"[0,16]", b"[8,24]")),
+        FormatError,
+        f"{SHARD}: the header describes a tensor wrongly: .*'weight' follows a gap",
     ),
     (
         "F11",
@@ -185,11 +221,15 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F13", with_root(f"{TENSOR}/0", "F31"), FormatError, "unknown dtype 'F31'"),
     ("F14", with_index("metadata/bias/offsets", [1]), FormatError, r"box \(1,\)\.\.\(6,\) lies outside shape \(5,\)"),
     ("F15", with_index("metadata/bias/begin", 350), FormatError, f"'bias' ends at byte 360 of {SHARD}, which has 354"),
+    ("F15", with_twins, FormatError, f"'c' and the tensors before it share bytes of {SHARD}"),
+    ("F16", with_root(f"{TENSOR}/1", [1] * 65), FormatError, "65 dims, more than 64"),
+    ("F16", with_root(f"{TENSOR}/1", [0, 1 << 62]), FormatError, "more than 2\\^63 bytes"),
     ("F16", with_root(f"{TENSOR}/1", [3.0, 2]), FormatError, "3.0 is not a size"),
     ("F16", with_root("step", "3"), FormatError, "'3' is not a size"),
     ("F17", with_root(f"{LAYOUT}/axes", [["a", 2, 1], ["b", 2, 1]]), FormatError, "not a layout: its axes overlap"),
     ("F17", with_root(f"{LAYOUT}/cuts", [[0, 0, 1], [0, 1, 1]]), FormatError, "not a layout: two cuts along one axis"),
     ("F17", with_root(f"{LAYOUT}/cuts", [[0, 0, 1 << 17]]), FormatError, "not a layout: more than 65536 blocks"),
+    ("F17", with_root(f"{LAYOUT}/axes", [["a", 1, 1]] * 65), FormatError, "not a layout: more than 64 axes"),
     ("F18", with_root(f"{LAYOUT}/holders", [[0, 3]]), FormatError, "in a world of 2"),
     ("F18", with_root(f"{LAYOUT}/holders", [[1, 2], [0, 1]]), FormatError, "in a world of 2"),
     ("F18", with_root("world_size", 1 << 21), FormatError, "a world of 2097152 ranks"),
@@ -197,9 +237,16 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F20", with_root(f"{LAYOUT}/holders", [[0, 1]]), FormatError, r"the boxes of 'weight'.*\(2, 0\)\.\.\(3, 2\)"),
     ("F20", with_root(f"{LAYOUT}/axes/0/2", 2), FormatError, r"the boxes of 'weight'.*\(2, 0\)\.\.\(3, 2\)"),
     ("F21", without_boxes, FormatError, r"the index of rank 1 has no box \(2, 0\)\.\.\(3, 2\) of 'weight'"),
-    ("F21", without_an_index, FormatError, "rank 1 should have written some of 'model', but has no index"),
+    (
+        "F21",
+        without_an_index,
+        FormatError,
+        "the 2 shards of 'weight'.* cannot have been written by the 1 ranks that have an index",
+    ),
     ("F21", with_root(f"{TENSOR}/1", [4, 2]), FormatError, "of 'weight', F32 "),
     ("F21", with_root(f"{TENSOR}/0", "I32"), FormatError, "of 'weight', I32 "),
+    ("F21", with_root(f"{TENSOR}/1", [1 << 40, 2]), FormatError, "the checksums of 'weight'.* do not fit into indexes"),
+    ("F21", with_root("components/model/indexes/2", [INDEX, 1, "0" * 16]), FormatError, "the index of rank '2' in a"),
     ("F22", with_root("components/model/aliases", {"tied": "none"}), FormatError, "alias 'tied' of 'none'"),
     ("F22", with_root("components/model/aliases", {"bias": "weight"}), FormatError, "alias 'bias' of 'weight'"),
     ("F23", with_root("components/other", {}), FormatError, "unknown component 'other'"),
@@ -239,6 +286,20 @@ def test_f12_a_file_holds_one_box_of_a_tensor_and_no_tensor_called_metadata() ->
 def test_f24_an_unknown_tag_is_refused() -> None:
     with pytest.raises(FormatError, match=r"'os\.system' is malformed"):
         decode({"callbacks": [{"$": "os.system", "v": "true"}]}, dict[str, torch.Tensor]().__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("role", "value", "words"),
+    [
+        ("trainer", [], "the document is not an object"),
+        ("model", {"$": "tuple", "v": []}, "the document is not an object"),
+        ("optimizer", {"1": {}}, "the document has keys \\['1'\\], expected 0 to 0"),
+        ("optimizer", {"0": {"groups": {}, "values": {}}}, "0 is not an object with groups, values, numbered"),
+    ],
+)
+def test_f24_a_document_has_the_structure_of_its_role(role: str, value: Any, words: str) -> None:
+    with pytest.raises(FormatError, match=f"file x: {words}"):
+        checked(role, json.dumps(value).encode(), "file x")
 
 
 def test_every_rule_has_a_test() -> None:

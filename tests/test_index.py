@@ -103,7 +103,7 @@ def test_the_first_line_of_the_root_index_seals_the_rest() -> None:
 
 
 def test_an_index_that_no_reader_would_accept_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_shardckpt.index.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("lightning_shardckpt.header.MAX_JSON_BYTES", 100)
     with pytest.raises(FormatError, match="limit of 100"):
         root_to_json(a_root())
 

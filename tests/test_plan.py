@@ -305,7 +305,7 @@ def test_planning_costs_the_same_in_every_world(kind: str) -> None:
         def load(tensors: Tensors = tensors, rank: int = rank // 2, half: Layout = half) -> None:
             chosen = choose_replicas(tensors)
             for key, spec in tensors.items():
-                plan_load(spec, chosen[key], parts_of_rank(half, spec.shape, rank))
+                list(plan_load(spec, chosen[key], parts_of_rank(half, spec.shape, rank)))
 
         costs.append(
             [

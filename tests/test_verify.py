@@ -17,6 +17,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.header import checksum
 from lightning_shardckpt.index import ROOT_NAME, FileInfo, root_from_json, root_to_json
+from lightning_shardckpt.storage import local
 from lightning_shardckpt.verify import verify
 from tests import zoo
 from tests.pool import run_ranks
@@ -277,3 +278,18 @@ def test_a_wrong_path_is_an_error_with_status_1(copy: Path, capsys: pytest.Captu
     assert main(["verify", str(copy.parent)]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and f"did you mean {str(copy)!r}?" in captured.err
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_to_its_end(saved: Path, copy: Path) -> None:
+    """The other one waits beside it, to be exchanged with it when the first file has been read."""
+    other = copy.with_name("other.ckpt")
+    shutil.copytree(saved.with_name("other.ckpt"), other)
+    replaced: list[int] = []
+
+    def replace(nbytes: int) -> None:
+        if not replaced:
+            assert local._exchange(str(copy), str(other))
+        replaced.append(nbytes)
+
+    assert verify(copy, advance=replace).findings == () and len(replaced) > 4
+    assert found(copy) == found(other) == []

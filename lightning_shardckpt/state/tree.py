@@ -17,27 +17,29 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator
-from math import prod
 from typing import Any
 
 import torch
 
-from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.errors import FormatError, ShardCkptError, StateError
+from lightning_shardckpt.header import bytes_in, check_shape, shown
 from lightning_shardckpt.staging import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
 
 INLINE_BYTES = 1024
 
 _TAG = "$"
-_MAX_DEPTH = 100
+_MAX_DEPTH = 40  # JSON is three levels deeper for each: an object with a list of pairs
 _BIG_INT = 1 << 53
+_FEW = 1000
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
+_INTEGER = re.compile(r"-?\d{1,4300}", re.ASCII)
+_DEVICE = re.compile(r"[a-z]{1,32}(:\d{1,3})?", re.ASCII)
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "map": dict,
     "odict": collections.OrderedDict,
     "counter": lambda pairs: collections.Counter(dict(pairs)),
-    "namespace": lambda pairs: argparse.Namespace(**dict(pairs)),
+    "namespace": lambda pairs: _namespace(pairs),
 }
 
 
@@ -64,6 +66,7 @@ class Encoder:
         self.dropped: list[str] = []
         self.unstorable: list[str] = []
         self._droppable, self._inline_bytes = droppable, inline_bytes
+        self._depth = 0
 
     def encode(self, value: Any, path: str = "") -> Any:
         """JSON for ``value``; what can't be stored is noted in ``unstorable``, for one error over all."""
@@ -73,13 +76,17 @@ class Encoder:
             return value if abs(value) <= _BIG_INT else {_TAG: "int", "v": str(value)}
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "v": str(value)}
-        if path.count("/") > _MAX_DEPTH:
+        if self._depth >= _MAX_DEPTH:
             raise StateError(
                 f"state nested deeper than {_MAX_DEPTH} levels at {path[:80]}…: a value that contains itself?"
             )
-        if isinstance(value, list):
-            return [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-        return self._tagged(value, path)
+        self._depth += 1
+        try:
+            if isinstance(value, list):
+                return [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
+            return self._tagged(value, path)
+        finally:
+            self._depth -= 1
 
     def check(self) -> None:
         """Raise one StateError for all values that could not be stored."""
@@ -233,10 +240,10 @@ def decode(value: Any, stored: Callable[[str], torch.Tensor]) -> Any:
     tag = value[_TAG]
     try:
         return _decode_tagged(tag, value, stored)
+    except ShardCkptError:
+        raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(f"trainer state: a value tagged {tag!r} is malformed: {error!r}") from None
+        raise FormatError(f"trainer state: a value tagged {shown(tag)} is malformed: {shown(error)}") from None
 
 
 def _decode_tagged(tag: str, value: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> Any:
@@ -246,11 +253,13 @@ def _decode_tagged(tag: str, value: dict[str, Any], stored: Callable[[str], torc
     if tag == "tensor":
         return tensor_from_bytes(_base64(content), value["dtype"], value["shape"])
     if tag == "deque":
-        return collections.deque(decode(content, stored), value["maxlen"])
+        return collections.deque(_items(content, stored), value["maxlen"])
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](decode(item, stored) for item in content)
+        return _SEQUENCES[tag](_apart(_items(content, stored)) if tag != "tuple" else _items(content, stored))
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]([(decode(k, stored), decode(v, stored)) for k, v in content])
+        pairs = [(k, v) for k, v in _items(content, stored)]
+        _apart([k for k, _ in pairs])
+        return _MAPPINGS[tag](pairs)
     if tag == "dropped":
         return Dropped(str(value["type"]), str(content))
     if tag == "numpy":
@@ -258,23 +267,68 @@ def _decode_tagged(tag: str, value: dict[str, Any], stored: Callable[[str], torc
 
         if not _NUMPY_DTYPE.fullmatch(value["dtype"]):
             raise ValueError(value["dtype"])
-        found = numpy.frombuffer(_base64(content), dtype=numpy.dtype(value["dtype"])).reshape(value["shape"])
-        return found.copy() if value["shape"] else found[()]
+        shape = check_shape(value["shape"])
+        found = numpy.frombuffer(_base64(content), dtype=numpy.dtype(value["dtype"])).reshape(shape)
+        return found.copy() if shape else found[()]
     return _SCALARS[tag](decode(content, stored))
 
 
-def _base64(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
+def _items(content: Any, stored: Callable[[str], torch.Tensor]) -> list[Any]:
+    if not isinstance(content, list):
+        raise TypeError(f"{shown(content)} is not a list")
+    return [decode(item, stored) for item in content]
+
+
+def _apart(keys: list[Any]) -> list[Any]:
+    """``keys``, unless they were chosen to have few hashes: a set of them would take quadratic time."""
+    if len(keys) > _FEW and len(set(map(hash, keys))) * 2 < len(keys):
+        raise ValueError(f"{len(keys)} keys with few different hashes")
+    return keys
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{shown(value)} is not a string")
+    return value
+
+
+def _base64(text: Any) -> bytes:
+    return base64.b64decode(_text(text), validate=True)
+
+
+def _integer(text: Any) -> int:
+    if not _INTEGER.fullmatch(_text(text)):
+        raise ValueError(f"{shown(text)} is not an integer")
+    return int(text)
+
+
+def _complex(value: Any) -> complex:
+    real, imaginary = value
+    if not all(type(x) in (int, float) for x in value):
+        raise TypeError(f"{shown(value)} is not a pair of numbers")
+    return complex(real, imaginary)
+
+
+def _device(text: Any) -> torch.device:
+    if not _DEVICE.fullmatch(_text(text)):
+        raise ValueError(f"{shown(text)} is not a device")
+    return torch.device(text)
+
+
+def _namespace(pairs: Any) -> argparse.Namespace:
+    found = argparse.Namespace()
+    vars(found).update({_text(key): value for key, value in pairs})
+    return found
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "float": float,
-    "complex": lambda v: complex(*v),
+    "int": _integer,
+    "float": {text: float(text) for text in ("nan", "inf", "-inf")}.__getitem__,
+    "complex": _complex,
     "bytes": _base64,
     "dtype": TORCH_DTYPES.__getitem__,
-    "device": torch.device,
-    "path": pathlib.Path,
+    "device": _device,
+    "path": lambda v: pathlib.Path(_text(v)),
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
@@ -287,7 +341,7 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 
 def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
     """A CPU tensor with these bytes. Raises ValueError if they do not fill it."""
-    if prod(shape) * DTYPE_BYTES[dtype] != len(content):
+    if bytes_in(check_shape(shape), dtype) != len(content):
         raise ValueError(f"{len(content)} bytes for {dtype} {shape}")
     tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
     bytes_of(tensor)[:] = content

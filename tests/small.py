@@ -1,0 +1,159 @@
+"""A checkpoint of a few kilobytes with all there can be in one, live objects that take it, and edits that reseal it."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.loading import Live
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.snapshot import Leaves
+
+SHAPES = {"w": (6, 4), "b": (5,), "norm": (3,)}
+ROOT, DOCUMENT = ROOT_NAME, "trainer-state.json"
+INDEX, OTHER_INDEX = "model-meta-dist-00000.index.json", "model-meta-dist-00001.index.json"
+SHARD, OTHER_SHARD = "model-dist-00000-shard-00001.safetensors", "model-dist-00001-shard-00001.safetensors"
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def save(*paths: str) -> None:
+    """On 2 ranks or alone; every path gets a save of its own with the same values."""
+    ranks = Ranks.of_default_group(60)
+    mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
+
+    def placed(name: str, seed: int) -> Tensor:
+        cut = Replicate() if name == "norm" else Shard(0)
+        return distribute_tensor(drawn(SHAPES[name], seed), mesh, [cut], src_data_rank=None)
+
+    state = {n: {"exp_avg": placed(n, i), "step": torch.tensor(7.0)} for i, n in enumerate(SHAPES, 10)}
+    group = {"lr": 0.5, "betas": (0.9, 0.99), "params": list(SHAPES)}
+    io = ShardCkptIO()
+    io.attach(ranks, torch.nn.Module(), {"data_parallel_shard": ranks.world})
+    for path in paths:
+        io.save_checkpoint(
+            {
+                "epoch": 1,
+                "global_step": 2,
+                "callbacks": {
+                    "Best": {"best": float("inf"), "seen": (1, 2), 5: None},
+                    "EMA": {"mean": drawn((300,), 9)},
+                },
+                "lr_schedulers": [{"milestones": collections.Counter([3, 3, 5])}],
+                "state_dict": {n: placed(n, i) for i, n in enumerate(SHAPES)},
+                "optimizer_states": [{"state": state, "param_groups": [group]}],
+                "rank_state": {"rng": [ranks.rank, 2**70]},
+            },
+            path,
+        )
+
+
+def live_objects() -> tuple[dict[str, Tensor], torch.optim.Optimizer, Live]:
+    """Tensors of zeros and an optimizer for them, and both as the engine wants them."""
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(t) for t in tensors.values()])
+    names = {id(p): n for p, n in zip(optimizer.param_groups[0]["params"], SHAPES, strict=True)}
+    return tensors, optimizer, Live(Leaves(tensors), frozenset(), [optimizer], names, WholeNames())
+
+
+def load(path: str) -> dict[str, Tensor]:
+    """Into live objects, as one process; after an error they must be as they were."""
+    tensors, optimizer, live = live_objects()
+    before = repr(optimizer.state_dict())
+    try:
+        engine.load(path, live, ranks=Ranks.alone())
+    except BaseException:
+        assert not any(t.any() for t in tensors.values()), "a refused load has changed live tensors"
+        assert repr(optimizer.state_dict()) == before, "a refused load has changed the optimizer"
+        raise
+    return tensors
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of nested state, by its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_in(item, f"{path}/{key}")
+
+
+# ── edits: of the JSON of one file, with all checksums above it made right ────────────────────────────────────────
+
+Edit = Callable[[Any], None]
+
+
+def sealed(value: dict[str, Any]) -> bytes:
+    rest = json.dumps({k: v for k, v in value.items() if k != "checksum"}).encode()[1:]
+    return b'{"checksum":"' + checksum(rest).encode() + b'",\n' + rest
+
+
+def put(folder: Path, name: str, content: bytes) -> None:
+    """Replace a rank index, a document or a root index, and what the root index says of it."""
+    if name == ROOT:
+        (folder / name).write_bytes(content)
+        return
+    (folder / name).write_bytes(content)
+    root = json.loads((folder / ROOT).read_bytes())
+    info = [len(content), checksum(content)]
+    if name in root["documents"]:
+        root["documents"][name] = info
+    for component in root["components"].values():
+        for rank, known in component["indexes"].items():
+            if known[0] == name:
+                component["indexes"][rank] = [name, *info]
+    (folder / ROOT).write_bytes(sealed(root))
+
+
+def edit(folder: Path, name: str, change: Edit) -> None:
+    value = json.loads((folder / name).read_bytes())
+    change(value)
+    put(folder, name, sealed(value) if name == ROOT else json.dumps(value).encode())
+
+
+def put_header(folder: Path, change: Callable[[bytes], bytes], data: Callable[[bytes], bytes] = bytes) -> None:
+    """Replace the header (with its length) of the first shard file, and its data, and reseal the index."""
+    content = (folder / SHARD).read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header, rest = change(content[:begin]), data(content[begin:])
+    (folder / SHARD).write_bytes(header + rest)
+
+    def note(value: Any) -> None:
+        value["files"][SHARD] = [len(header) + len(rest), checksum(header)]
+
+    edit(folder, INDEX, note)
+
+
+def put_header_json(folder: Path, change: Edit) -> None:
+    """Edit the JSON of the first shard file's header; its length stays a multiple of 8, as the data need it."""
+
+    def changed(header: bytes) -> bytes:
+        value = json.loads(header[8:])
+        change(value)
+        text = json.dumps(value, separators=(",", ":")).encode()
+        text += b" " * (len(header) - 8 - len(text))
+        return len(text).to_bytes(8, "little") + text
+
+    put_header(folder, changed)
+
+
+def remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,302 @@
+"""No damaged byte loads: whatever is changed in whichever file, a load refuses it and ``verify`` names the file.
+
+The oracle is the change itself. Each is made in a copy of a checkpoint of 2 ranks and undone again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.verify import verify
+from tests import small
+from tests.pool import run_ranks
+from tests.small import ROOT
+
+UNREAD = {"trainer-state-dist-00001.json"}  # of rank 1, which a load in one process has no use for
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two saves of the same state, one beside the other; tests must not change them."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, small.save, str(folder / "a.ckpt"), str(folder / "b.ckpt"))
+    return folder / "a.ckpt"
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "a.ckpt"))
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def refusal(path: Path) -> ShardCkptError | None:
+    """How a load into live tensors ends; it must leave them alone or fill them with what was saved."""
+    try:
+        found = small.load(str(path))
+    except (CorruptionError, FormatError, CheckpointNotFoundError) as error:
+        return error
+    assert all(torch.equal(found[n], small.drawn(shape, i)) for i, (n, shape) in enumerate(small.SHAPES.items()))
+    return None
+
+
+def check_found(path: Path, name: str, *, quick: bool = False) -> None:
+    """``verify`` and a load both name the file, and of a shard file the rank; of its data the tensor, too."""
+    lines = [str(finding) for finding in verify(path, quick=quick).findings]
+    rank = re.search(r"-dist-(\d+)-shard", name)
+    assert lines and all(line.startswith(name + (f" (rank {int(rank[1])})" if rank else "")) for line in lines), lines
+    error = refusal(path)
+    assert error is not None or name in UNREAD, f"loaded in spite of a change in {name}"
+    assert error is None or name in str(error), error
+    if error is not None and "corrupted data" in str(error):
+        assert rank and f"written by rank {int(rank[1])}" in str(error)
+        assert any(repr(tensor) in str(error) for tensor in _tensors(name)), error
+        assert any(": corrupted data, bytes" in line and "'" in line for line in lines)
+
+
+def _tensors(name: str) -> list[str]:
+    kind = name.partition("-")[0]
+    return {
+        "model": list(small.SHAPES),
+        "optimizer": [f"0/{n}/exp_avg" for n in small.SHAPES],
+        "trainer": ["callbacks/EMA/mean"],
+    }[kind]
+
+
+def with_content(path: Path, name: str, content: bytes, **how: bool) -> None:
+    """Check that a file with other content is found; then it has its own again."""
+    before = (path / name).read_bytes()
+    if content == before:
+        return
+    (path / name).write_bytes(content)
+    check_found(path, name, **how)
+    (path / name).write_bytes(before)
+
+
+def flipped(content: bytes, at: int, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[at] ^= 1 << bit
+    return bytes(changed)
+
+
+def sweep(path: Path, step: int) -> int:
+    """One bit of every ``step``-th byte of every file; returns how many."""
+    count = 0
+    for number, name in enumerate(names(path)):
+        content = (path / name).read_bytes()
+        for at in range(number % step, len(content), step):
+            with_content(path, name, flipped(content, at, (at * 5 + number) % 8))
+            count += 1
+    return count
+
+
+def test_a_flipped_bit_in_any_file_is_found(copy: Path) -> None:
+    assert sweep(copy, 11) > 700
+    assert refusal(copy) is None and not verify(copy).findings
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_any_byte_of_any_file_is_found(copy: Path) -> None:
+    assert sweep(copy, 1) == sum(p.stat().st_size for p in copy.iterdir())
+
+
+def test_runs_of_other_bytes_are_found(copy: Path) -> None:
+    draw = random.Random(1)
+    for _ in range(400):
+        name = draw.choice(names(copy))
+        content = (copy / name).read_bytes()
+        length = min(draw.randint(2, 64), len(content))
+        at = draw.randrange(len(content) - length + 1)
+        with_content(copy, name, content[:at] + draw.randbytes(length) + content[at + length :])
+
+
+@pytest.mark.parametrize("length", [64, 512, 4096])
+def test_zeroed_ranges_are_found(copy: Path, length: int) -> None:
+    for name in names(copy):
+        content = (copy / name).read_bytes()
+        for at in range(0, len(content), length):
+            end = min(at + length, len(content))
+            with_content(copy, name, content[:at] + bytes(end - at) + content[end:])
+
+
+def test_swapped_blocks_of_a_file_are_found(copy: Path) -> None:
+    draw = random.Random(2)
+    for name in names(copy):
+        content = (copy / name).read_bytes()
+        for length in (4, 12, 48):
+            for _ in range(4):
+                a = draw.randrange(0, max(len(content) - 2 * length, 1))
+                b = draw.randrange(a + length, max(len(content) - length, a + length) + 1)
+                x, y = content[a : a + length], content[b : b + length]
+                with_content(copy, name, content[:a] + y + content[a + length : b] + x + content[b + length :])
+
+
+def test_truncated_files_are_found_at_every_length_even_quickly(copy: Path) -> None:
+    for number, name in enumerate(names(copy)):
+        content = (copy / name).read_bytes()
+        for length in {0, 1, 7, 8, 9, len(content) - 1, *range(number % 29, len(content), 29)} - {len(content)}:
+            with_content(copy, name, content[:length], quick=True)
+
+
+@pytest.mark.parametrize("extra", [b"\0", b"}", b"\n", b" " * 8, bytes(4096)], ids=repr)
+def test_appended_bytes_are_found_even_quickly(copy: Path, extra: bytes) -> None:
+    for name in names(copy):
+        with_content(copy, name, (copy / name).read_bytes() + extra, quick=True)
+
+
+def test_files_of_two_ranks_cannot_change_places(copy: Path) -> None:
+    pairs = [(n, n.replace("dist-00000", "dist-00001")) for n in names(copy) if "dist-00000" in n]
+    pairs = [(a, b) for a, b in pairs if (copy / b).exists() and (copy / a).read_bytes() != (copy / b).read_bytes()]
+    assert len(pairs) == 5
+    for a, b in pairs:
+        first, second = (copy / a).read_bytes(), (copy / b).read_bytes()
+        (copy / a).write_bytes(second)
+        (copy / b).write_bytes(first)
+        found = {finding.file for finding in verify(copy).findings}
+        assert {a, b} <= found and refusal(copy) is not None, (a, found)
+        (copy / a).write_bytes(first)
+        (copy / b).write_bytes(second)
+
+
+def test_a_file_of_another_save_of_the_same_state_is_found(saved: Path, copy: Path) -> None:
+    other, count = saved.with_name("b.ckpt"), 0
+    for name in set(names(copy)) - {ROOT}:
+        assert (other / name).stat().st_size == (copy / name).stat().st_size
+        count += (other / name).read_bytes() != (copy / name).read_bytes()
+        with_content(copy, name, (other / name).read_bytes(), quick=True)
+    assert count >= 10  # documents are the same bytes in both saves
+
+
+def test_the_root_index_of_another_save_is_found(saved: Path, copy: Path) -> None:
+    shutil.copy(saved.with_name("b.ckpt") / ROOT, copy / ROOT)
+    assert "of another save" in str(refusal(copy))
+    assert {f.file for f in verify(copy, quick=True).findings} == {n for n in names(copy) if "-meta-" in n}
+
+
+def test_a_missing_file_is_named_even_quickly(copy: Path) -> None:
+    for name in names(copy):
+        content = (copy / name).read_bytes()
+        (copy / name).unlink()
+        if name == ROOT:
+            with pytest.raises(CheckpointNotFoundError, match="unfinished save"):
+                verify(copy)
+            assert isinstance(refusal(copy), CheckpointNotFoundError)
+        else:
+            check_found(copy, name, quick=True)
+        (copy / name).write_bytes(content)
+
+
+# ── something else in place of a file ─────────────────────────────────────────────────────────────────────────────
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = os.open(path.parent, os.O_DIRECTORY)
+        made.bind(f"/proc/self/fd/{here}/{path.name}")  # such names must be short
+        os.close(here)
+
+
+def _link(path: Path) -> None:
+    path.symlink_to(path.parent.with_name("original") / path.name)
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero
+        os.close(os.open(path, os.O_RDONLY))
+    except PermissionError:
+        pytest.skip("no right to make devices here")
+
+
+@pytest.mark.parametrize("make", [_directory, _fifo, _socket, _link, _dangling, _loop, _device])
+def test_only_regular_files_are_read(copy: Path, make: Callable[[Path], None]) -> None:
+    shutil.copytree(copy, copy.with_name("original"))
+    for name in names(copy):
+        (copy / name).unlink()
+        make(copy / name)
+        if name == ROOT and make in (_dangling, _loop):
+            assert isinstance(refusal(copy), CheckpointNotFoundError)
+        else:
+            check_found(copy, name, quick=True)
+        (copy / name).rmdir() if make is _directory else (copy / name).unlink()
+        shutil.copy(copy.with_name("original") / name, copy / name)
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def damaged(path: Path) -> Iterator[str]:
+    for name in (small.SHARD, small.OTHER_SHARD, "optimizer-dist-00001-shard-00001.safetensors"):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(flipped(content, len(content) - 1, 3))
+        yield name
+
+
+def test_verify_prints_a_line_for_each_finding_and_ends_with_status_1(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = list(damaged(copy))
+    (copy / "a\nname\x1b[2J").write_text("not ours")
+    assert main(["verify", str(copy)]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[0] for line in lines[:-1]] == expected
+    assert lines[-1].startswith(r"a\nname\x1b[2J: extra")  # one line, and nothing that a terminal would obey
+    assert last.startswith("4 problems in ")
+
+
+def test_verify_quickly_finds_no_damaged_data_but_says_what_it_looked_at(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(damaged(copy))
+    assert main(["verify", "--quick", str(copy)]) == 0
+    assert "is complete:" in capsys.readouterr().out
+    os.truncate(copy / small.SHARD, 100)
+    assert main(["verify", "--quick", str(copy)]) == 1
+
+
+@pytest.mark.parametrize("quick", [[], ["--quick"]], ids=["whole", "quick"])
+def test_verify_needs_no_torch_and_has_three_exit_codes(copy: Path, quick: list[str]) -> None:
+    def status(*arguments: str) -> int:
+        script = (
+            "import sys\nfrom lightning_shardckpt.cli import main\nstatus = 2\ntry:\n    status = main(sys.argv[1:])\n"
+        )
+        script += (
+            "finally:\n    assert 'torch' not in sys.modules and 'lightning' not in sys.modules\n    sys.exit(status)"
+        )
+        return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, timeout=120).returncode
+
+    assert status("verify", *quick, str(copy)) == 0
+    (copy / small.SHARD).unlink()
+    assert status("verify", *quick, str(copy)) == 1
+    assert status("verify", *quick) == 2

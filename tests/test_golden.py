@@ -1,0 +1,213 @@
+"""Does this package still read what each version of the format wrote? Oracle: files made beside, from the live objects.
+
+``tests/golden/v<n>`` was made once, by the first release that wrote version n, and is NEVER made again: neither when a
+test here fails nor when the writer changes. A failure means that users' checkpoints have become unreadable. A new
+version of the format gets a directory of its own; ``python -m tests.test_golden`` makes it, and only where none is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import enum
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.index import VERSION
+from lightning_shardckpt.loading import Live
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.optimizer import optimizer_state
+from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.verify import verify
+from tests.pool import run_ranks
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MADE = {"v1": "76450e70483cbdb2e0b4cf89bb3cbb9af39b3f3e645766d69d9473a2b6df5e7a"}
+"""Digest of all files of each directory, so that none is made again unnoticed."""
+BUFFERS = ("mean", "table")
+AXES = ("data_parallel_shard", "tensor_parallel")
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)
+        self.register_buffer("mean", torch.arange(3, dtype=torch.float64))
+        self.register_buffer("table", torch.linspace(-1, 1, 15).bfloat16().view(5, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.down(torch.relu(self.up(x)))).square().sum()
+
+
+def trainer_state() -> dict[str, Any]:
+    return {
+        "epoch": 4,
+        "global_step": 2,
+        "callbacks": {
+            "Best{'mode': 'min'}": {"best": float("inf"), "seen": (1, (2,)), 5: None, "mode": Mode.FAST},
+            "Average": {"mean": torch.linspace(0, 1, 400), "count": torch.tensor(3)},
+        },
+        "lr_schedulers": [{"milestones": collections.Counter([3, 3, 5]), "_last_lr": [0.01]}],
+        "hyper_parameters": {
+            "folder": pathlib.PurePosixPath("runs/x"),
+            "when": datetime.datetime(2024, 2, 29, 1, 2, 3),
+            "big": 2**70,
+            "set": {1, 2},
+            "raw": bytes(range(4)),
+            "names": argparse.Namespace(width=9),
+            "dtype": torch.bfloat16,
+        },
+    }
+
+
+def expected_trainer_state() -> dict[str, Any]:
+    """What comes back: of an enum its value."""
+    state = trainer_state()
+    state["callbacks"]["Best{'mode': 'min'}"]["mode"] = "fast"
+    return state
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+
+
+def make(folder: str) -> None:
+    """On 4 ranks: train, save, and write down what was saved by other means."""
+    ranks = Ranks.of_default_group(60)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+    torch.manual_seed(0)
+    net = Net()
+    parallelize_module(net, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["data_parallel_shard"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(4, 6)).backward()
+        optimizer.step()
+    state = optimizer_state(optimizer, {id(p): n for n, p in net.named_parameters()})
+    io = ShardCkptIO()
+    io.attach(ranks, net, dict.fromkeys(AXES, 2))
+    rank_state = {"rng": [ranks.rank, 2**70], "drawn": torch.full((3,), float(ranks.rank))}
+    checkpoint = {**trainer_state(), "state_dict": net.state_dict(), "optimizer_states": [state]}
+    io.save_checkpoint({**checkpoint, "rank_state": rank_state}, f"{folder}/golden.ckpt")
+    tensors = {f"model/{name}": full(t) for name, t in net.state_dict().items()}
+    for name, values in state["state"].items():
+        tensors |= {f"optimizer/{name}/{key}": full(value) for key, value in values.items()}
+    if ranks.rank == 0:
+        safetensors.torch.save_file(tensors, f"{folder}/expected.safetensors")
+        hyper = state["param_groups"][0]
+        pathlib.Path(folder, "expected.json").write_text(json.dumps(hyper, indent=1) + "\n")
+
+
+def digest(folder: pathlib.Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        found.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()
+
+
+@pytest.fixture(params=sorted(MADE))
+def golden(request: pytest.FixtureRequest) -> pathlib.Path:
+    return GOLDEN / str(request.param)
+
+
+def expected(golden: pathlib.Path, kind: str) -> dict[str, Tensor]:
+    tensors = safetensors.torch.load_file(golden / "expected.safetensors")
+    return {name.removeprefix(kind + "/"): t for name, t in tensors.items() if name.startswith(kind + "/")}
+
+
+def test_each_version_has_a_golden_checkpoint_that_nobody_has_touched() -> None:
+    assert {p.name for p in GOLDEN.iterdir() if p.is_dir()} == {f"v{n}" for n in range(1, VERSION + 1)}
+    assert {name: digest(GOLDEN / name) for name in MADE} == MADE
+    assert sum(p.stat().st_size for p in GOLDEN.rglob("*")) < 200_000
+
+
+def test_it_is_whole(golden: pathlib.Path) -> None:
+    assert verify(golden / "golden.ckpt").findings == ()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal values of equal types."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if type(a) is not type(b) and not (isinstance(a, pathlib.PurePath) and isinstance(b, pathlib.PurePath)):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(x, b[k]) for k, x in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_it_is_read_whole(golden: pathlib.Path) -> None:
+    found = engine.load_full(str(golden / "golden.ckpt"))
+    assert same(dict(sorted(found.pop("state_dict").items())), dict(sorted(expected(golden, "model").items())))
+    (optimizer,) = found.pop("optimizer_states")
+    values = {f"{name}/{key}": v for name, entry in optimizer["state"].items() for key, v in entry.items()}
+    assert same(dict(sorted(values.items())), dict(sorted(expected(golden, "optimizer").items())))
+    (group,) = optimizer["param_groups"]
+    assert json.loads(json.dumps(group)) == json.loads((golden / "expected.json").read_text())
+    assert isinstance(group["betas"], tuple)
+    assert same(found, expected_trainer_state())
+
+
+def load_sharded(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any, Any]:
+    """Into an FSDP-like cut along dim 0 of all parameters, over as many ranks as there are."""
+    ranks = Ranks.of_default_group(60)
+    mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
+    live = {
+        name: t if name in BUFFERS else distribute_tensor(torch.zeros_like(t), mesh, [Shard(0)])
+        for name, t in Net().state_dict().items()
+    }
+    params = {name: nn.Parameter(t) for name, t in live.items() if name not in BUFFERS}
+    optimizer = torch.optim.AdamW(params.values(), lr=7.0)
+    names = {id(p): n for n, p in params.items()}
+    tensors = {n: params[n].detach() if n in params else t for n, t in live.items()}
+    loaded = engine.load(
+        path, Live(Leaves(tensors), frozenset(), [optimizer], names, WholeNames()), ranks=ranks, pick_rank=lambda _: 3
+    )
+    state = {f"{names[id(p)]}/{k}": full(v) for p, entry in optimizer.state.items() for k, v in entry.items()}
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    rank_state = loaded.trainer.pop("rank_state")
+    return {n: full(t) for n, t in tensors.items()}, state, loaded.trainer, rank_state
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_it_is_read_on_another_topology(golden: pathlib.Path, world: int) -> None:
+    for model, optimizer, trainer, rank_state in run_ranks(world, load_sharded, str(golden / "golden.ckpt")):
+        assert same(dict(sorted(model.items())), dict(sorted(expected(golden, "model").items())))
+        assert same(dict(sorted(optimizer.items())), dict(sorted(expected(golden, "optimizer").items())))
+        assert same(trainer, expected_trainer_state())
+        assert rank_state["rng"] == [3, 2**70] and torch.equal(rank_state["drawn"], torch.full((3,), 3.0))
+
+
+def main() -> None:
+    folder = GOLDEN / f"v{VERSION}"
+    folder.mkdir(parents=True)  # fails where there is one: see above
+    run_ranks(4, make, str(folder))
+    print(f"{folder}: {digest(folder)}")
+
+
+if __name__ == "__main__":
+    from tests import test_golden  # the ranks look functions up by module
+
+    test_golden.main()
