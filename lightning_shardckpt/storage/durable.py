@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from lightning_shardckpt.storage.protocol import Bytes
 
@@ -31,9 +31,21 @@ def sync_directory(path: str) -> None:
     """Make the names in a directory durable."""
     directory = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        with naming(path):
+            os.fsync(directory)
     finally:
         os.close(directory)
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Errors of the operating system tell the path, also those of calls that take a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not (error.filename and os.path.isabs(error.filename)):
+            error.filename = path
+        raise
 
 
 def rename_at_once(source: str, target: str, flag: int) -> bool:

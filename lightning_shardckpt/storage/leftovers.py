@@ -2,7 +2,7 @@
 
 A temporary is ``.tmp-<hash of the target's base name>-<save id>``. Who works at one holds its lock, so one that can be
 locked is of a process that is gone. What is to be deleted first takes a name with the hash of no target, so that it is
-not taken for a save to that target. Nothing is deleted that has no name of this pattern, or is a link.
+not taken for a save to that target. Nothing is deleted that has no name of this pattern, nor what a link names.
 """
 
 from __future__ import annotations
@@ -128,6 +128,10 @@ def _dead(target: str, own: str, notes: list[str]) -> dict[str, int]:
         for name in sorted(os.listdir(parent)):
             match, path = _PATTERN.fullmatch(name), os.path.join(parent, name)
             file = None if match is None or path == own else _opened(path, notes)
+            if match is not None and os.path.islink(path):
+                with suppress(OSError):  # another process may be about to do it
+                    os.unlink(path)
+                    notes.append(f"removed a link that an interrupted save replaced, {name}")
             if match is None or file is None:
                 continue
             took = locks.take(file)
@@ -166,7 +170,7 @@ def _doomed(dead: dict[str, int], parent: str, notes: list[str]) -> Iterator[tup
 
 
 def _opened(path: str, notes: list[str]) -> int | None:
-    """A directory or a regular file of a temporary's name; anything else is not ours."""
+    """A directory or a regular file of a temporary's name; None for anything else."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -23,6 +23,7 @@ from lightning_shardckpt.storage import leftovers, locks
 from lightning_shardckpt.storage.durable import (
     EXCHANGE,
     make_directories,
+    naming,
     rename_at_once,
     sync_directory,
     write_parts,
@@ -143,12 +144,15 @@ class LocalReader:
     """A checkpoint directory; files are opened relative to its descriptor, regular ones only, no links."""
 
     def __init__(self, path: str, within: int | None = None) -> None:
+        self._path = path
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
         self._files: dict[str, int] = {}
 
     def twin(self) -> LocalReader:
         """Another reader of the same directory, whatever its path is by now."""
-        return LocalReader(".", self._directory)
+        found = LocalReader(".", self._directory)
+        found._path = self._path
+        return found
 
     def stays(self, path: str) -> bool:
         """Whether nobody will delete the files until this is closed; shares a lock that a deletion would need.
@@ -172,7 +176,8 @@ class LocalReader:
         """Fill ``target`` from ``offset`` on."""
         file, done = self._file(name), 0
         while done < len(target):
-            count = os.preadv(file, [target[done:]], offset + done)
+            with naming(os.path.join(self._path, name)):
+                count = os.preadv(file, [target[done:]], offset + done)
             if count == 0:
                 raise EOFError(f"{name} ends at byte {offset + done}, expected {offset + len(target)}")
             done += count
@@ -194,22 +199,23 @@ class LocalReader:
         if name in self._files:
             self._files[name] = self._files.pop(name)  # the last one used is the last one closed
             return self._files[name]
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        kind = os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind) and not stat.S_ISSOCK(kind):
-            raise FormatError(f"{name} is not a regular file")  # not even opened: a device may act on that
-        try:
-            file = os.open(name, flags, dir_fd=self._directory)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                raise FormatError(f"{name} is a link or a socket; a checkpoint holds regular files only") from None
-            raise
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            os.close(file)
-            raise FormatError(f"{name} is not a regular file")
+        with naming(os.path.join(self._path, name)):
+            file = self._open(name)
         if len(self._files) >= _OPEN_FILES:
             os.close(self._files.pop(next(iter(self._files))))
         self._files[name] = file
+        return file
+
+    def _open(self, name: str) -> int:
+        kind = os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_mode
+        if stat.S_ISLNK(kind) or stat.S_ISSOCK(kind):
+            raise FormatError(f"{name} is a link or a socket; a checkpoint holds regular files only")
+        if not stat.S_ISREG(kind):
+            raise FormatError(f"{name} is not a regular file")  # not even opened: a device may act on that
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._directory)
+        if not stat.S_ISREG(os.fstat(file).st_mode):  # it was exchanged since
+            os.close(file)
+            raise FormatError(f"{name} is not a regular file")
         return file
 
 
@@ -243,11 +249,9 @@ class LocalDraft:
         path = os.path.join(self._directory, name)
         file = self._new_file(path)
         try:
-            write_parts(file, parts)
-            os.fsync(file)
-        except OSError as error:
-            error.filename = error.filename or path
-            raise
+            with naming(path):
+                write_parts(file, parts)
+                os.fsync(file)
         finally:
             os.close(file)
         sync_directory(self._directory)

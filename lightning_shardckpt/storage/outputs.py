@@ -10,7 +10,7 @@ from typing import BinaryIO
 from uuid import uuid4
 
 from lightning_shardckpt.storage import leftovers
-from lightning_shardckpt.storage.durable import NO_REPLACE, make_directories, rename_at_once, sync_directory
+from lightning_shardckpt.storage.durable import NO_REPLACE, make_directories, naming, rename_at_once, sync_directory
 from lightning_shardckpt.storage.replaceable import check_name
 
 
@@ -31,9 +31,10 @@ def new_file(output: str) -> Iterator[tuple[BinaryIO, list[str]]]:
     claim = leftovers.claim(output, unfinished, _make)
     try:
         try:
-            with os.fdopen(claim.file, "r+b", closefd=False) as file:
-                yield file, claim.notes
-            os.fsync(claim.file)
+            with naming(unfinished):
+                with os.fdopen(claim.file, "r+b", closefd=False) as file:
+                    yield file, claim.notes
+                os.fsync(claim.file)
             _rename_new(unfinished, output)
         except BaseException:
             leftovers.delete(unfinished)

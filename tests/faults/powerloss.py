@@ -1,0 +1,231 @@
+"""What can be on a disk after the power fails? Replays recorded calls into every state that a file system may leave.
+
+Promised is only what was synced: a file's bytes by a sync of the file, a directory's names by a sync of the directory.
+Of unsynced bytes all, none, zeros in their place or the first half may be there. Of the unsynced changes of a directory
+any prefix may have happened, in each directory by itself. The states of all moments of an action are enumerated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, Union
+
+from tests.faults.inject import NO_FAULT, Change
+from tests.faults.kill import WORKERS
+from tests.faults.trial import Found, Scenario, action, prepared, scratch, spread
+
+State: TypeAlias = Union[bytes, str, "tuple[tuple[str, State], ...]"]
+"""A file's content, a link's target or a directory's entries; a value, so that equal states are loaded once."""
+
+
+@dataclass(slots=True)
+class File:
+    """A file, or a link with ``content`` as str."""
+
+    content: bytes | str = b""
+    durable: bytes | str = b""
+
+    def states(self) -> set[State]:
+        if isinstance(self.content, str) or isinstance(self.durable, str) or self.content == self.durable:
+            return {self.content}
+        size = len(self.content)
+        half = self.content[: size // 2]
+        return {self.content, self.durable, bytes(size), half + bytes(size - len(half))}
+
+
+@dataclass(slots=True)
+class Directory:
+    """A directory: its names now, and all versions that may be on the disk, the durable one first."""
+
+    entries: dict[str, Node] = field(default_factory=dict)
+    versions: list[dict[str, Node]] = field(default_factory=lambda: [{}])
+
+    def changed(self) -> None:
+        self.versions.append(dict(self.entries))
+
+    def states(self) -> set[State]:
+        return {
+            tuple(zip(sorted(version), found, strict=True))
+            for version in self.versions
+            for found in itertools.product(*(version[name].states() for name in sorted(version)))
+        }
+
+
+Node: TypeAlias = File | Directory
+
+
+@dataclass(slots=True)
+class Disk:
+    """A file tree that changes as the calls of a log say.
+
+    ``names_with_files``: whether a sync of a new file makes its name durable, too, as ext4 and xfs do; POSIX doesn't
+    say so.
+    """
+
+    root: Directory
+    names_with_files: bool = False
+
+    def apply(self, change: Change) -> None:
+        parent, name = self._parent(change.path)
+        match change.name:
+            case "create":
+                if name not in parent.entries:
+                    parent.entries[name] = File()
+                    parent.changed()
+                elif change.data:
+                    self._file(change.path).content = b""
+            case "write" | "truncate":
+                file = self._file(change.path)
+                assert isinstance(file.content, bytes)
+                file.content = _written(file.content, change)
+            case "sync":
+                self._sync(change.path)
+            case "mkdir":
+                parent.entries[name] = Directory()
+                parent.changed()
+            case "symlink":
+                parent.entries[name] = File(change.other, change.other)
+                parent.changed()
+            case "link":
+                parent.entries[name] = self._file(change.other)
+                parent.changed()
+            case "remove":
+                del parent.entries[name]
+                parent.changed()
+            case "move" | "exchange":
+                self._move(change)
+
+    def _move(self, change: Change) -> None:
+        (source, a), (target, b) = self._parent(change.path), self._parent(change.other)
+        moved = source.entries.pop(a)
+        if change.name == "exchange":
+            source.entries[a] = target.entries[b]
+        target.entries[b] = moved
+        source.changed()
+        if target is not source:
+            target.changed()
+
+    def _sync(self, path: str) -> None:
+        node = self._node(path)
+        if isinstance(node, Directory):
+            node.versions = [dict(node.entries)]
+            return
+        node.durable = node.content
+        parent, name = self._parent(path)
+        if self.names_with_files:
+            named = [i for i, version in enumerate(parent.versions) if version.get(name) is node]
+            parent.versions = parent.versions[min(named, default=0) :]
+
+    def _node(self, path: str) -> Node:
+        node: Node = self.root
+        for name in [] if path == "." else path.split("/"):
+            assert isinstance(node, Directory)
+            node = node.entries[name]
+        return node
+
+    def _file(self, path: str) -> File:
+        node = self._node(path)
+        assert isinstance(node, File)
+        return node
+
+    def _parent(self, path: str) -> tuple[Directory, str]:
+        folder, _, name = path.rpartition("/")
+        parent = self._node(folder or ".")
+        assert isinstance(parent, Directory)
+        return parent, name
+
+
+def _written(content: bytes, change: Change) -> bytes:
+    if change.name == "truncate":
+        return content[: change.offset].ljust(change.offset, b"\0")
+    end = change.offset + len(change.data)
+    return content[: change.offset].ljust(change.offset, b"\0") + change.data + content[end:]
+
+
+def read(path: str) -> Node:
+    """What is at a path, all of it durable."""
+    if os.path.islink(path):
+        return File(os.readlink(path), os.readlink(path))
+    if os.path.isdir(path):
+        entries = {name: read(os.path.join(path, name)) for name in os.listdir(path)}
+        return Directory(entries, [dict(entries)])
+    with open(path, "rb") as file:
+        content = file.read()
+    return File(content, content)
+
+
+def make(state: State, path: str) -> None:
+    """Bring a state to a path at which nothing is."""
+    if isinstance(state, str):
+        os.symlink(state, path)
+    elif isinstance(state, bytes):
+        with open(path, "wb") as file:
+            file.write(state)
+    else:
+        os.mkdir(path)
+        for name, below in state:
+            make(below, os.path.join(path, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What loads after the power failed when ``done`` of ``of`` calls had been made; in how many of the states."""
+
+    scenario: str
+    done: int
+    of: int
+    after: str
+    found: Found
+    states: int
+
+    @property
+    def problem(self) -> str | None:
+        if self.found in ("mixed", "lost") or (self.done == self.of and self.found != "new"):
+            when = "the action had returned" if self.done == self.of else f"call {self.done}, {self.after!r},"
+            return f"{self.scenario}: {self.found} in {self.states} states if the power fails after {when}"
+        return None
+
+
+def losses(
+    scenario: Scenario, *, names_with_files: bool = False, without: Callable[[Change], bool] = lambda change: False
+) -> list[Loss]:
+    """Lose power at every moment of an action, as if it had not made the changes that ``without`` names."""
+    with scratch() as folder:
+        template, _ = prepared(scenario, folder)
+        ends = action(scenario, template, os.path.join(folder, "recorded", "root"), 0, NO_FAULT, True)
+        log = sorted((c for end in ends for c in end.changes if not without(c)), key=lambda c: c.at_ns)
+        root = read(template)
+        assert isinstance(root, Directory)
+        moments = list(_moments(Disk(root, names_with_files), log))
+        distinct = sorted(set().union(*moments), key=repr)
+        jobs = [(scenario, folder, state) for state in distinct]
+        found = dict(zip(distinct, spread(_load, jobs, WORKERS), strict=True))
+    return list(_counted(scenario, log, moments, found))
+
+
+def _moments(disk: Disk, log: Sequence[Change]) -> Iterator[set[State]]:
+    yield disk.root.states()
+    for change in log:
+        disk.apply(change)
+        yield disk.root.states()
+
+
+def _load(job: tuple[Scenario, str, State]) -> Found:
+    scenario, folder, state = job
+    path = os.path.join(folder, f"{os.getpid()}-{id(job)}")
+    os.mkdir(path)
+    make(state, os.path.join(path, "root"))
+    return scenario.found(os.path.join(path, "root"))
+
+
+def _counted(
+    scenario: Scenario, log: Sequence[Change], moments: Sequence[set[State]], found: dict[State, Found]
+) -> Iterator[Loss]:
+    for done, states in enumerate(moments):
+        after = f"{log[done - 1].name} {log[done - 1].path}" if done else ""
+        kinds = [found[state] for state in states]
+        for kind in sorted(set(kinds)):
+            yield Loss(scenario.name, done, len(log), after, kind, kinds.count(kind))

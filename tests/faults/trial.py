@@ -1,0 +1,274 @@
+"""What is one trial? A state, an action of one or more processes, a fault in one of them, and what loads afterwards."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_shardckpt import ranks as ranks_module
+from lightning_shardckpt.ranks import Ranks
+from tests.faults.inject import NO_FAULT, Change, Fault, Interposer
+
+Found = Literal["old", "new", "mixed", "lost"]
+HUNG_S = 30.0  # a rank that lives for so long after the start of a trial hangs
+LOOK_S = 0.1  # how often a rank looks for dead ones: Ranks' default makes a sweep ten times as long, and no better
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """An action that brings a root from an old to a new state.
+
+    ``prepare`` and ``act`` are collective; ``found`` tells which of the states a root is in, by loading from it;
+    ``repeat`` does what a job does when it comes back, and must leave the new state and no temporaries.
+    """
+
+    name: str
+    world: int
+    prepare: Callable[[str, Ranks], None]
+    act: Callable[[str, Ranks], None]
+    found: Callable[[str], Found]
+    repeat: Callable[[str], None]
+    exchange: bool = True
+    """Whether the file system can exchange two names."""
+    prepared_by: int = 0
+    """How many ranks prepare, if not ``world``."""
+    named: bool = True
+    """Whether errors name the rank and the path."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How the action ended on one rank."""
+
+    how: Literal["returned", "raised", "killed", "hung"]
+    message: str = ""
+    calls: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a fault in a rank."""
+
+    scenario: str
+    rank: int
+    fault: Fault
+    found: Found
+    ends: tuple[End, ...]
+    problems: tuple[str, ...]
+
+
+@contextmanager
+def scratch() -> Iterator[str]:
+    """An empty folder, in memory where possible: the trials are about calls, not about a disk."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield folder
+
+
+def spread(fn: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> list[Any]:
+    """``[fn(job) for job in jobs]`` in forks of this process, which must have one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        pids = []
+        for worker in range(min(workers, len(jobs))):
+            pid = os.fork()
+            if pid == 0:
+                _in_child(
+                    lambda w=worker: Path(folder, f"{w}").write_bytes(  # type: ignore[misc]
+                        pickle.dumps([fn(job) for job in jobs[w::workers]])
+                    )
+                )
+            pids.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        if any(codes):
+            raise RuntimeError(f"workers of {fn} ended with {codes}; see their output")
+        results: list[Any] = [None] * len(jobs)
+        for worker in range(len(pids)):
+            results[worker::workers] = pickle.loads(Path(folder, f"{worker}").read_bytes())
+    return results
+
+
+def _in_child(work: Callable[[], Any]) -> None:
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def together(
+    scenario: Scenario, root: str, collective: Callable[[str, Ranks], None], rank: int, fault: Fault, record: bool
+) -> tuple[End, ...]:
+    """Run ``collective`` on every rank of a scenario, each in a fork; ``rank`` has the fault."""
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(root)) as folder:
+        started = time.monotonic()
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        pids: dict[int, int] = {}
+        for each in range(scenario.world):
+            pid = os.fork()
+            if pid == 0:
+                signal.pthread_sigmask(signal.SIG_SETMASK, old)
+                own = fault if each == rank else NO_FAULT
+                _in_child(lambda r=each, f=own: _take_part(scenario, root, collective, r, f, record, folder))  # type: ignore[misc]
+            pids[pid] = each
+        codes = _wait(dict(pids), started + HUNG_S)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        return tuple(_end(Path(folder, f"{each}"), codes[each]) for each in range(scenario.world))
+
+
+def _take_part(
+    scenario: Scenario,
+    root: str,
+    collective: Callable[[str, Ranks], None],
+    rank: int,
+    fault: Fault,
+    record: bool,
+    folder: str,
+) -> None:
+    stacks = os.open(os.path.join(folder, f"{rank}.stacks"), os.O_WRONLY | os.O_CREAT)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    ranks = Ranks.alone()
+    if scenario.world > 1:
+        ranks_module._LOOK_S = LOOK_S
+        store = dist.FileStore(os.path.join(folder, "store"), scenario.world)  # type: ignore[attr-defined]
+        ranks = Ranks(store, rank, scenario.world, HUNG_S / 2)
+    end = acted(scenario, root, lambda: collective(root, ranks), fault, record)
+    Path(folder, f"{rank}").write_bytes(pickle.dumps(end))
+
+
+def acted(scenario: Scenario, root: str, work: Callable[[], None], fault: Fault, record: bool) -> End:
+    """Run ``work`` with a fault in this process, which lives on unless it is killed."""
+    how, message = "returned", ""
+    with Interposer(root, fault, record=record, exchange=scenario.exchange) as interposer:
+        try:
+            work()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            how, message = "raised", f"{type(error).__name__}: {error}"
+    return End(how, message, tuple(interposer.calls), tuple(interposer.changes))  # type: ignore[arg-type]
+
+
+def _wait(running: dict[int, int], deadline: float) -> dict[int, int | None]:
+    """The exit code by rank; None for one that had to be killed at the deadline."""
+    codes: dict[int, int | None] = {}
+    while running and (left := deadline - time.monotonic()) > 0:
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if running:
+            signal.sigtimedwait({signal.SIGCHLD}, min(left, 1.0))
+    for sent in (signal.SIGUSR2, signal.SIGKILL) if running else ():
+        for pid in running:
+            os.kill(pid, sent)
+        if sent == signal.SIGUSR2:
+            signal.sigtimedwait({signal.SIGCHLD}, 1.0)  # faulthandler writes the stacks
+    for pid, rank in running.items():
+        os.waitpid(pid, 0)
+        codes[rank] = None
+    return codes
+
+
+def _end(report: Path, code: int | None) -> End:
+    if code is None:
+        return End("hung", report.with_suffix(".stacks").read_text())
+    if code == -signal.SIGKILL:
+        return End("killed")
+    if code != 0:
+        return End("raised", f"exit status {code}: an error outside of the action; see its output")
+    end: End = pickle.loads(report.read_bytes())
+    return end
+
+
+def prepared(scenario: Scenario, folder: str) -> tuple[str, tuple[End, ...]]:
+    """A root in the old state to copy for each trial, and the calls that each rank makes in the action."""
+    template = os.path.join(folder, "template", "root")
+    os.makedirs(template)
+    preparing = replace(scenario, world=scenario.prepared_by or scenario.world)
+    ends = together(preparing, template, scenario.prepare, 0, NO_FAULT, False)
+    if any(end.how != "returned" for end in ends):
+        raise RuntimeError(f"{scenario.name}: cannot prepare: {[end.message for end in ends]}")
+    ends = action(scenario, template, os.path.join(folder, "count", "root"), 0, Fault("errno"), False)
+    if any(end.how != "returned" for end in ends):
+        raise RuntimeError(f"{scenario.name}: fails without a fault: {[end.message for end in ends]}")
+    return template, ends
+
+
+def action(scenario: Scenario, template: str, root: str, rank: int, fault: Fault, record: bool) -> tuple[End, ...]:
+    """Run the action on a copy of a prepared root."""
+    shutil.copytree(template, root, symlinks=True)
+    if scenario.world == 1 and fault.kind not in ("kill", "half"):
+        return (acted(scenario, root, lambda: scenario.act(root, Ranks.alone()), fault, record),)
+    return together(scenario, root, scenario.act, rank, fault, record)
+
+
+def attempt(scenario: Scenario, template: str, folder: str, rank: int, fault: Fault) -> Outcome:
+    """One trial in a new folder, which is removed: the action with a fault, what loads then, and what comes next."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        root = os.path.join(own, "root")
+        ends = action(scenario, template, root, rank, fault, False)
+        found = scenario.found(root)
+        problems = [*judged(scenario, root, rank, fault, ends, found), *repeated(scenario, root)]
+    return Outcome(scenario.name, rank, fault, found, ends, tuple(p.replace(own, "") for p in problems))
+
+
+def repeated(scenario: Scenario, root: str) -> Iterator[str]:
+    """What is wrong after the job came back and had no fault."""
+    end = acted(scenario, root, lambda: scenario.repeat(root), NO_FAULT, False)
+    if end.how != "returned":
+        yield f"next: a save without faults fails: {end.message}"
+    elif (found := scenario.found(root)) != "new":
+        yield f"next: {found} after a save without faults"
+    if left := leftovers(root):
+        yield f"next: left behind: {left}"
+
+
+def leftovers(root: str) -> list[str]:
+    """Temporaries below a root."""
+    return sorted(
+        n for _, folders, files in os.walk(root) for n in (*folders, *files) if n.startswith((".tmp-", ".old-"))
+    )
+
+
+def judged(scenario: Scenario, root: str, rank: int, fault: Fault, ends: Sequence[End], found: Found) -> Iterator[str]:
+    """What no fault may lead to; the first word is the kind."""
+    if found in ("mixed", "lost"):
+        yield f"{found}: ends {[(end.how, end.message) for end in ends]}"
+    for each, end in enumerate(ends):
+        if end.how == "hung":
+            yield f"hung: rank {each}: {end.message}"
+        if end.how == "returned" and found != "new":
+            yield f"undetected: rank {each} returned, what loads is {found}"
+        if end.how == "raised" and scenario.named:
+            together = sum(end.how == "raised" for end in ends) > 1
+            said = _not_said(root, rank if together else None, fault, end)
+            yield from (f"message: {what}: {end.message}" for what in said)
+    dead = {rank} if fault.kind in ("kill", "half") else set()
+    if {each for each, end in enumerate(ends) if end.how == "killed"} != dead:
+        yield f"killed: {[end.how for end in ends]}, expected rank {dead}"
+
+
+def _not_said(root: str, rank: int | None, fault: Fault, end: End) -> Iterator[str]:
+    if rank is not None and f"rank {rank}" not in end.message and f"rank(s) [{rank}]" not in end.message:
+        yield "no rank"
+    if root not in end.message:
+        yield "no path"
+    if fault.errno and os.strerror(fault.errno) not in end.message:
+        yield f"no {os.strerror(fault.errno)!r}"

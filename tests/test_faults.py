@@ -1,0 +1,278 @@
+"""Does a checkpoint survive every fault at every call of a save? Oracle: both states, bit by bit; see tests/faults.
+
+``python -m tests.faults`` tries them all. Here the deaths of one process are complete, the rest is sampled.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shardckpt.ranks import Ranks
+from tests.faults import dcp, saves
+from tests.faults.disk import full_disks
+from tests.faults.flips import FORMATS, Noticed, flips, summary
+from tests.faults.inject import NO_FAULT, Change, Fault, Interposer
+from tests.faults.kill import ERRNOS, errors, kills, problems, sweep
+from tests.faults.powerloss import losses
+from tests.faults.run import everything
+from tests.faults.trial import Found, Outcome, Scenario, action, prepared, scratch
+from tests.pool import run_ranks
+
+ALONE = [each.name for each in saves.scenarios(1)]
+TWO, FOUR = ([each.name for each in saves.scenarios(world) if each.world == world] for world in (2, 4))
+SAMPLED = ["first save, 2 ranks", "save over an older one, 2 ranks"]
+
+
+def in_a_fork(fn: Callable[..., Any], *args: Any, timeout_s: float = 300) -> Any:
+    """Return ``fn(*args)`` of a process that has imported torch and has one thread, as sweeps need it."""
+    return run_ranks(1, fn, *args, init_process_group=False, timeout_s=timeout_s)[0]
+
+
+def swept(name: str, what: str, every: int = 1, codes: Sequence[int] = ERRNOS) -> tuple[set[Found], int, list[str]]:
+    faults_of = kills if what == "kills" else partial(errors, codes=codes)
+    outcomes = sweep(saves.scenario(name), faults_of, every=every)
+    return {o.found for o in outcomes}, len(outcomes), problems(outcomes)
+
+
+def without_names(wrong: list[str]) -> list[str]:
+    return [said for said in wrong if ": message: " not in said]
+
+
+# ── deaths ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_process_that_is_killed_at_any_call_leaves_the_old_or_the_new_state(name: str) -> None:
+    found, trials, wrong = in_a_fork(swept, name, "kills")
+    assert wrong == []
+    assert found == {"old", "new"} and trials > 5
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_and_leaves_the_old_or_the_new_state(name: str) -> None:
+    found, trials, wrong = in_a_fork(swept, name, "kills", 3)
+    assert wrong == []
+    assert "old" in found and trials > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO)
+def test_a_rank_that_is_killed_at_any_call_ends_all_ranks(name: str) -> None:
+    _, trials, wrong = in_a_fork(swept, name, "kills")
+    assert wrong == [] and trials > 30
+
+
+@pytest.mark.slow
+def test_one_of_four_ranks_that_is_killed_ends_all_ranks() -> None:
+    _, trials, wrong = in_a_fork(swept, "save over an older one, 4 ranks", "kills", 3)
+    assert wrong == [] and trials > 20
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_error_of_the_file_system_is_raised_or_overcome(name: str) -> None:
+    _, trials, wrong = in_a_fork(swept, name, "errors", 11)
+    assert without_names(wrong) == [] and trials > 10
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_error_of_the_file_system_names_the_path(name: str) -> None:
+    _, _, wrong = in_a_fork(swept, name, "errors", 2, [errno.ENOSPC])
+    assert [said for said in wrong if ": message: " in said] == []
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_an_error_on_one_rank_is_raised_on_all(name: str) -> None:
+    _, trials, wrong = in_a_fork(swept, name, "errors", 9, [errno.ENOSPC, errno.EIO])
+    assert wrong == [] and trials > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_any_error_at_any_call_is_raised_or_overcome(name: str) -> None:
+    _, trials, wrong = in_a_fork(swept, name, "errors", 3)
+    assert without_names(wrong) == [] and trials > 50
+
+
+@pytest.mark.parametrize("name", ["first save, 1 rank", "save over an older one, 1 rank", "consolidation, 1 rank"])
+def test_a_disk_of_any_size_that_is_too_small_keeps_the_old_state(name: str) -> None:
+    outcomes = in_a_fork(disks, name)
+    if isinstance(outcomes, str):
+        pytest.skip(outcomes)
+    assert without_names(problems(outcomes)) == []
+    assert [o.found for o in outcomes].count("old") > 1
+    assert {o.found for o in outcomes if o.ends[0].how == "returned"} == {"new"}
+
+
+def disks(name: str) -> list[Outcome] | str:
+    return full_disks(saves.scenario(name))
+
+
+# ── power ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lost(name: str, unsynced: str | None = None) -> tuple[int, list[str]]:
+    def skipped(change: Change) -> bool:
+        return unsynced is not None and change.name == "sync" and change.path.endswith(unsynced)
+
+    found = losses(saves.scenario(name), without=skipped)
+    return sum(loss.states for loss in found), [loss.problem for loss in found if loss.problem]
+
+
+@pytest.mark.parametrize("name", ALONE + TWO)
+def test_a_loss_of_power_leaves_the_old_or_the_new_state_and_the_new_one_after_a_save(name: str) -> None:
+    states, wrong = in_a_fork(lost, name)
+    assert wrong == [] and states > 20
+
+
+@pytest.mark.parametrize("unsynced", [".safetensors", ".index.json", "-state.json", "."])
+def test_each_sync_is_needed(unsynced: str) -> None:
+    _, wrong = in_a_fork(lost, "save over an older one, 1 rank", unsynced)
+    assert wrong
+
+
+# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flipped(every: int) -> list[Counter[Noticed]]:
+    return [summary(flips(kind, every=every)) for kind in FORMATS]
+
+
+def test_a_flipped_bit_is_never_loaded_silently() -> None:
+    ours, *others = in_a_fork(flipped, 23)
+    assert "silent" not in ours and ours["detected"] > 100
+    assert any("silent" in other for other in others)
+
+
+# ── everything ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_the_short_form_of_all_sweeps_has_tables() -> None:
+    report = in_a_fork(everything, True)
+    assert "| SIGKILL before a call |" in report and "| torch DCP |" in report
+
+
+# ── the harness itself ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def damaged() -> dict[str, set[Found]]:
+    return {each.name: {o.found for o in sweep(each, kills)} for each in dcp.SCENARIOS}
+
+
+def test_the_same_sweep_finds_what_torch_loses() -> None:
+    found = in_a_fork(damaged)
+    assert "lost" in found["DCP, same directory, one file"]
+    assert {"lost", "mixed"} <= found["DCP, same directory, several files"]
+
+
+def in_place(root: str, ranks: Ranks, step: int, sure: bool = True) -> None:
+    """A save as it should not be: two files, one after the other."""
+    try:
+        for name in "ab":
+            (Path(root) / name).write_text(f"{step}")
+    except OSError:
+        if sure:
+            raise
+
+
+def in_place_found(root: str) -> Found:
+    found = {(Path(root) / name).read_text() for name in "ab"}
+    return "lost" if "" in found else "mixed" if len(found) > 1 else "old" if found == {"1"} else "new"
+
+
+def naive(sure: bool) -> list[str]:
+    def prepare(root: str, ranks: Ranks) -> None:
+        in_place(root, ranks, 1)
+
+    def act(root: str, ranks: Ranks) -> None:
+        in_place(root, ranks, 2, sure)
+
+    def repeat(root: str) -> None:
+        in_place(root, Ranks.alone(), 2)
+        (Path(root) / ".tmp-left").touch()
+
+    scenario = Scenario("naive", 1, prepare, act, in_place_found, repeat)
+    return problems([*sweep(scenario, kills), *sweep(scenario, errors)])
+
+
+def test_a_naive_save_is_convicted_of_everything() -> None:
+    wrong = "\n".join(in_a_fork(naive, False))
+    for kind in (": mixed: ", ": lost: ", ": undetected: ", ": next: left behind: "):
+        assert kind in wrong
+    assert ": undetected: " not in "\n".join(in_a_fork(naive, True))
+
+
+def audited(name: str) -> tuple[list[str], list[str]]:
+    """What the interpreter says of the calls of an action, and what an interposer counted."""
+    scenario, seen, listening = saves.scenario(name), list[str](), [False]
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if not listening[0]:
+            return
+        writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        if event == "open" and not isinstance(args[0], int) and args[2] & writing:
+            seen.append("open")
+        elif event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"):
+            seen.append(event.removeprefix("os."))
+
+    with scratch() as folder:
+        template, _ = prepared(scenario, folder)
+        with Interposer(template) as interposer:
+            sys.addaudithook(hook)
+            listening[0] = True
+            scenario.act(template, Ranks.alone())
+            listening[0] = False
+    audited_as = {"unlink": "remove", "replace": "rename"}
+    return seen, [audited_as.get(name, name) for name in (call.split()[0] for call in interposer.calls)]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_no_call_escapes_the_harness(name: str) -> None:
+    seen, counted = in_a_fork(audited, name)
+    unaudited = ("write", "writev", "fsync", "renameat2", "posix_fallocate")
+    assert seen == [call for call in counted if call not in unaudited]
+    assert seen
+
+
+def test_a_short_write_writes_less(tmp_path: Path) -> None:
+    with Interposer(str(tmp_path), Fault("short", 2), record=True) as interposer:
+        file = os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT)
+        counts = [os.writev(file, [b"abc", b"def"]), os.write(file, b"xyz")]
+        os.close(file)
+        with (tmp_path / "b").open("w") as text:
+            text.write("text")
+    assert counts == [3, 3] and (tmp_path / "a").read_bytes() == b"abcxyz"
+    assert [call.split()[0] for call in interposer.calls] == ["open", "writev", "write", "open", "write"]
+    assert [change.data for change in interposer.changes if change.name == "write"] == [b"abc", b"xyz", b"text"]
+
+
+def test_a_fault_elsewhere_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    with Interposer(str(tmp_path / "root"), Fault("sticky", 1, errno.EIO)) as interposer:
+        (tmp_path / "b").write_bytes(b"x")
+        with pytest.raises(OSError, match="Input/output"):
+            (tmp_path / "root" / "b").write_bytes(b"x")
+    assert len(interposer.calls) == 1 and interposer.changes == []
+
+
+def returned(name: str) -> list[str]:
+    scenario = saves.scenario(name)
+    with scratch() as folder:
+        template, _ = prepared(scenario, folder)
+        return [end.how for end in action(scenario, template, f"{folder}/again/root", 0, NO_FAULT, False)]
+
+
+def test_an_action_without_a_fault_returns_on_every_rank() -> None:
+    assert in_a_fork(returned, "first save, 4 ranks") == ["returned"] * 4
