@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_shardckpt import preemption
@@ -97,3 +99,39 @@ def test_a_rank_that_dies_on_its_way_to_a_save_is_named(who: int, tmp_path: Path
     kind, message, _, _ = found[1 - who].value
     assert kind == "RankError" and f"rank {who} failed while preparing to save" in message and "is gone" in message
     assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".tmp-")) == ["epoch=0-step=1.ckpt"]
+
+
+class DiskFails(tiny.TinyLM):
+    """From some step on, one rank's disk is full."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.global_step == STEP and self.global_rank == 1:
+            os.writev = no_space
+
+
+def no_space(file: int, parts: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def train_until_the_disk_fails(directory: str) -> tuple[str, int | None, str, list[str], int]:
+    writev = os.writev
+    callback = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=1, save_last="link")
+    options: dict[str, Any] = {"limit_val_batches": 0, "enable_checkpointing": True}
+    with pytest.raises(OSError) as raised:
+        tiny.trainer({}, max_steps=6, callbacks=[callback], **options).fit(DiskFails(), tiny.loader())
+    names = sorted(os.listdir(directory))
+    os.writev = writev
+    dist.barrier()
+    callback = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=1, save_last="link")
+    again = tiny.trainer({}, max_steps=6, callbacks=[callback], **options)
+    again.fit(module := tiny.TinyLM(), tiny.loader(), ckpt_path="last")
+    return type(raised.value).__name__, raised.value.errno, str(raised.value), names, len(module.losses)
+
+
+def test_a_disk_that_fails_one_rank_ends_training_on_all_and_the_run_goes_on_from_before(tmp_path: Path) -> None:
+    for kind, code, message, names, steps in run_ranks(2, train_until_the_disk_fails, str(tmp_path)):
+        assert (kind, code) == ("OSError", errno.ENOSPC)
+        assert "rank 1 failed while saving" in message and str(tmp_path) in message
+        assert names == ["epoch=0-step=2.ckpt", "last.ckpt"]
+        assert steps == 4
+    assert {"epoch=0-step=6.ckpt", "last.ckpt"} <= set(os.listdir(tmp_path))
