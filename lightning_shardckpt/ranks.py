@@ -14,7 +14,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -29,6 +28,8 @@ R = TypeVar("R")
 _instances = itertools.count()
 _GRACE_S = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
 _LOOK_S = 1.0  # between two looks at the processes of this host
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05  # between two looks into the store
+_PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times a second
 
 
 class Ranks:
@@ -173,20 +174,22 @@ class Ranks:
     def _wait(self, store: Store, keys: list[str], timeout_s: float, signs: Iterable[str] = ()) -> bool:
         """Whether all keys came in time; each of ``signs``, keys that come in this order, begins the time anew."""
         signs = list(signs)
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            began, limit = time.monotonic(), min(left, _LOOK_S)
-            try:
-                store.wait(keys, timedelta(seconds=limit))
-                return True
-            except RuntimeError:  # the class differs between stores
-                if time.monotonic() - began < limit / 2:
-                    raise  # the store is gone
-            self._answer_for_the_dead(store)
-            while signs and store.check([signs[0]]):
-                del signs[0]
-                deadline = time.monotonic() + timeout_s
-        return False
+        looked = time.monotonic()
+        deadline, pause = looked + timeout_s, _SHORTEST_PAUSE_S
+        longest = max(_LONGEST_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
+        while not store.check(keys):  # no store.wait: each one that is in vain makes a TCPStore print warnings
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            if now - looked >= _LOOK_S:
+                looked = now
+                self._answer_for_the_dead(store)
+                while signs and store.check([signs[0]]):
+                    del signs[0]
+                    deadline = now + timeout_s
+            time.sleep(max(min(pause, deadline - now), 0))
+            pause = min(1.5 * pause, longest)
+        return True
 
     def _answer_for_the_dead(self, store: Store) -> None:
         """Report for the ranks of this host whose processes are gone, and in place of rank 0 if it is among them."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_shardckpt import ranks
 from lightning_shardckpt.checkpoint import load, load_full, save
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
 from lightning_shardckpt.loading import Live
@@ -102,6 +103,7 @@ class Scene:
     """A sharded tensor on some ranks, saved at step 1; then step 2 is saved, or step 1 loaded, with a fault."""
 
     def __init__(self, folder: str) -> None:
+        ranks._LOOK_S = 0.1
         self.ranks = Ranks.of_default_group(TIMEOUT_S)
         self.path = f"{folder}/a.ckpt"
         mesh = init_device_mesh("cpu", (WORLD,))
