@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
+from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.local import LocalStorage
 
 _SUFFIX = ".ckpt"
+_ASIDE = re.compile(r"\.old-[0-9a-f]{16}")
+_STEP, _HEAD_BYTES = re.compile(rb'"step":(\d{1,18}),"epoch":'), 1024
 
 
 class ResolvingLauncher(_SubprocessScriptLauncher):
@@ -45,7 +53,7 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
         assert trainer is not None
         call = inspect.signature(function).bind(*args, **kwargs)
         given = call.arguments.get("ckpt_path")
-        found = resolved(trainer, given)
+        found = resolved(trainer, given, weights_only=call.arguments.get("weights_only") is not False)
         self.found = None if found == given else found
         if found != given:
             call.arguments["ckpt_path"] = found
@@ -54,73 +62,140 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
         return super().launch(function, *call.args, trainer=trainer, **call.kwargs)
 
 
-def resolved(trainer: pl.Trainer, ckpt_path: Any) -> Any:
+def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) -> Any:
     """``ckpt_path`` as a path, if it is one of the two words and something was saved; else as it was.
+
+    None stands for "last" where Lightning takes it so: there is an OnExceptionCheckpoint, and nothing else was said.
+    Then only its checkpoint and those that are called ``last*`` are meant.
+
+    Args:
+        trainer: whose callbacks say where they save.
+        ckpt_path: the user's.
+        weights_only: for plain files, as in ``torch.load``.
 
     Raises:
         CheckpointNotFoundError: if there are checkpoints, but none that is complete.
     """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    look = partial(_look, fitting=fitting, weights_only=weights_only)
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
-    if ckpt_path is None and savers and trainer.state.fn == TrainerFn.FITTING:
-        ckpt_path = "last"  # as Lightning decides
-    if ckpt_path == "last":
-        return _last(trainer, savers) or ckpt_path
     if ckpt_path == "best":
-        return _best(trainer) or ckpt_path
-    return ckpt_path
+        return _choose("best", _best(trainer), look) or ckpt_path
+    connector = trainer._checkpoint_connector
+    implied = ckpt_path is None and fitting and savers and not connector._user_managed
+    if implied and SLURMEnvironment.detect() and connector._hpc_resume_path is not None:
+        return ckpt_path  # a requeued job goes on from there
+    if ckpt_path != "last" and not implied:
+        return ckpt_path
+    return _choose("last", _last(trainer, savers, "last" if implied else ""), look) or ckpt_path
 
 
-def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint]) -> str | None:
-    paths = {os.path.realpath(c.ckpt_path) for c in savers if os.path.lexists(c.ckpt_path)}
-    broken: list[Seen] = []
+def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str) -> list[str]:
+    """What may be meant, the highest step first; each checkpoint once, and links to nothing."""
+    paths = {c.ckpt_path for c in savers if os.path.lexists(c.ckpt_path)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            for path in _entries(os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))):  # type: ignore[attr-defined]
-                if os.path.exists(path):
-                    paths.add(os.path.realpath(path) if os.path.islink(path) else path)
-                else:
-                    broken.append(Seen(path, problem="a link to nothing"))
-    seen = [_look(path) for path in sorted(paths)]
-    return _choose("last", sorted(seen, key=lambda s: (s.step, s.path), reverse=True) + broken)
+            found = _entries(os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
+            paths.update(path for path in found if os.path.basename(path).startswith(prefix))
+    once = {os.path.realpath(path) if os.path.islink(path) and os.path.exists(path) else path for path in paths}
+    return sorted(once, key=lambda path: (_claimed_step(path), path), reverse=True)
 
 
 def _entries(directory: str) -> Iterable[str]:
-    """Checkpoints in a directory, and one that an interrupted save moved aside from there."""
+    """Checkpoints in a directory, and those that an interrupted save moved aside from there."""
     if os.path.isdir(directory):
         with os.scandir(directory) as entries:
-            yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or e.name.startswith(".old-"))
+            yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or _ASIDE.fullmatch(e.name))
 
 
-def _best(trainer: pl.Trainer) -> str | None:
+def _claimed_step(path: str) -> int:
+    """The step in the first bytes of a root index, to be verified later: of many checkpoints one has to be read."""
+    if os.path.isfile(path):
+        return sys.maxsize  # has to be looked at to know
+    try:
+        with open(os.path.join(path, ROOT_NAME), "rb") as file:
+            found = _STEP.search(file.read(_HEAD_BYTES))
+    except OSError:
+        return sys.maxsize
+    return int(found[1]) if found else sys.maxsize
+
+
+def _best(trainer: pl.Trainer) -> list[str]:
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint) or not callback.best_model_path:
-        return None
+        return []
     scores = {path: float(score) for path, score in callback.best_k_models.items()}
     others = sorted(scores, key=scores.__getitem__, reverse=callback.mode == "max")
-    paths = [callback.best_model_path, *(path for path in others if path != callback.best_model_path)]
-    return _choose("best", [_look(path) for path in paths])
+    return [callback.best_model_path, *(path for path in others if path != callback.best_model_path)]
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A path, with the step that its checkpoint recorded, or why it is none; step -1 then."""
+    """A path, with the step that its checkpoint recorded, or why it is not taken; ``ours``: that is no good sign."""
 
     path: str
     step: int = -1
     problem: str | None = None
+    ours: bool = True
 
 
-def _look(path: str) -> Seen:
+def _look(path: str, *, fitting: bool, weights_only: bool) -> Seen:
+    if not os.path.exists(path) and os.path.islink(path):
+        return Seen(path, problem="a link to nothing")
+    lacks = "it holds weights only, so training cannot go on from it"
     try:
         if os.path.isfile(path):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return Seen(path, int(found["global_step"]))
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            problem = lacks if fitting and "optimizer_states" not in found else None
+            return Seen(path, int(found["global_step"]), problem, ours=False)
         with Checkpoint(LocalStorage(), path) as checkpoint:
-            return Seen(path, checkpoint.root.step or 0)
+            documents = checkpoint.root.documents
+            resumes = not fitting or any(name.startswith("optimizer-state-dist-") for name in documents)
+            return Seen(path, checkpoint.root.step or 0, None if resumes else lacks)
     except (ShardCkptError, OSError) as error:
         return Seen(path, problem=str(error))
-    except Exception as error:  # whatever torch.load makes of a file
-        return Seen(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    except Exception as error:  # whatever torch.load makes of a file, or a file that is no checkpoint
+        return Seen(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ours=False)
+
+
+def _choose(word: str, paths: list[str], look: Callable[[str], Seen]) -> str | None:
+    """The first complete one, or of plain files before it that of the highest step; tells what was passed over."""
+    skipped: list[Seen] = []
+    complete: list[Seen] = []
+    for path in paths:
+        seen = look(path)
+        (complete if seen.problem is None else skipped).append(seen)
+        if seen.problem is None and not os.path.isfile(path):
+            break  # those behind it have lower steps, or scores
+    listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
+    if not complete and any(seen.ours for seen in skipped):
+        raise CheckpointNotFoundError(f'ckpt_path="{word}": no checkpoint is complete: {listed}')
+    if skipped:
+        rank_zero_warn(f'ckpt_path="{word}" passes over what is no complete checkpoint: {listed}')
+    if not complete:
+        return None
+    chosen = complete[0] if word == "best" else max(complete, key=lambda seen: seen.step)
+    rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
+    if word == "last":
+        _warn_of_another_branch(chosen, paths)
+    return chosen.path
+
+
+def _warn_of_another_branch(chosen: Seen, paths: list[str]) -> None:
+    """A lower step that was saved later: somebody went back, or several runs save here. Only the user can know."""
+    times = {path: _saved_at(path) for path in paths}
+    later = [path for path in paths if times[path] > times[chosen.path] and 0 <= _claimed_step(path) < chosen.step]
+    if later:
+        rank_zero_warn(
+            f'ckpt_path="last" is the highest step, {chosen.step}, in {chosen.path!r}, but {later[0]!r}, of a lower '
+            "one, was saved later. If the run had gone back, or another one began here, pass the path instead."
+        )
+
+
+def _saved_at(path: str) -> float:
+    with suppress(OSError):
+        return os.stat(path if os.path.isfile(path) else os.path.join(path, ROOT_NAME)).st_mtime
+    return 0.0
 
 
 def agree_on_path(found: list[str | None]) -> None:
@@ -135,18 +210,3 @@ def agree_on_path(found: list[str | None]) -> None:
                 f"the ranks find different checkpoints to resume from: rank 0 {found[0]!r}, rank {rank} {path!r}; "
                 "is the directory on a file system that all ranks share?"
             )
-
-
-def _choose(word: str, seen: list[Seen]) -> str | None:
-    """The first complete one; tells which were passed over."""
-    skipped = [s for s in seen if s.problem is not None]
-    complete = [s for s in seen if s.problem is None]
-    listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
-    if not complete and skipped:
-        raise CheckpointNotFoundError(f'ckpt_path="{word}": no checkpoint is complete: {listed}')
-    if not complete:
-        return None
-    if skipped:
-        rank_zero_warn(f'ckpt_path="{word}" passes over what is no complete checkpoint: {listed}')
-    rank_zero_info(f'ckpt_path="{word}" is {complete[0].path!r} at step {complete[0].step}')
-    return complete[0].path

@@ -13,6 +13,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable
+from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
@@ -51,7 +52,16 @@ class Preemption:
             trainer._signal_connector.received_sigterm = True
 
 
-def save_behind_exception(ranks: Ranks, save: Callable[[], None]) -> bool:
+class Ending(Enum):
+    """How far a rank is behind an exception: nothing known; no other came; all came; its hooks are done."""
+
+    NONE = auto()
+    ALONE = auto()
+    TOGETHER = auto()
+    LEFT = auto()
+
+
+def save_behind_exception(ranks: Ranks, save: Callable[[], None]) -> Ending:
     """Save if all ranks come to do so; else, or if it fails, say so in a warning and go on with the exception.
 
     Collective for the ranks that got an exception; whether the others did, too, is found out.
@@ -61,5 +71,5 @@ def save_behind_exception(ranks: Ranks, save: Callable[[], None]) -> bool:
         save()
     except Exception as error:
         warnings.warn(f"no checkpoint was saved behind the exception: {error}", stacklevel=2)
-        return False
-    return True
+        return Ending.ALONE
+    return Ending.TOGETHER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable
 
@@ -13,14 +12,21 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.state.geometry import local_tensor
 
 # Tensors of a parameter's size that an optimizer keeps for it; of others it is not known before the first step.
 _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2}
 
 
-def state_bytes(tensors: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> int:
-    """The least that a checkpoint of these (whole) tensors and the state of their optimizers takes."""
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of whole tensors, given this rank's shards of them; tied ones count once."""
+    once = {(local_tensor(t).data_ptr() or id(t), t.numel()): t for t in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in once.values())
+
+
+def state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """The least that the state of optimizers takes, for whole parameters."""
+    total = 0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             copies = _STATES.get(type(optimizer).__name__, int(bool(group.get("momentum"))))
@@ -28,32 +34,25 @@ def state_bytes(tensors: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]
     return total
 
 
-def check_room(callbacks: Iterable[Callback], nbytes: int) -> None:
+def check_room(callbacks: Iterable[Callback], model_bytes: int, optimizer_bytes: int) -> None:
     """Warn if the file system of a ModelCheckpoint has no room for all that it keeps, and one more while it saves.
 
-    Args:
-        callbacks: of the Trainer.
-        nbytes: of one checkpoint, at least.
-
-    Raises:
-        OSError: (ENOSPC) if not even one fits.
+    No more than a warning, since a hook may save less, and the file system may compress.
     """
     for callback in callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None or callback.save_top_k == 0:
             continue
         directory = os.fspath(callback.dirpath)
+        nbytes = model_bytes + (0 if callback.save_weights_only else optimizer_bytes)
         free = _free_bytes(directory)
         keeps = max(callback.save_top_k, 1) + (callback.save_last is True)
-        needed = (max(keeps - _kept(directory), 0) + 1) * nbytes
-        if free is None or needed <= free:
-            continue
-        room = f"ModelCheckpoint saves to {directory!r}, where {_gb(free)} are free"
-        if nbytes > free:
-            raise OSError(errno.ENOSPC, f"{room}; one checkpoint of this model takes at least {_gb(nbytes)}")
-        rank_zero_warn(
-            f"{room}; it keeps up to {keeps} checkpoints of at least {_gb(nbytes)} each, and needs room for one more "
-            "while it saves. Free some space, or lower save_top_k."
-        )
+        more = max(keeps - _kept(directory), 0) + 1
+        if free is not None and more * nbytes > free:
+            rank_zero_warn(
+                f"ModelCheckpoint saves to {directory!r}, where {_gb(free)} are free. It keeps up to {keeps} "
+                f"checkpoints of {_gb(nbytes)} or more, and needs room for one more while it saves: "
+                f"{_gb(more * nbytes)} from now on. Free some space, or lower save_top_k."
+            )
 
 
 def _free_bytes(directory: str) -> int | None:
@@ -64,7 +63,7 @@ def _free_bytes(directory: str) -> int | None:
     while not os.path.exists(directory):
         directory = os.path.dirname(directory)
     found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else None  # some file systems do not tell
 
 
 def _kept(directory: str) -> int:

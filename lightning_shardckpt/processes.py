@@ -17,7 +17,7 @@ class Process:
     @classmethod
     def this(cls) -> Process:
         """The calling one."""
-        return cls(os.getpid(), (_stat(os.getpid()) or ("", ""))[1])
+        return cls(os.getpid(), (_stat(os.getpid()) or ("", ""))[1] if _proc_is_ours() else "")
 
     def is_gone(self) -> bool:
         """Whether it has ended, for whatever reason; a stopped or busy one has not. Call it on the same host only."""
@@ -29,11 +29,19 @@ class Process:
 
 def host() -> str:
     """Names the set of processes that see each other: equal for two if they can look each other up."""
+    name = os.uname().nodename
+    if not _proc_is_ours():
+        return f"{name}-{os.getpid()}"
+    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{name}-{booted}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _proc_is_ours() -> bool:
+    """Whether /proc is there, and numbers processes as this one's calls do: another namespace's may be mounted."""
     try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{booted}-{os.stat('/proc/self/ns/pid').st_ino}"
+        return os.readlink("/proc/self") == str(os.getpid())
     except OSError:
-        return f"{os.uname().nodename}-{os.getpid()}"
+        return False
 
 
 def _stat(pid: int) -> tuple[str, str] | None:

@@ -58,8 +58,8 @@ from lightning_shardckpt.parallel.rng import same_rng, share_rng
 from lightning_shardckpt.parallel.scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.statistics import broadcast_statistics
 from lightning_shardckpt.pipelined import PipelinedSteps
-from lightning_shardckpt.preemption import Preemption, save_behind_exception
-from lightning_shardckpt.preflight import check_room, state_bytes
+from lightning_shardckpt.preemption import Ending, Preemption, save_behind_exception
+from lightning_shardckpt.preflight import check_room, state_bytes, tensor_bytes
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.resume import (
     Continuation,
@@ -197,7 +197,7 @@ class ShardedStrategy(ParallelStrategy):
         self._preemption = Preemption()
         self._pipelined: PipelinedSteps | None = None
         self._ranks = Ranks.alone()
-        self._left = self._alone = False  # behind an exception: its hooks are done; no other rank came to save, too
+        self._ending = Ending.NONE
         self._continuation: Continuation | None = None
         self._loaded: tuple[dict[str, Any], frozenset[str]] | None = None
 
@@ -282,6 +282,11 @@ class ShardedStrategy(ParallelStrategy):
             self._meshes = build_meshes(topology, self.root_device.type)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._meshes.user
+        self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)  # before any code of the user's runs
+        self._ending = Ending.NONE
+        assert isinstance(self._launcher, ResolvingLauncher)
+        resumes_from = self._launcher.found
+        self._ranks.step("agreeing on ckpt_path", lambda: resumes_from, agree_on_path)
 
     def _setup_distributed(self) -> None:
         reset_seed()
@@ -329,11 +334,6 @@ class ShardedStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._continuation = self._loaded = None
-        self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)
-        self._left = self._alone = False
-        assert isinstance(self._launcher, ResolvingLauncher)
-        resumes_from = self._launcher.found
-        self._ranks.step("agreeing on ckpt_path", lambda: resumes_from, agree_on_path)
         self._sharded = self._found() or self._shard()
         self._pipelined = self._pipeline_of(self._sharded)
         if not self.lightning_module.automatic_optimization:
@@ -347,22 +347,22 @@ class ShardedStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._recipe.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._check_room(trainer)
         self.barrier()
 
     def _check_room(self, trainer: pl.Trainer) -> None:
         """Collective: a stage of a pipeline knows only its own part of the model."""
 
-        def part() -> tuple[int, int]:
+        def part() -> tuple[int, tuple[int, int]]:
             tensors = [t for t in self.lightning_module_state_dict().values() if isinstance(t, Tensor)]
-            return self.meshes.pipeline_rank, state_bytes(tensors, self.optimizers)
+            return self.meshes.pipeline_rank, (tensor_bytes(tensors), state_bytes(self.optimizers))
 
-        self._ranks.step(
-            "checking the room for checkpoints",
-            part,
-            lambda parts: check_room(trainer.checkpoint_callbacks, sum(dict(parts).values())),
-        )
+        def lead(parts: list[tuple[int, tuple[int, int]]]) -> None:
+            model, optimizer = map(sum, zip(*dict(parts).values(), strict=True))
+            check_room(trainer.checkpoint_callbacks, model, optimizer)
+
+        self._ranks.step("checking the room for checkpoints", part, lead)
 
     def _shard(self) -> ShardedModule:
         assert self.lightning_module is not None
@@ -559,16 +559,27 @@ class ShardedStrategy(ParallelStrategy):
 
     # --- other ranks ---
 
+    @property
+    def _apart(self) -> bool:
+        """Whether hooks behind an exception run here, and it is not known that they do on the other ranks, too.
+
+        What they ask of the others is then answered by this rank alone; the others may be in the middle of training.
+        """
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is None or not trainer.interrupted or trainer.received_sigterm:  # all agreed to end
+            return False
+        return self._ending in (Ending.NONE, Ending.ALONE)
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized() or self._alone:
+        if not _distributed_is_initialized() or self._apart:
             return
         devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=devices)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _distributed_is_initialized():
+        if not _distributed_is_initialized() or self._apart:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src)
@@ -579,7 +590,7 @@ class ShardedStrategy(ParallelStrategy):
         """Over the data-parallel group by default: the ranks of a tensor group hold the same value."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self._apart:
             return tensor
         return _sync_ddp_if_available(tensor, group or self.meshes.data_parallel_group, reduce_op=reduce_op)
 
@@ -593,8 +604,9 @@ class ShardedStrategy(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision), device=self.root_device)
-        if _distributed_is_initialized():
-            dist.all_reduce(votes)
+        if not _distributed_is_initialized() or self._apart:
+            return decision
+        dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
 
     # --- the end ---
@@ -606,7 +618,7 @@ class ShardedStrategy(ParallelStrategy):
             self._sharded.step.reset()
         if self._pipelined is not None:
             self._pipelined.reset()
-        self._left = True
+        self._ending = Ending.LEFT
         if (first := self._ranks.leave(exception)) is not None:
             exception.add_note(first)
 
@@ -704,10 +716,10 @@ class ShardedStrategy(ParallelStrategy):
             raise TypeError(f"ShardedStrategy has no storage options, got {storage_options!r}")
         trainer = self._trainer()
         save = partial(save_checkpoint, self._attached_io(), trainer, self._place, checkpoint, filepath)
-        if not trainer.interrupted or self._left:
+        if not self._apart:
             save()
-        elif not self._alone:
-            self._alone = not save_behind_exception(self._ranks, save)
+        elif self._ending is Ending.NONE:
+            self._ending = save_behind_exception(self._ranks, save)
 
     @override
     def load_checkpoint(

@@ -12,6 +12,7 @@ import builtins
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -42,11 +43,13 @@ class Ranks:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
         self._store: Store | None = None
         self._count, self._open = 0, False  # steps begun; whether the last one has not ended here
+        self._heard, self._deaf = 0.0, False  # when the store answered last; whether it does not any more
         if store is not None:
             # while one thread waits with a client of a TCPStore, no other thread can use that client
             own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
             self._store = PrefixStore(f"shardckpt-{next(_instances)}", own)
             self._host = f"host/{host()}"
+            self._neighbours: dict[int, tuple[int, Process]] = {}  # rank and process by place
             me = Process.this()
             place = self._store.add(self._host, 1)
             _put(self._store, f"{self._host}/{place}", _json({"rank": rank, "pid": me.pid, "started": me.started}))
@@ -98,7 +101,7 @@ class Ranks:
         Not collective. Of no effect if the store can't be reached any more. Returns who left first with which other
         error, if another rank did.
         """
-        if self._store is None:
+        if self._store is None or self._deaf:
             return None
         self._count, self._open = self._count + (not self._open), True
         text = _json({"error": {**_describe(error), "ranks": [self.rank]}, "phase": ""})
@@ -129,7 +132,7 @@ class Ranks:
                     raise
             _put(store, f"{number}/answer", text)
         else:
-            text = self._get_answer(store, phase, timeout_s)
+            text = self._while_it_answers(lambda: self._get_answer(store, phase, timeout_s), phase, timeout_s)
         answer: dict[str, Any] = json.loads(text)
         self._open = False
         store.delete_key(f"{number}/{self.rank}")
@@ -159,6 +162,32 @@ class Ranks:
         _put(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
+    def _while_it_answers(self, get: Callable[[], bytes], phase: str, timeout_s: float) -> bytes:
+        """Run ``get`` in a thread: calls to a store whose server is stopped, rank 0 perhaps, can't be interrupted."""
+        found: list[bytes] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(get())
+            except BaseException as error:
+                failed.append(error)
+
+        self._heard = time.monotonic()
+        thread = threading.Thread(target=run, name="shardckpt-answer", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            if thread.is_alive() and time.monotonic() - self._heard > timeout_s + _GRACE_S:
+                self._deaf = True
+                raise RankError(
+                    f"rank {self.rank} got no answer from the store of the process group for {timeout_s:g} s while "
+                    f"{phase}: the process that keeps it, which may be rank 0, hangs or is stopped"
+                )
+        if failed:
+            raise failed[0]
+        return found[0]
+
     def _get_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
         key, started = f"{self._count}/answer", time.monotonic()
         signs = [f"{self._count}/0", f"{self._count}/leading"]
@@ -178,15 +207,15 @@ class Ranks:
         deadline, pause = looked + timeout_s, _SHORTEST_PAUSE_S
         longest = max(_LONGEST_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
         while not store.check(keys):  # no store.wait: each one that is in vain makes a TCPStore print warnings
-            now = time.monotonic()
-            if now >= deadline:
-                return False
-            if now - looked >= _LOOK_S:
+            self._heard = now = time.monotonic()
+            if now - looked >= _LOOK_S or now >= deadline:
                 looked = now
                 self._answer_for_the_dead(store)
                 while signs and store.check([signs[0]]):
                     del signs[0]
                     deadline = now + timeout_s
+            if now >= deadline:
+                return store.check(keys)
             time.sleep(max(min(pause, deadline - now), 0))
             pause = min(1.5 * pause, longest)
         return True
@@ -194,10 +223,10 @@ class Ranks:
     def _answer_for_the_dead(self, store: Store) -> None:
         """Report for the ranks of this host whose processes are gone, and in place of rank 0 if it is among them."""
         for place in range(1, store.add(self._host, 0) + 1):
-            if not store.check([f"{self._host}/{place}"]):
-                continue
-            found = json.loads(store.get(f"{self._host}/{place}"))
-            rank, process = found["rank"], Process(found["pid"], found["started"])
+            if place not in self._neighbours and store.check([f"{self._host}/{place}"]):
+                found = json.loads(store.get(f"{self._host}/{place}"))
+                self._neighbours[place] = found["rank"], Process(found["pid"], found["started"])
+        for rank, process in self._neighbours.values():
             if not process.is_gone():
                 continue
             message = f"its process, pid {process.pid} on {os.uname().nodename}, is gone: it was killed, or it left"
@@ -216,7 +245,11 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    return {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
+    try:
+        message = str(error)
+    except Exception:  # of a class of the user's
+        message = "(it has no message)"
+    return {"type": type(error).__name__, "message": message, "errno": getattr(error, "errno", None)}
 
 
 def _rebuilt(error: dict[str, Any], phase: str) -> Exception:

@@ -49,7 +49,7 @@ def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, 
     callbacks = {
         "none": [],
         "on exception": [OnExceptionCheckpoint(directory)],
-        "model checkpoint": [ModelCheckpoint(directory, every_n_train_steps=3, save_on_exception=True)],
+        "model checkpoint": [ModelCheckpoint(directory, every_n_train_steps=3, save_on_exception=True, save_last=True)],
         "every step": [ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1)],
     }[saver]
     run = tiny.trainer({}, max_steps=6, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=bool(callbacks))
