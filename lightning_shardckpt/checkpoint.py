@@ -1,17 +1,20 @@
 """Save and load, in call order: the page that tells how a checkpoint comes to be and how it comes back.
 
-``save``: prepare → agree → (table → join →) write → commit. ``load``: open → compare → judge → plan → verify → fill →
-apply. Each line of them is a ``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
+``save``: prepare → agree → (table → join →) write → commit. ``save_async`` copies before it writes, and leaves that to
+a thread. ``load``: open → compare → judge → plan → verify → fill → apply. Each line of them is a ``Ranks.step``: a
+failure on one rank reaches all of them before the next step begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lightning_shardckpt.background import Background
 from lightning_shardckpt.loading import Live, Load
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About, Save
@@ -55,10 +58,61 @@ def save(
     """
     job = Save(path, ranks, about, size_per_shard, storage)
     with job.discarded_on_error():
-        agreed = ranks.step(f"preparing to save {path!r}", lambda: job.prepare(describe), job.agree)
-        if len(agreed["groups"]) > 1:  # pipeline stages: one rank of each kind tells what it holds
-            agreed["tables"] = ranks.step(f"planning to save {path!r}", lambda: job.table(agreed), job.join)
-        ranks.step(f"saving {path!r}", lambda: job.write(agreed), job.commit)
+        agreed = _agreed(job, describe, ranks)
+    return _written(job, agreed, ranks)
+
+
+def save_async(
+    path: str,
+    describe: Callable[[], Snapshot],
+    *,
+    ranks: Ranks,
+    about: About,
+    size_per_shard: float,
+    background: Background,
+    storage: Storage = _LOCAL,
+) -> Future[list[str]]:
+    """Like ``save``, but return when everything is copied to host memory; ``background`` writes and commits it.
+
+    Collective: every rank of ``ranks`` must call it, with the same path. What is saved are the values at the call.
+    Waits while ``background`` has no room, or still writes to this path.
+
+    Args:
+        path: as in ``save``, as are the others.
+        describe: see ``save``.
+        ranks: of the thread that calls; ``background`` has its own.
+        about: see ``save``.
+        size_per_shard: see ``save``.
+        background: of this rank; it writes what it was given earlier first.
+        storage: see ``save``.
+
+    Returns:
+        What ``save`` would return, when the checkpoint is complete and durable on all ranks. Who doesn't look gets its
+        error from the next ``save_async`` or ``Background.settle``.
+
+    Raises:
+        Exception: what a save in the background failed with, on every rank, each failure once; this one is not begun
+            then. Else as ``save`` does.
+    """
+    background.settle(ranks, room_for=path)
+    job = Save(path, ranks, about, size_per_shard, storage)
+    with job.discarded_on_error():
+        agreed = _agreed(job, describe, ranks)
+        memory = background.memory()
+        ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
+        return background.save(path, lambda behind: _written(job, agreed, behind), memory)
+
+
+def _agreed(job: Save, describe: Callable[[], Snapshot], ranks: Ranks) -> dict[str, Any]:
+    agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
+    if len(agreed["groups"]) > 1:  # pipeline stages: one rank of each kind tells what it holds
+        agreed["tables"] = ranks.step(f"planning to save {job.path!r}", lambda: job.table(agreed), job.join)
+    return agreed
+
+
+def _written(job: Save, agreed: dict[str, Any], ranks: Ranks) -> list[str]:
+    with job.discarded_on_error():
+        ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
     return job.notes
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.background import Background
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.ranks import Ranks
@@ -25,6 +27,7 @@ from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.state.tree import Dropped
 from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.protocol import Storage
 
 RANK_STATE = "rank_state"
 """Key of Lightning's checkpoint dict under which ``ShardedStrategy`` passes what only this rank knows."""
@@ -40,13 +43,26 @@ class ShardCkptIO(CheckpointIO):
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         verify: compare all loaded bytes with their checksums, before anything in memory changes.
+        use_async: return from a save when all is copied to host memory; a thread of every rank writes and commits it
+            while training goes on. An error there is raised on all ranks at the next save, in ``wait`` or at the end of
+            the run. Loads wait, removals queue up behind the saves before them, and nothing leaves the process undone.
+        max_pending: how many asynchronous saves may wait behind the one that is being written; one more waits until
+            there is room. Host memory for so many copies and one is kept until the end of the run.
     """
 
-    def __init__(self, size_per_shard: float = 1024, verify: bool = True) -> None:
+    def __init__(
+        self, size_per_shard: float = 1024, verify: bool = True, use_async: bool = False, max_pending: int = 1
+    ) -> None:
         if size_per_shard <= 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
+        if max_pending < 0:
+            raise ValueError(f"max_pending is a number of saves and can't be negative, got {max_pending}")
         self.size_per_shard = size_per_shard
         self.verify = verify
+        self.use_async, self.max_pending = use_async, max_pending
+        self._background: Background | None = None
+        self._told_of_waiting = False
+        self.storage: Storage = LocalStorage()
         self._ranks = Ranks.alone()
         self._module: nn.Module | None = None
         self._topology: dict[str, int] = {}
@@ -62,14 +78,27 @@ class ShardCkptIO(CheckpointIO):
         self._ranks, self._module, self._topology = ranks, module, topology
         self.names = names or WholeNames()
 
+    def go_behind(self, ranks: Ranks) -> None:
+        """From now until ``teardown`` or ``leave``, save asynchronously over ``ranks``, which are for that alone.
+
+        Behind those a save is complete on return again: nobody might come to ask for its errors.
+        """
+        self._behind(ranks)
+
+    def _behind(self, ranks: Ranks) -> Background:
+        self._background = Background(ranks, self.max_pending)
+        _BACKGROUNDS.add(self._background)
+        return self._background
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save Lightning's checkpoint dict at ``path``; complete and durable on return.
+        """Save Lightning's checkpoint dict at ``path``; complete and durable on return, if not asynchronous.
 
         Collective under ``ShardedStrategy``: every rank must call it.
 
         Raises:
+            Exception: what an asynchronous save before this one failed with; this one is not begun then.
             TypeError: for ``storage_options``, of which there are none.
             StateError: listing state that cannot be stored, by path.
         """
@@ -82,14 +111,55 @@ class ShardCkptIO(CheckpointIO):
             taken.append(snapshot(rest, self._module, checkpoint.get(RANK_STATE), self.names))
             return taken[0]
 
-        notes = engine.save(
-            os.fspath(path),
-            describe,
-            ranks=self._ranks,
-            about=About(checkpoint.get("global_step"), checkpoint.get("epoch"), self._topology),
-            size_per_shard=self.size_per_shard,
-        )
+        background = self._background
+        if background is None and self.use_async and self._module is None:  # Lightning's own strategy
+            background = self._behind(Ranks.alone())
+        about = About(checkpoint.get("global_step"), checkpoint.get("epoch"), self._topology)
+        common: dict[str, Any] = {"ranks": self._ranks, "about": about, "size_per_shard": self.size_per_shard}
+        if background is None:
+            notes = engine.save(os.fspath(path), describe, **common, storage=self.storage)
+        else:
+            engine.save_async(os.fspath(path), describe, **common, background=background, storage=self.storage)
+            notes = self._notes_of(background)
         self._warn([*taken[0].notes, *(["\n".join(notes)] if notes else [])])
+
+    def _notes_of(self, background: Background) -> list[str]:
+        notes = background.notes()
+        if background.waited and not self._told_of_waiting:
+            self._told_of_waiting = True
+            notes.append(
+                f"a save waited until an earlier one was written: saves come faster than they can be written, and only "
+                f"max_pending={self.max_pending} may wait. This is said once."
+            )
+        return notes
+
+    def wait(self) -> None:
+        """Wait until every asynchronous save is complete and durable, and what was to be removed is.
+
+        Collective under ``ShardedStrategy``: every rank must call it. With Lightning's own strategies rank 0 alone has
+        something to wait for.
+
+        Raises:
+            Exception: what a save failed with, on every rank; each failure is raised once.
+        """
+        if self._background is None:
+            return
+        try:
+            self._background.settle(self._ranks)
+        finally:
+            notes = self._notes_of(self._background)
+            self._warn(["\n".join(notes)] if notes else [])
+
+    def leave(self, error: BaseException) -> None:
+        """On a rank that got an exception, which others may not have: finish what is queued; ``error`` gets notes.
+
+        Not collective. Behind it a save is complete on return.
+        """
+        background, self._background = self._background, None
+        if background is not None:
+            background.leave(error)
+            notes = self._notes_of(background)
+            self._warn(["\n".join(notes)] if notes else [])
 
     def _warn(self, notes: Iterable[str]) -> None:
         if self._ranks.rank == 0:
@@ -101,13 +171,14 @@ class ShardCkptIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The whole checkpoint as Lightning's dict, for strategies that hold whole tensors. Not collective.
 
-        Also reads plain files of ``torch.save``.
+        Also reads plain files of ``torch.save``. Waits for asynchronous saves of this process.
         """
+        _drain()
         if os.path.isfile(path):
             safe = weights_only is not False
             found: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return found
-        return engine.load_full(os.fspath(path), verify=self.verify)
+        return engine.load_full(os.fspath(path), verify=self.verify, storage=self.storage)
 
     def load_into(
         self,
@@ -133,6 +204,7 @@ class ShardCkptIO(CheckpointIO):
             weights_only: for a plain file, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
         """
+        _drain()
         tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
         leaves, _ = model_leaves(tensors, self._module, self.names)
         extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
@@ -145,6 +217,7 @@ class ShardCkptIO(CheckpointIO):
             verify=self.verify,
             weights_only=weights_only is not False,
             pick_rank=pick_rank,
+            storage=self.storage,
         )
         self._warn(loaded.notes)
         return loaded
@@ -152,18 +225,44 @@ class ShardCkptIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete the checkpoint, the link or the plain file at ``path``; does nothing where there is nothing.
 
-        What can't be deleted, or is no checkpoint, stays, with a warning: training must not end for that.
+        What can't be deleted, or is no checkpoint, stays, with a warning: training must not end for that. Behind an
+        asynchronous save it is removed when that is complete; if that failed, it stays, with a warning.
         """
-        try:
-            if os.path.isfile(path) and not os.path.islink(path):
-                os.unlink(path)
-            elif os.path.lexists(path):
-                self._warn(LocalStorage().remove(os.fspath(path)))
-        except OSError as error:
-            self._warn([f"not removed: {error}"])
+
+        def remove() -> list[str]:
+            try:
+                if os.path.isfile(path) and not os.path.islink(path):
+                    os.unlink(path)
+                elif os.path.lexists(path):
+                    return self.storage.remove(os.fspath(path))
+            except OSError as error:
+                return [f"not removed: {error}"]
+            return []
+
+        if self._background is None:
+            self._warn(remove())
+        else:
+            self._background.remove(os.fspath(path), remove)
+            self._warn(self._notes_of(self._background))
 
     def teardown(self) -> None:
-        """Nothing is pending: a save that returned is durable."""
+        """Wait for asynchronous saves, as ``wait`` does, and free their memory.
+
+        Collective under ``ShardedStrategy``, as ``wait`` is.
+        """
+        try:
+            self.wait()
+        finally:
+            self._background = None
+
+
+_BACKGROUNDS: WeakSet[Background] = WeakSet()
+"""Those of this process: what one ShardCkptIO saves, another one may load."""
+
+
+def _drain() -> None:
+    for background in list(_BACKGROUNDS):
+        background.drain()
 
 
 _Loadable = TypeVar("_Loadable", bound="pl.LightningModule | pl.LightningDataModule")
@@ -174,7 +273,8 @@ def load_from_checkpoint(
 ) -> _Loadable:
     """A module with the hyper-parameters and weights of a checkpoint, on the CPU, in this process alone.
 
-    What ``LightningModule.load_from_checkpoint`` does for a file, for a sharded checkpoint of any topology.
+    What ``LightningModule.load_from_checkpoint`` does for a file, for a sharded checkpoint of any topology. Waits for
+    asynchronous saves of this process.
 
     Args:
         cls: the class to construct.
@@ -185,6 +285,7 @@ def load_from_checkpoint(
     Raises:
         StateError: if a hyper-parameter could not be stored and is not given.
     """
+    _drain()
     if os.path.isfile(checkpoint_path):
         return cls.load_from_checkpoint(os.fspath(checkpoint_path), strict=strict, **kwargs)  # type: ignore[return-value]
     checkpoint = engine.load_full(os.fspath(checkpoint_path), optimizers=False)

@@ -53,7 +53,7 @@ class Preemption:
 
 
 class Ending(Enum):
-    """How far a rank is behind an exception: nothing known; no other came; all came; its hooks are done."""
+    """How far a rank is behind an exception: nothing known; no save with all others; all save; its hooks are done."""
 
     NONE = auto()
     ALONE = auto()
@@ -61,14 +61,24 @@ class Ending(Enum):
     LEFT = auto()
 
 
-def save_behind_exception(ranks: Ranks, save: Callable[[], None]) -> Ending:
+def save_behind_exception(
+    ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool = False
+) -> Ending:
     """Save if all ranks come to do so; else, or if it fails, say so in a warning and go on with the exception.
 
-    Collective for the ranks that got an exception; whether the others did, too, is found out.
+    Collective for the ranks that got an exception; whether the others did, too, is found out unless that is ``agreed``,
+    as for a signal. ``wait``, for what is
+    saved asynchronously, is called before and after: the process may be about to end.
     """
     try:
-        ranks.step("meeting for a last checkpoint", lambda: None, lambda came: None, timeout_s=_MEETING_S)
+        if not agreed:
+            ranks.step("meeting for a last checkpoint", lambda: None, lambda came: None, timeout_s=_MEETING_S)
+        try:
+            wait()
+        except Exception as error:  # on all ranks alike; it must not cost the last checkpoint, too
+            warnings.warn(f"before the exception, a save had failed: {error}", stacklevel=2)
         save()
+        wait()
     except Exception as error:
         warnings.warn(f"no checkpoint was saved behind the exception: {error}", stacklevel=2)
         return Ending.ALONE

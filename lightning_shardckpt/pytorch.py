@@ -283,6 +283,8 @@ class ShardedStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._meshes.user
         self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)  # before any code of the user's runs
+        if self.checkpoint_io.use_async:
+            self.checkpoint_io.go_behind(Ranks.of_default_group(self.checkpoint_timeout_s))
         self._ending = Ending.NONE
         assert isinstance(self._launcher, ResolvingLauncher)
         resumes_from = self._launcher.found
@@ -621,6 +623,7 @@ class ShardedStrategy(ParallelStrategy):
         self._ending = Ending.LEFT
         if (first := self._ranks.leave(exception)) is not None:
             exception.add_note(first)
+        self.checkpoint_io.leave(exception)
 
     @override
     def teardown(self) -> None:
@@ -716,10 +719,11 @@ class ShardedStrategy(ParallelStrategy):
             raise TypeError(f"ShardedStrategy has no storage options, got {storage_options!r}")
         trainer = self._trainer()
         save = partial(save_checkpoint, self._attached_io(), trainer, self._place, checkpoint, filepath)
-        if not self._apart:
+        if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
-        elif self._ending is Ending.NONE:
-            self._ending = save_behind_exception(self._ranks, save)
+        elif self._ending is not Ending.ALONE:
+            agreed = trainer.received_sigterm or self._ending is Ending.TOGETHER
+            self._ending = save_behind_exception(self._ranks, save, self.checkpoint_io.wait, agreed=agreed)
 
     @override
     def load_checkpoint(

@@ -85,7 +85,7 @@ class Ranks:
         try:
             text = _json({"value": work(), "phase": phase})
         except BaseException as error:
-            text, cause = _json({"error": _describe(error), "phase": phase}), error
+            text, cause = _json({"error": described(error), "phase": phase}), error
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         answer = self._exchange(self._store, phase, text, lead, wait_s)
         if cause is not None and not isinstance(cause, Exception):
@@ -104,7 +104,7 @@ class Ranks:
         if self._store is None or self._deaf:
             return None
         self._count, self._open = self._count + (not self._open), True
-        text = _json({"error": {**_describe(error), "ranks": [self.rank]}, "phase": ""})
+        text = _json({"error": {**described(error), "ranks": [self.rank]}, "phase": ""})
         try:
             _put(self._store, f"{self._count}/{self.rank}", text)
             if self.rank == 0:
@@ -112,7 +112,7 @@ class Ranks:
             first = json.loads(self._store.compare_set("left", "", text.decode()))["error"]
         except RuntimeError:  # its server has left before
             return None
-        mine = _describe(error)
+        mine = described(error)
         if first["ranks"] == [self.rank] or (first["type"], first["message"]) == (mine["type"], mine["message"]):
             return None
         return f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}"
@@ -126,7 +126,7 @@ class Ranks:
             try:
                 text = _json(self._lead(store, phase, lead, timeout_s))
             except BaseException as error:
-                text = _json({"error": {**_describe(error), "ranks": [0]}})
+                text = _json({"error": {**described(error), "ranks": [0]}})
                 if not isinstance(error, Exception):
                     _put(store, f"{number}/answer", text)
                     raise
@@ -230,7 +230,7 @@ class Ranks:
             if not process.is_gone():
                 continue
             message = f"its process, pid {process.pid} on {os.uname().nodename}, is gone: it was killed, or it left"
-            text = _json({"error": {**_describe(RankError(message)), "ranks": [rank]}, "phase": ""})
+            text = _json({"error": {**described(RankError(message)), "ranks": [rank]}, "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):
                     _put(store, key, text)
@@ -244,7 +244,8 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
+def described(error: BaseException) -> dict[str, Any]:
+    """An error as JSON, from which other ranks can raise it."""
     try:
         message = str(error)
     except Exception:  # of a class of the user's
@@ -253,10 +254,13 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _rebuilt(error: dict[str, Any], phase: str) -> Exception:
-    """The error of another rank as an exception of the same class, where that is safe to construct."""
     ranks: list[int] = error["ranks"]
     others = f" (and rank(s) {ranks[1:]})" if len(ranks) > 1 else ""
-    message = f"rank {ranks[0]}{others} failed while {phase}: {error['type']}: {error['message']}"
+    return raisable(error, f"rank {ranks[0]}{others} failed while {phase}: {error['type']}: {error['message']}")
+
+
+def raisable(error: dict[str, Any], message: str) -> Exception:
+    """What ``described`` made, as an exception of the same class, where that is safe to construct."""
     kind = getattr(errors, error["type"], None) or getattr(builtins, error["type"], None)
     if isinstance(kind, type) and issubclass(kind, errors.ShardCkptError | OSError):
         if not issubclass(kind, errors.ShardCkptError) and error["errno"] is not None:

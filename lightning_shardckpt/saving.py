@@ -1,4 +1,4 @@
-"""One save on one rank: what it does and knows at each step of ``checkpoint.save``."""
+"""One save on one rank: what it does and knows at each step of ``checkpoint.save`` and ``save_async``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from lightning_shardckpt.index import (
 from lightning_shardckpt.layout import REPLICATED, as_holders, unheld
 from lightning_shardckpt.plan import Piece, check_cover, plan_save, table_digest
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.staging import dtype_name, host_bytes
+from lightning_shardckpt.staging import HostMemory, dtype_name, host_bytes
 from lightning_shardckpt.state.geometry import local_tensor, view_at
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.trainer import entry_of
 from lightning_shardckpt.state.tree import references, union
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.write import write_component
+from lightning_shardckpt.write import Stage, write_component
 
 _LISTED = 5
 Tables = dict[str, Component]
@@ -50,17 +50,26 @@ class About:
     topology: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What this rank writes: for each component pieces with their values, live or copied; documents by file name."""
+
+    parts: dict[str, list[tuple[Piece, torch.Tensor]]]
+    documents: dict[str, bytes]
+
+
 class Save:
     """One save on one rank: what it knows at each step."""
 
     def __init__(self, path: str, ranks: Ranks, about: About, size_per_shard: float, storage: Storage) -> None:
-        self._path, self._ranks, self._about, self._storage = path, ranks, about, storage
+        self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
         self._size_per_shard = size_per_shard
         self._draft: Draft | None = None
         self.notes: list[str] = []
         self._agreed: dict[str, Any] = {}
         self._tables: Tables = {}
         self._trainer: Any = None
+        self._staged: Staged | None = None
 
     def prepare(self, describe: Callable[[], Snapshot]) -> dict[str, Any]:
         """On every rank: what it wants to save, as a digest."""
@@ -73,7 +82,7 @@ class Save:
         names = {name: sorted(c.aliases.items()) for name, c in self._own_tables.items()}
         other = sorted(self._snapshot.documents.get("model") or ())
         digest = table_digest({name: c.tensors for name, c in self._own_tables.items()}) + json.dumps([names, other])
-        return {"path": str(self._path), "step": self._about.step, "digest": checksum(digest.encode())}
+        return {"path": str(self.path), "step": self._about.step, "digest": checksum(digest.encode())}
 
     def agree(self, wishes: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: one path and step, a save id, groups of ranks that hold the same tensors, and the draft."""
@@ -134,33 +143,51 @@ class Save:
             for key, tensor in self._snapshot.own.items()
         }
 
-    def write(self, agreed: dict[str, Any]) -> dict[str, Any]:
-        """On every rank: its shard files, indexes and documents; returns their sizes and checksums."""
-        self._agreed = agreed
-        rank, save_id = self._ranks.rank, agreed["save_id"]
-        draft = self._draft or self._storage.draft(self._path, save_id)
+    def stage(self, agreed: dict[str, Any], memory: HostMemory) -> None:
+        """On every rank: copy what it writes into ``memory``; from then on, what was described may change."""
+        live = self._plan(agreed)
+        copies = iter(memory.copy([value for parts in live.parts.values() for _, value in parts]))
+        copied = {name: [(piece, next(copies)) for piece, _ in parts] for name, parts in live.parts.items()}
+        self._staged = Staged(copied, live.documents)
+        del self._snapshot
+
+    def _plan(self, agreed: dict[str, Any]) -> Staged:
+        """What this rank writes, with views of the live tensors."""
+        rank, self._agreed = self._ranks.rank, agreed
         self._tables = self._own_tables
         if "tables" in agreed:
             self._tables = root_from_json(agreed["tables"].encode(), "joined table").components
         elif rank == 0 and self._snapshot.own:
             self._tables["trainer"] = Component({**_table(self._tables, "trainer").tensors, **self._own_specs()})
-        indexes, elements = {}, 0
-        for component in COMPONENTS:
-            if component not in self._tables:
-                continue
+        parts = {}
+        for component in filter(self._tables.__contains__, COMPONENTS):
             tensors, stored_as = self._tables[component].tensors, self._tables[component].aliases
-            pieces = plan_save(tensors, rank)
             leaves = self._snapshot.leaves.get(component, Leaves())
             live = {stored_as.get(key, key): tensor for key, tensor in leaves.tensors.items()}
             if component == "trainer":
                 live |= self._snapshot.own
+            pieces = plan_save(tensors, rank)
+            parts[component] = [(p, view_at(local_tensor(live[p.key]), p.part.local)) for p in pieces]
+        return Staged(parts, dict(self._documents(agreed)))
+
+    def write(self, agreed: dict[str, Any]) -> dict[str, Any]:
+        """On every rank: its shard files, indexes and documents; returns their sizes and checksums."""
+        staged = self._staged or self._plan(agreed)
+        rank, save_id = self._ranks.rank, agreed["save_id"]
+        draft = self._draft or self._storage.draft(self.path, save_id)
+        indexes, documents, elements = {}, [], 0
+        for component, parts in staged.parts.items():
+            pieces = [piece for piece, _ in parts]
             elements += sum(piece.part.box.numel for piece in pieces)
-            info = write_component(draft, component, rank, save_id, pieces, _stager(live), self._size_per_shard)
+            info = write_component(draft, component, rank, save_id, pieces, _stager(parts), self._size_per_shard)
             if info is not None:
                 indexes[component] = _info_to_json(info)
-        return {"indexes": indexes, "documents": list(self._documents(draft, agreed)), "elements": elements}
+        for name, content in staged.documents.items():
+            draft.write(name, [content])
+            documents.append(_info_to_json(FileInfo(name, len(content), checksum(content))))
+        return {"indexes": indexes, "documents": documents, "elements": elements}
 
-    def _documents(self, draft: Draft, agreed: dict[str, Any]) -> Iterator[list[Any]]:
+    def _documents(self, agreed: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
         rank, found = self._ranks.rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
@@ -172,13 +199,11 @@ class Save:
             if found.get(role):
                 content = json.dumps(found[role], separators=(",", ":"), allow_nan=False).encode()
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
-                draft.write(name, [content])
-                yield _info_to_json(FileInfo(name, len(content), checksum(content)))
+                yield name, content
 
     def commit(self, reports: list[dict[str, Any]]) -> None:
         """On rank 0, when all ranks have written: check that nothing is missing, write the root index, publish."""
-        components = {}
-        expected = 0
+        components, expected = {}, 0
         for name, table in self._tables.items():
             check_cover(name, table.tensors)
             expected += sum(torch.Size(spec.shape).numel() for spec in table.tensors.values())
@@ -208,12 +233,9 @@ class Save:
         self._draft = None
 
     def _begin(self, save_id: str) -> None:
-        self._draft = self._storage.draft(self._path, save_id)
-        try:
-            self._draft.begin()
-        except BaseException:
-            self._draft = None  # nothing of ours to discard
-            raise
+        draft = self._storage.draft(self.path, save_id)
+        draft.begin()  # if it fails, there is nothing of ours to discard
+        self._draft = draft
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
@@ -321,8 +343,9 @@ def _check_held(joined: Tables, world: int) -> None:
         )
 
 
-def _stager(live: Mapping[str, torch.Tensor]) -> Callable[[Piece], memoryview]:
-    return lambda piece: host_bytes(view_at(local_tensor(live[piece.key]), piece.part.local))
+def _stager(parts: list[tuple[Piece, torch.Tensor]]) -> Stage:
+    values = {(piece.key, piece.part.box): value for piece, value in parts}
+    return lambda piece: host_bytes(values[piece.key, piece.part.box])
 
 
 def _info_to_json(info: FileInfo) -> list[Any]:

@@ -2,11 +2,13 @@
 
 A contiguous CPU tensor is its own host memory. Everything else passes through one host copy of the piece at hand,
 so that the extra memory is bounded by the largest piece. The CUDA path is plain ``Tensor.to`` and ``copy_``.
+Where writing goes on while training does, everything is copied first, into memory that one save leaves to the next.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -34,6 +36,7 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_ALIGN = 64  # a cache line; also a multiple of every item size
 
 
 def dtype_name(tensor: torch.Tensor, what: str) -> str:
@@ -70,3 +73,37 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def is_host_memory(tensor: torch.Tensor) -> bool:
     """Whether ``bytes_of`` can give the tensor's own memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class HostMemory:
+    """Host memory that is used again and again; it grows to what was needed most and stays so large."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous copies of tensors as they are now; valid until the next call.
+
+        Returns when the copies are done. For tensors on a GPU the memory is pinned and the copies run in the order of
+        the current stream; that path has not been run by the tests.
+        """
+        begins, end = [], 0
+        for tensor in tensors:
+            begins.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        with torch.no_grad():
+            self._grow(end, pinned=bool(devices))
+            copies = []
+            for tensor, begin in zip(tensors, begins, strict=True):
+                part = self._memory[begin : begin + tensor.numel() * tensor.element_size()]
+                copy = part.view(tensor.dtype).view(tensor.shape)
+                copies.append(copy.copy_(tensor, non_blocking=tensor.is_cuda))
+            for device in devices:
+                torch.cuda.synchronize(device)
+        return copies
+
+    def _grow(self, nbytes: int, *, pinned: bool) -> None:
+        if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before there is the new
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)

@@ -27,7 +27,7 @@ ROWS = [
     {"shardfile", "processes"},
     {"staging", "ranks"},
     {"state"},
-    {"torchfile", "sources"},
+    {"torchfile", "sources", "background"},
     {"saving", "loading"},
     {"checkpoint"},
     {"convert"},

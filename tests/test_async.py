@@ -1,0 +1,719 @@
+"""Saves that are written while training goes on: what they hold, who learns of their errors, and in which order.
+
+Nothing here looks at a clock: the storage holds the writing thread at a gate until a test lets it through.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.tuner import Tuner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt.background import Background
+from lightning_shardckpt.checkpoint import load_full, save_async
+from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.saving import About
+from lightning_shardckpt.staging import HostMemory
+from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.protocol import Bytes
+from tests import tiny
+from tests.pool import ROOT, run_ranks
+
+TIMEOUT_S = 20.0
+
+
+class Gated(LocalStorage):
+    """The file system, behind a gate that can be shut; and an action at one point of a save, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reached = threading.Event()
+        self.faults: dict[tuple[str, str], Callable[[], None]] = {}  # by point and name of the checkpoint
+        self.looks: list[set[str]] = []
+        """The complete checkpoints beside the one that is written, each time that something is done there."""
+
+    def draft(self, path: str, save_id: str) -> Any:
+        return GatedDraft(super().draft(path, save_id), self, path)
+
+    def reach(self, point: str, path: str) -> None:
+        self.looks.append(complete(os.path.dirname(path)))
+        self.reached.set()
+        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
+        self.faults.pop((point, os.path.basename(path)), lambda: None)()
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        self.gate.clear()
+        try:
+            yield
+        finally:
+            self.gate.set()
+
+    @contextmanager
+    def opened_by(self, *functions: str) -> Iterator[None]:
+        """Shut until the calling thread is seen to be in one of the functions, which it is to wait in."""
+        main, over = threading.get_ident(), threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.001):
+                frame = sys._current_frames().get(main)
+                while frame is not None and frame.f_code.co_name not in functions:
+                    frame = frame.f_back
+                if frame is not None:
+                    self.gate.set()
+                    return
+
+        watcher = threading.Thread(target=watch)
+        with self.shut():
+            watcher.start()
+            try:
+                yield
+                assert self.gate.is_set(), f"nothing waited in {functions}"
+            finally:
+                over.set()
+                watcher.join()
+
+
+class GatedDraft:
+    """Holds what the writing thread does; ``begin`` is of the thread that calls."""
+
+    def __init__(self, draft: LocalDraft, storage: Gated, path: str) -> None:
+        self._draft, self._storage, self._path = draft, storage, path
+
+    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+        self._storage.reach("write", self._path)
+        self._draft.write(name, parts)
+
+    def publish(self) -> Any:
+        self._storage.reach("publish", self._path)
+        return self._draft.publish()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._draft, name)
+
+
+def complete(directory: str) -> set[str]:
+    found = os.listdir(directory) if os.path.isdir(directory) else []
+    return {name for name in found if name.endswith(".ckpt") and os.path.exists(f"{directory}/{name}/{ROOT_NAME}")}
+
+
+def disk_error() -> None:
+    raise OSError(errno.EIO, "Input/output error", "/the/disk")
+
+
+def leave() -> None:
+    raise SystemExit(7)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raised(work: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        work()
+    except (Exception, SystemExit) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+class Scene:
+    """A sharded tensor and a list, saved under names, by the engine alone."""
+
+    def __init__(self, folder: str, max_pending: int = 1) -> None:
+        self.folder, self.storage = folder, Gated()
+        self.ranks, behind = Ranks.of_default_group(TIMEOUT_S), Ranks.of_default_group(TIMEOUT_S)
+        self.background = Background(behind, max_pending)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.tensor = distribute_tensor(torch.zeros(7, 300), mesh, [Shard(0)])
+        self.list = [0]
+
+    def describe(self) -> Snapshot:
+        return snapshot({"state_dict": {"a": self.tensor}, "global_step": self.list[0], "list": self.list})
+
+    def fill(self, step: int) -> None:
+        with torch.no_grad():
+            self.tensor.fill_(float(step))
+        self.list[0] = step
+
+    def save(self, name: str, step: int) -> Any:
+        self.fill(step)
+        path, common = f"{self.folder}/{name}.ckpt", {"about": About(step), "size_per_shard": 1.0}
+        done = save_async(
+            path, self.describe, ranks=self.ranks, background=self.background, storage=self.storage, **common
+        )
+        self.fill(-1)  # training goes on
+        return done
+
+    def wait(self) -> None:
+        self.background.settle(self.ranks)
+
+    def remove(self, name: str) -> None:
+        path = f"{self.folder}/{name}.ckpt"
+        if dist.get_rank() == 0:  # as Lightning does
+            self.background.remove(path, lambda: self.storage.remove(path))
+
+    def stored(self, name: str) -> list[float]:
+        try:
+            found = load_full(f"{self.folder}/{name}.ckpt")
+        except CheckpointNotFoundError:
+            return []
+        return [found["global_step"], *found["list"], *found["state_dict"]["a"].unique().tolist()]
+
+
+def returns_at_once(folder: str) -> list[Any]:
+    scene = Scene(folder)
+    with scene.storage.shut():
+        done = scene.save("a", 1)
+        before = (done.done(), scene.stored("a"))
+    scene.wait()
+    return [before, done.result(0), scene.stored("a")]
+
+
+def test_a_save_returns_before_anything_is_written_and_holds_the_values_of_the_call(tmp_path: Path) -> None:
+    assert run_ranks(2, returns_at_once, str(tmp_path)) == [[(False, []), [], [1, 1, 1.0]]] * 2
+
+
+FAULTS = [("write", 0), ("write", 1), ("publish", 0)]
+
+
+def failing(folder: str, fault: Callable[[], None]) -> list[Any]:
+    """Every point in turn, learnt of by the next save and by ``wait``: what was raised, and what is stored."""
+    scene, found = Scene(folder), []
+    scene.save("a", 1)
+    scene.wait()
+    for point, who in FAULTS:
+        for ask in (lambda: scene.save("b", 3), scene.wait):
+            if dist.get_rank() == who:
+                scene.storage.faults[point, "a.ckpt"] = fault
+            with scene.storage.shut():
+                done = scene.save("a", 2)
+                scene.remove("a")  # as if what failed had been meant to replace it
+            assert done.exception(TIMEOUT_S) is not None
+            first, again = raised(ask), raised(scene.wait)
+            found.append((first, again, scene.stored("a"), scene.stored("b"), scene.background.notes()))
+            dist.barrier()
+    scene.save("a", 4)
+    scene.wait()
+    return [*found, scene.stored("a")]
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(disk_error, "OSError"), (leave, "RankError")])
+def test_what_fails_in_the_background_is_raised_once_on_all_ranks_and_nothing_is_lost(
+    fault: Callable[[], None], kind: str, tmp_path: Path
+) -> None:
+    results = run_ranks(2, failing, str(tmp_path), fault)
+    for rank, (*found, after) in enumerate(results):
+        assert after == [4, 4, 4.0]
+        cases = [fault for fault in FAULTS for _ in range(2)]
+        for (point, who), (first, again, old, other, notes) in zip(cases, found, strict=True):
+            assert first[0] == kind and again == ("", "")
+            cause = "Input/output error" if fault is disk_error else "SystemExit: 7"
+            assert f"rank {who} failed while saving" in first[1] and cause in first[1], (point, who)
+            assert (old, other) == ([1, 1, 1.0], [])
+            assert [note.startswith("not removed") for note in notes] == [True] * (rank == 0)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def late_news(early: int) -> list[Any]:
+    """One rank knows that a save failed while the other is still writing."""
+    ranks, background, release = Ranks.of_default_group(TIMEOUT_S), Background(Ranks.alone()), threading.Event()
+
+    def work(behind: Ranks) -> list[str]:
+        assert dist.get_rank() == early or release.wait(TIMEOUT_S)
+        raise OSError(errno.EIO, f"as rank {early} says" if dist.get_rank() == early else "says the other")
+
+    done = background.save("a", work, HostMemory())
+    if dist.get_rank() == early:
+        assert done.exception(TIMEOUT_S) is not None
+    first = raised(lambda: background.settle(ranks, room_for="b"))
+    release.set()
+    assert done.exception(TIMEOUT_S) is not None
+    return [first, raised(lambda: background.settle(ranks)), background.waited]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_failure_that_one_rank_knows_of_earlier_is_raised_on_all_together_and_not_again(early: int) -> None:
+    for found in run_ranks(2, late_news, early):
+        assert found == [("OSError", f"[Errno 5] as rank {early} says"), ("", ""), False]
+
+
+def two_paths(folder: str) -> list[Any]:
+    scene = Scene(folder)
+    scene.save("old", 1)
+    scene.wait()
+    dist.barrier()
+    scene.storage.looks.clear()
+    with scene.storage.shut():
+        scene.save("new", 2)
+        scene.remove("old")
+        scene.save("newer", 3)
+        scene.remove("new")
+        held = complete(folder)
+    scene.wait()
+    dist.barrier()
+    return [held, complete(folder), all(scene.storage.looks), scene.background.notes()]
+
+
+def test_a_removal_waits_for_the_save_before_it_and_one_whose_save_is_pending_follows_it(tmp_path: Path) -> None:
+    assert run_ranks(2, two_paths, str(tmp_path)) == [[{"old.ckpt"}, {"newer.ckpt"}, True, []]] * 2
+
+
+def bounded(folder: str, max_pending: int) -> list[Any]:
+    scene = Scene(folder, max_pending)
+    with scene.storage.opened_by("_await"):
+        for number in range(max_pending + 1):
+            scene.save(str(number), number)
+        assert not scene.background.waited and not scene.storage.gate.is_set()
+        scene.save("more", 9)
+    scene.wait()
+    return [scene.background.waited, sorted(complete(folder)), len(scene.background._free)]
+
+
+@pytest.mark.parametrize("max_pending", [0, 2])
+def test_a_save_beyond_the_bound_waits_for_room(max_pending: int, tmp_path: Path) -> None:
+    names = [*(f"{number}.ckpt" for number in range(max_pending + 1)), "more.ckpt"]
+    assert run_ranks(2, bounded, str(tmp_path), max_pending) == [[True, names, max_pending + 1]] * 2
+
+
+def same_path_twice(folder: str) -> list[Any]:
+    scene = Scene(folder, max_pending=5)
+    with scene.storage.opened_by("_await"):
+        scene.save("last", 1)
+        scene.save("last", 2)
+    scene.wait()
+    return scene.stored("last")
+
+
+def test_a_save_to_a_path_that_is_being_written_waits_for_that_one(tmp_path: Path) -> None:
+    assert run_ranks(2, same_path_twice, str(tmp_path)) == [[2, 2, 2.0]] * 2
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def saves_again_and_again(folder: str) -> tuple[int, int]:
+    ranks, background, large = Ranks.alone(), Background(Ranks.alone()), torch.rand(1 << 21)  # 8 MB
+    places, resident = set(), []
+    for number in range(30):
+        path, about = f"{folder}/{number % 2}.ckpt", About(number)
+        save_async(
+            path,
+            lambda: snapshot({"state_dict": {"large": large}, "global_step": 1}),
+            ranks=ranks,
+            about=about,
+            size_per_shard=100,
+            background=background,
+        )
+        if number % 3 == 0:
+            background.settle(ranks)
+            places |= {memory._memory.data_ptr() for memory in background._free}
+            resident.append(resident_bytes())
+    background.settle(ranks)
+    return len(places), resident[-1] - resident[2]
+
+
+def test_host_memory_is_used_again(tmp_path: Path) -> None:
+    ((places, grown),) = run_ranks(1, saves_again_and_again, str(tmp_path))
+    assert places <= 2 and grown < 4 << 20
+
+
+def test_copies_are_exact_whatever_the_tensors_are_and_stay_where_they_were() -> None:
+    memory = HostMemory()
+    base = torch.arange(24.0).reshape(4, 6)
+    odd = [
+        base.t(),
+        base[:, 1::2],
+        torch.tensor(3, dtype=torch.int16),
+        torch.empty(0, 5),
+        torch.tensor([True, False]),
+        torch.arange(3, dtype=torch.uint8),
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        base.to(torch.float8_e4m3fn),
+    ]
+    with torch.inference_mode():
+        first = memory.copy(odd)
+        expected = [tensor.clone() for tensor in odd]
+    place = memory._memory.data_ptr()
+    second = memory.copy([base])
+    assert place == second[0].data_ptr() == memory._memory.data_ptr()
+    assert torch.equal(second[0], base)
+    first = memory.copy(odd)
+    for copy, tensor in zip(first, expected, strict=True):
+        assert copy.is_contiguous() and copy.dtype == tensor.dtype and copy.shape == tensor.shape
+        assert copy.tolist() == tensor.tolist()
+
+
+def killed(folder: str, who: int) -> tuple[str, str, list[float]]:
+    scene = Scene(folder)
+    scene.save("a", 1)
+    scene.wait()
+    if dist.get_rank() == who:
+        scene.storage.faults["write", "a.ckpt"] = die
+    scene.save("a", 2)
+    return *raised(scene.wait), scene.stored("a")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_killed_while_it_writes_is_named_and_leaves_the_old_checkpoint(who: int, tmp_path: Path) -> None:
+    outcomes = run_ranks(2, killed, str(tmp_path), who, expect_errors=True, grace_s=30)
+    assert outcomes.pop(who).killed
+    kind, message, stored = outcomes[0].value
+    assert (kind, stored) == (RankError.__name__, [1, 1, 1.0])
+    assert f"rank {who} failed" in message and "is gone" in message
+
+
+EXIT = """
+import sys, torch, threading
+from lightning_shardckpt import ShardCkptIO
+from tests.test_async import Gated, disk_error
+io = ShardCkptIO(use_async=True)
+io.storage = storage = Gated()
+storage.gate.clear()
+if len(sys.argv) > 2:
+    storage.faults["write", "a.ckpt"] = disk_error
+io.save_checkpoint({"state_dict": {"a": torch.ones(3)}, "global_step": 5}, sys.argv[1])
+main = threading.main_thread()
+threading.Thread(target=lambda: (main.join(), storage.gate.set())).start()
+"""
+
+
+@pytest.mark.parametrize("fault", [[], ["fault"]], ids=["", "with an error"])
+def test_a_process_that_ends_without_a_teardown_finishes_its_save_or_shows_its_error(
+    fault: list[str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, path, *fault], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    if fault:
+        assert "Input/output error" in done.stderr and os.listdir(tmp_path) == []
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert load_full(path)["global_step"] == 5
+
+
+# --- with a Trainer ---
+
+
+def gated_io(**options: Any) -> ShardCkptIO:
+    io = ShardCkptIO(use_async=True, **options)
+    io.storage = Gated()
+    return io
+
+
+class At(pl.Callback):
+    """Does something at the end of a step; give it behind a ModelCheckpoint's place."""
+
+    def __init__(self, step: int, act: Callable[[pl.Trainer], None]) -> None:
+        self._step, self._act = step, act
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self._step:
+            self._act(trainer)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two checkpoints hold the same, bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return tiny._same(a, b)
+
+
+def twins(strategy: Any, directory: str) -> list[bool]:
+    """Saves after each of three steps, all of them held until training is over; and the same at once."""
+    io = gated_io(max_pending=2)
+    results = []
+    for name, plugins in (("sync", [ShardCkptIO()]), ("async", [io])):
+        saves = [tiny.SaveAt(step, f"{directory}/{name}{step}.ckpt") for step in (1, 2, 3)]
+        io.storage.gate.clear()
+        release = At(4, lambda trainer: io.storage.gate.set())
+        results.append(tiny.fit(strategy, 5, callbacks=[*saves, release], plugins=plugins))
+    resumed = results[0]
+    if not isinstance(strategy, str):  # which go on with other batches
+        resumed = tiny.fit(strategy, 5, resume=f"{directory}/async2.ckpt", seed=9, plugins=[gated_io()])
+    pairs = [[load_full(f"{directory}/{name}{step}.ckpt") for name in ("sync", "async")] for step in (1, 2, 3)]
+    found = [same(a, b) for a, b in pairs]
+    return [*found, *(tiny.differences(results[0]["state"], r["state"]) == [] for r in (results[1], resumed))]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [({}, 2), ({"pipeline_parallel_size": 2}, 2), ("auto", 1)],
+    ids=["fsdp2", "pp2", "stock"],
+)
+def test_asynchronous_checkpoints_equal_synchronous_ones_and_resume_alike(
+    strategy: Any, world: int, tmp_path: Path
+) -> None:
+    assert run_ranks(world, twins, strategy, str(tmp_path)) == [[True] * 5] * world
+
+
+def keep_one(strategy: Any, directory: str) -> dict[str, Any]:
+    """The save after the second step is held until the third."""
+    io, seen = gated_io(), {}
+    storage = io.storage
+
+    def shut(trainer: pl.Trainer) -> None:
+        io.wait()
+        storage.looks.clear()
+        storage.gate.clear()
+
+    def look(trainer: pl.Trainer) -> None:
+        seen["held"] = complete(directory)
+        seen["link is broken"] = not os.path.exists(f"{directory}/last.ckpt")
+        storage.gate.set()
+
+    pl.seed_everything(1)
+    keep = ModelCheckpoint(directory, save_top_k=1, every_n_train_steps=1, save_last="link", filename="{step}")
+    callbacks = [At(1, shut), At(2, look), keep]
+    run = tiny.trainer(strategy, max_steps=3, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
+    run.fit(module := tiny.TinyLM(), tiny.loader(), _held_out())
+    seen["kept"] = sorted(os.listdir(directory))
+    seen["always some"] = all(storage.looks)
+    run.save_checkpoint(f"{directory}/after.ckpt")
+    if not isinstance(strategy, str):
+        seen["after"] = complete(directory) >= {"after.ckpt"}
+    load_from_checkpoint(tiny.TinyLM, f"{directory}/after.ckpt") if run.is_global_zero else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)  # Lightning takes one process for several
+        for path in ("best", "last", f"{directory}/after.ckpt"):
+            run.validate(module, _held_out(), ckpt_path=path, verbose=False)
+    seen["last"] = os.path.basename(os.path.realpath(f"{directory}/last.ckpt"))
+    return seen
+
+
+def _held_out() -> Any:
+    return tiny.loader(count=8, shuffle=False)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [({}, 2), ("auto", 1)], ids=["fsdp2", "stock"])
+def test_the_best_checkpoint_is_there_until_its_successor_is(strategy: Any, world: int, tmp_path: Path) -> None:
+    for found in run_ranks(world, keep_one, strategy, str(tmp_path / "run")):
+        assert found["held"] == {"step=1.ckpt"} and found["link is broken"]
+        assert found["kept"] == ["last.ckpt", "step=3.ckpt"] and found["last"] == "step=3.ckpt"
+        assert found["always some"] and found.get("after", True)
+
+
+def fails_at_the_end(strategy: Any, directory: str) -> list[Any]:
+    io = gated_io()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        io.storage.faults["write", "step=3.ckpt"] = disk_error
+    keep = ModelCheckpoint(directory, save_top_k=1, every_n_train_steps=1, filename="{step}")
+    run = tiny.trainer(strategy, max_steps=3, plugins=[io], callbacks=[keep], enable_checkpointing=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        error = raised(lambda: run.fit(tiny.TinyLM(), tiny.loader()))
+    said = [str(w.message) for w in told if "not removed" in str(w.message)]
+    again = tiny.fit(strategy, 2, save=f"{directory}/more.ckpt", plugins=[io])
+    io.wait()
+    return [*error, said, complete(directory), len(again["losses"])]
+
+
+@pytest.mark.parametrize(("strategy", "world"), [({}, 2), ("auto", 1)], ids=["fsdp2", "stock"])
+def test_an_error_of_the_last_save_is_raised_by_fit_and_the_one_before_is_kept(
+    strategy: Any, world: int, tmp_path: Path
+) -> None:
+    results = run_ranks(world, fails_at_the_end, strategy, str(tmp_path))
+    for rank, (kind, message, said, names, steps) in enumerate(results):
+        assert kind == "OSError" and "Input/output error" in message
+        assert [("step=2.ckpt" in s) for s in said] == ([True] if rank == 0 else [])
+        assert names >= {"step=2.ckpt", "more.ckpt"} and "step=3.ckpt" not in names
+        assert steps == 2
+    assert world == 1 or "rank 1 failed while saving" in message
+
+
+class Fails(tiny.TinyLM):
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.global_step == 2:
+            raise ZeroDivisionError("as users do")
+
+
+def fails_in_training(directory: str, case: str) -> list[Any]:
+    io = gated_io()
+    saves: list[pl.Callback] = [tiny.SaveAt(2, f"{directory}/pending.ckpt")]
+    told: Any = nullcontext()
+    if case != "nobody saves":
+        saves.append(OnExceptionCheckpoint(directory))
+    if case == "the save before fails":
+        io.storage.faults["write", "pending.ckpt"] = disk_error if dist.get_rank() == 1 else lambda: None
+        told = pytest.warns(UserWarning, match="before the exception, a save had failed: .*Input")
+    if case == "the last save fails":
+        io.storage.faults["write", "on_exception.ckpt"] = disk_error if dist.get_rank() == 1 else lambda: None
+        told = pytest.warns(UserWarning, match="no checkpoint was saved behind the exception: .*Input")
+    keeping = {"callbacks": saves, "enable_checkpointing": len(saves) > 1}
+    run = tiny.trainer({}, max_steps=4, limit_val_batches=0, plugins=[io], **keeping)
+    with told, io.storage.opened_by("on_exception"), pytest.raises(ZeroDivisionError):
+        run.fit(Fails(), tiny.loader())
+    found = complete(directory)
+    dist.barrier()
+    again = tiny.trainer({}, max_steps=4, limit_val_batches=0, plugins=[io])
+    again.fit(module := tiny.TinyLM(), tiny.loader(), ckpt_path=f"{directory}/{min(found)}")
+    again.save_checkpoint(f"{directory}/second.ckpt")
+    return [found, len(module.losses), complete(directory) - found]
+
+
+CASES = {
+    "all is well": {"on_exception.ckpt", "pending.ckpt"},
+    "nobody saves": {"pending.ckpt"},
+    "the save before fails": {"on_exception.ckpt"},
+    "the last save fails": {"pending.ckpt"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fit_that_fails_finishes_its_saves_and_a_second_one_is_clean(case: str, tmp_path: Path) -> None:
+    assert run_ranks(2, fails_in_training, str(tmp_path), case) == [[CASES[case], 2, {"second.ckpt"}]] * 2
+
+
+def terminated(directory: str) -> int:
+    io = gated_io()
+
+    def end(trainer: pl.Trainer) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    callbacks: list[pl.Callback] = [
+        tiny.SaveAt(2, f"{directory}/pending.ckpt"),
+        At(3, end),
+        OnExceptionCheckpoint(directory, "ended"),
+    ]
+    options = {"limit_val_batches": 0, "callbacks": callbacks, "plugins": [io], "enable_checkpointing": True}
+    run = tiny.trainer({}, max_steps=9, **options)
+    pl.seed_everything(1)
+    with pytest.raises(SystemExit), io.storage.opened_by("save_behind_exception"):
+        run.fit(tiny.TinyLM(), tiny.loader())
+    assert complete(directory) == {"pending.ckpt", "ended.ckpt"}
+    return run.global_step
+
+
+def test_sigterm_ends_the_run_with_all_saves_complete(tmp_path: Path) -> None:
+    one, other = run_ranks(2, terminated, str(tmp_path))
+    assert one == other == load_full(str(tmp_path / "ended.ckpt"))["global_step"] > 2
+
+
+def told_of_waiting(directory: str) -> list[str]:
+    io = gated_io(max_pending=0)
+    saves = [tiny.SaveAt(step, f"{directory}/{step}.ckpt") for step in (1, 2, 3, 4)]
+    run = tiny.trainer({}, max_steps=5, limit_val_batches=0, plugins=[io], callbacks=saves)
+    with warnings.catch_warnings(record=True) as told, io.storage.opened_by("_await"):
+        warnings.simplefilter("always")
+        run.fit(tiny.TinyLM(), tiny.loader())
+    return [str(w.message) for w in told if "max_pending=0" in str(w.message)]
+
+
+def test_a_run_that_saves_faster_than_it_can_write_is_told_so_once(tmp_path: Path) -> None:
+    told, others = run_ranks(2, told_of_waiting, str(tmp_path))
+    assert len(told) == 1 and others == []
+
+
+class WithRate(tiny.TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def find_rate(strategy: Any) -> list[str]:
+    """Lightning's tuner saves, tries, loads and deletes."""
+    io = gated_io()
+    run = tiny.trainer(strategy, max_steps=20, limit_val_batches=0, plugins=[io], default_root_dir=os.getcwd())
+    with warnings.catch_warnings(), io.storage.opened_by("drain"):
+        warnings.filterwarnings("ignore", ".*not in the checkpoint, kept as configured: .'initial_lr'")  # Lightning's
+        found = Tuner(run).lr_find(module := WithRate(), tiny.loader(), num_training=8, update_attr=False)
+    assert found is not None and module.lr == 1e-3
+    io.wait()
+    dist.barrier()
+    return os.listdir(os.getcwd())
+
+
+@pytest.mark.parametrize(("strategy", "world"), [({}, 2), ("auto", 1)], ids=["fsdp2", "stock"])
+def test_a_load_waits_for_the_save_before_it(strategy: Any, world: int) -> None:
+    assert run_ranks(world, find_rate, strategy) == [[]] * world
+
+
+def under_ddp(directory: str) -> list[Any]:
+    io = gated_io(max_pending=3)
+    saves = [tiny.SaveAt(step, f"{directory}/{step}.ckpt") for step in (1, 2)]
+    found = tiny.fit("ddp", 3, callbacks=saves, plugins=[io])
+    plain = tiny.fit("ddp", 2, save=f"{directory}/plain.ckpt")
+    dist.barrier()
+    run = tiny.trainer("ddp", plugins=[io])
+    run.validate(tiny.TinyLM(), _held_out(), ckpt_path=f"{directory}/2.ckpt", verbose=False)
+    states = [load_full(f"{directory}/{name}.ckpt")["state_dict"] for name in ("2", "plain")]
+    return [found["step"], plain["step"], same(*states)]
+
+
+def test_under_ddp_rank_zero_writes_while_all_train(tmp_path: Path) -> None:
+    assert run_ranks(2, under_ddp, str(tmp_path)) == [[3, 2, True]] * 2
+
+
+def stopped_between(directory: str) -> None:
+    """Killed with the second save pending and "last" linked to it."""
+    io = gated_io()
+    keep = ModelCheckpoint(directory, save_top_k=1, every_n_train_steps=1, save_last="link", filename="{step}")
+
+    def shut(trainer: pl.Trainer) -> None:
+        io.wait()
+        io.storage.gate.clear()
+
+    def end(trainer: pl.Trainer) -> None:
+        trainer.strategy.barrier()
+        die()
+
+    callbacks = [At(1, shut), At(2, end), keep]
+    tiny.trainer({}, max_steps=3, plugins=[io], callbacks=callbacks, enable_checkpointing=True).fit(
+        tiny.TinyLM(), tiny.loader()
+    )
+
+
+def go_on_from_last(directory: str) -> int:
+    keep = ModelCheckpoint(directory, save_top_k=1, every_n_train_steps=1, save_last="link", filename="{step}")
+    run = tiny.trainer({}, max_steps=3, plugins=[gated_io()], callbacks=[keep], enable_checkpointing=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(module := tiny.TinyLM(), tiny.loader(), ckpt_path="last")
+    assert dist.get_rank() or any("a link to nothing" in str(w.message) for w in told)
+    return len(module.losses)
+
+
+def test_a_run_killed_with_a_link_to_a_pending_save_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    directory = str(tmp_path / "run")
+    assert all(outcome.killed for outcome in run_ranks(2, stopped_between, directory, expect_errors=True))
+    assert complete(directory) == {"step=1.ckpt"} and os.path.islink(f"{directory}/last.ckpt")
+    assert run_ranks(2, go_on_from_last, directory) == [2, 2]
+    assert {name for name in os.listdir(directory) if not name.startswith(".")} >= {"step=3.ckpt", "last.ckpt"}
+
+
+def test_a_bound_below_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_pending"):
+        ShardCkptIO(use_async=True, max_pending=-1)
