@@ -87,18 +87,24 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
         return ckpt_path  # a requeued job goes on from there
     if ckpt_path != "last" and not implied:
         return ckpt_path
-    return _choose("last", _last(trainer, savers, "last" if implied else ""), look) or ckpt_path
+    found = _last(trainer, savers, "last" if implied else "")
+    chosen = _choose("last", sorted(found, key=lambda path: (_claimed_step(path), path), reverse=True), look)
+    return ckpt_path if chosen is None else found[chosen]
 
 
-def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str) -> list[str]:
-    """What may be meant, the highest step first; each checkpoint once, and links to nothing."""
+def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str) -> dict[str, str]:
+    """What may be meant: each checkpoint once, and links to nothing; with the link to it, if there is one.
+
+    ModelCheckpoint never deletes the path from which a run resumed: that should be the link.
+    """
     paths = {c.ckpt_path for c in savers if os.path.lexists(c.ckpt_path)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             found = _entries(os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
             paths.update(path for path in found if os.path.basename(path).startswith(prefix))
-    once = {os.path.realpath(path) if os.path.islink(path) and os.path.exists(path) else path for path in paths}
-    return sorted(once, key=lambda path: (_claimed_step(path), path), reverse=True)
+    links = {os.path.realpath(path): path for path in paths if os.path.islink(path) and os.path.exists(path)}
+    plain = {path: path for path in paths if path not in links.values()}
+    return plain | links
 
 
 def _entries(directory: str) -> Iterable[str]:

@@ -69,6 +69,8 @@ def test_a_link_counts_as_what_it_names(folder: Path, keeper: pl.Trainer) -> Non
     newest = saved(folder / "b.ckpt", 20)
     os.symlink("a.ckpt", folder / "last.ckpt")
     assert resolved(keeper, "last") == newest
+    os.symlink("b.ckpt", folder / "last-v1.ckpt")
+    assert resolved(keeper, "last") == str(folder / "last-v1.ckpt")
 
 
 def test_what_is_incomplete_damaged_or_gone_is_passed_over_with_the_reason(folder: Path, keeper: pl.Trainer) -> None:
