@@ -64,7 +64,7 @@ def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, 
 
 
 @pytest.mark.parametrize("saver", ["none", "on exception", "model checkpoint"])
-@pytest.mark.parametrize("where", ["on_train_batch_start", "training_step"])
+@pytest.mark.parametrize("where", [pytest.param("on_train_batch_start", marks=pytest.mark.slow), "training_step"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_exception_of_one_rank_is_neither_hidden_nor_waited_for(
     who: int, where: str, saver: str, tmp_path: Path

@@ -208,7 +208,7 @@ def test_a_killed_rank_is_named_on_all_others_and_nothing_is_lost(point: str, wh
         assert f"rank {who} failed while {({**SAVING, **LOADING})[point]}" in message and "is gone" in message
 
 
-STOPPED = [("describe", 1), ("begin", 0), ("write", 0), ("write", 2), ("publish", 0), ("open", 1), ("read", 0)]
+STOPPED = [("describe", 1), ("write", 0), ("publish", 0), ("read", 2)]
 
 
 def stopped(folder: str) -> list[Any]:

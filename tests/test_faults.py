@@ -86,6 +86,7 @@ def test_an_error_of_the_file_system_is_raised_or_overcome(name: str) -> None:
     assert without_names(wrong) == [] and trials > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_an_error_of_the_file_system_names_the_path(name: str) -> None:
     _, _, wrong = in_a_fork(swept, name, "errors", 2, [errno.ENOSPC])

@@ -336,7 +336,7 @@ def stopping(who: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_stopped_is_named_when_the_time_is_up(who: int) -> None:
     found = run_ranks(WORLD, stopping, who, timeout_s=60)
     for rank in {0, 1, 2} - {who}:
@@ -392,6 +392,7 @@ def slow_in_turn() -> list[int]:
     return [ranks.step("saving x", lambda w=who: work(w), lead) for who in (0, 2)]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for() -> None:
     assert run_ranks(WORLD, slow_in_turn, timeout_s=60) == [[3, 3]] * WORLD
 

@@ -76,7 +76,7 @@ def expected() -> dict[Case, Trained]:
         pytest.param(
             2, TP, [LATE, TIED, ACCUMULATED, TIED_LLAMA, QWEN3, QWEN3_UNHELD], id="tp2", marks=pytest.mark.slow
         ),
-        pytest.param(4, TP, [TIED, ACCUMULATED, LLAMA, QWEN3], id="fsdp2 x tp2"),
+        pytest.param(4, TP, [TIED, ACCUMULATED, LLAMA, QWEN3], id="fsdp2 x tp2", marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_plain_torch(
