@@ -237,13 +237,13 @@ def weights(files: Files) -> dict[str, torch.Tensor]:
 
 
 def wrong_tensors(found: dict[str, torch.Tensor], good: dict[str, torch.Tensor]) -> list[str]:
-    """Names under which a mutant has other values, not merely fewer or renamed tensors, or reinterpreted ones."""
+    """Names under which a mutant has other values, not merely fewer, empty, renamed or reinterpreted tensors."""
     known = {(t.shape, t.numpy().tobytes()) for t in good.values()}
     flat = [t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in good.values()]
     return [
         name
         for name, tensor in found.items()
-        if tensor.dim() and (tensor.shape, tensor.numpy().tobytes()) not in known
+        if tensor.dim() and tensor.numel() and (tensor.shape, tensor.numpy().tobytes()) not in known
         if tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() not in flat
     ]
 
