@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_shardckpt import preemption
+from lightning_shardckpt import ShardCkptIO, preemption
+from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.verify import verify
 from tests import tiny
 from tests.pool import run_ranks
 
@@ -66,3 +70,55 @@ def test_all_ranks_save_at_the_same_step_and_the_run_continues_exactly(
         assert losses == whole["losses"][:step]
         assert rest["losses"] == whole["losses"][step:]
         assert tiny.differences(whole["state"], rest["state"]) == []
+
+
+HOOKS = [
+    *("on_train_batch_start", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end", "on_save_checkpoint"),
+]
+
+
+class TerminateSomewhere(pl.Callback):
+    """Sends SIGTERM once, to some ranks' own process, in a hook at or behind a step."""
+
+    def __init__(self, ranks: list[int], step: int, hook: str) -> None:
+        self._ranks, self._step, self._left = ranks, step, True
+        setattr(self, hook, self._reached)
+
+    def _reached(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self._left and trainer.global_step >= self._step:
+            self._left = False
+            if trainer.global_rank in self._ranks:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_often(directory: str, numbers: range) -> list[tuple[int, int, int]]:
+    """Step of the signal, of the end and of the checkpoint, for runs that are drawn alike on all ranks."""
+    found = []
+    for number in numbers:
+        draw = random.Random(number)
+        ranks, step, hook = draw.choice([[0], [1], [0, 1]]), draw.randrange(6), draw.choice(HOOKS)
+        folder, io = f"{directory}/{number}", ShardCkptIO(use_async=draw.random() < 0.5)
+        keeps = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
+        callbacks = [TerminateSomewhere(ranks, step, hook), keeps, OnExceptionCheckpoint(folder, "ended")]
+        options: dict[str, Any] = {"limit_val_batches": 0, "callbacks": callbacks, "plugins": [io]}
+        run = tiny.trainer({}, max_steps=12, enable_checkpointing=True, **options)
+        with pytest.raises(SystemExit):
+            run.fit(tiny.TinyLM(), tiny.loader())
+        dist.barrier()
+        assert verify(f"{folder}/ended.ckpt").findings == ()
+        with open_checkpoint(f"{folder}/ended.ckpt") as checkpoint:
+            assert checkpoint.root.step is not None
+            found.append((step, run.global_step, checkpoint.root.step))
+    return found
+
+
+@pytest.mark.parametrize(
+    "numbers", [range(6), *(pytest.param(range(i, i + 40), marks=pytest.mark.slow) for i in range(0, 200, 40))], ids=str
+)
+def test_wherever_the_signal_comes_all_ranks_end_at_one_step_with_a_whole_checkpoint(
+    numbers: range, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, terminated_often, str(tmp_path), numbers, timeout_s=300)
+    assert first == second and len(first) == len(numbers)
+    assert all(at == saved and sent <= at <= sent + 3 for sent, at, saved in first)
