@@ -171,8 +171,8 @@ def _choose(word: str, paths: list[str], look: Callable[[str], Seen]) -> str | N
     for path in paths:
         seen = look(path)
         (complete if seen.problem is None else skipped).append(seen)
-        if seen.problem is None and not os.path.isfile(path):
-            break  # those behind it have lower steps, or scores
+        if seen.problem is None and (word == "best" or not os.path.isfile(path)):
+            break  # those behind it have lower scores, or steps
     listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
     if not complete and any(seen.ours for seen in skipped):
         raise CheckpointNotFoundError(f'ckpt_path="{word}": no checkpoint is complete: {listed}')
