@@ -361,17 +361,27 @@ def test_files_that_a_reader_opened_are_closed(path: str) -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_large_writes_and_many_small_parts_arrive_whole(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writev = os.writev
-    monkeypatch.setattr(os, "writev", lambda file, views: writev(file, [views[0][: max(len(views[0]) // 2, 1)]]))
+@pytest.mark.parametrize("sync_files", [True, False])
+def test_large_writes_and_many_small_parts_arrive_whole(
+    sync_files: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite, writev, short = os.pwrite, os.writev, list[str]()
+
+    def half(data: memoryview) -> memoryview:
+        short.append("write")
+        return data[: max(len(data) // 2, 1)]
+
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, half(data), offset))
+    monkeypatch.setattr(os, "writev", lambda file, views: writev(file, [half(views[0])]))
     parts = [bytes([i % 256]) * (i % 7) for i in range(3000)]
-    put(LOCAL, path, a=b"".join(parts))
-    draft = LOCAL.draft(path, OTHER_ID)
+    storage = LocalStorage(sync_files=sync_files)
+    put(storage, path, a=b"".join(parts))
+    draft = storage.draft(path, OTHER_ID)
     draft.begin()
     draft.write("b", parts)
     draft.write(ROOT_NAME, [b""])
     draft.publish()
-    assert content(LOCAL, path)["b"] == b"".join(parts)
+    assert content(LOCAL, path)["b"] == b"".join(parts) and len(short) > 10
 
 
 # ── what stands in place of a file ────────────────────────────────────────────────────────────────────────────────

@@ -15,8 +15,8 @@ _AT_FDCWD = -100
 _BATCH_PARTS, _BATCH_BYTES = 512, 32 << 20  # of one writev call; Linux takes at most 1,024 parts and 2 GiB
 
 
-def make_directories(path: str) -> None:
-    """Like ``os.makedirs``, and durable."""
+def make_directories(path: str, *, sync: bool = True) -> None:
+    """Like ``os.makedirs``, and durable with ``sync``."""
     missing = []
     while not os.path.lexists(path):
         missing.append(path)
@@ -24,7 +24,8 @@ def make_directories(path: str) -> None:
     for name in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(name)
-        sync_directory(os.path.dirname(name))
+        if sync:
+            sync_directory(os.path.dirname(name))
 
 
 def sync_directory(path: str) -> None:
@@ -64,8 +65,7 @@ def rename_at_once(source: str, target: str, flag: int) -> bool:
 
 def write_parts(file: int, parts: Iterable[Bytes]) -> None:
     """Write all parts, many with one system call; they are made one batch at a time."""
-    batch: list[Bytes] = []
-    size = 0
+    batch, size = list[Bytes](), 0
     for part in parts:
         batch.append(part)
         size += len(part)

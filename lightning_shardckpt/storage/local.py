@@ -20,6 +20,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.header import checksum
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.storage import leftovers, locks
+from lightning_shardckpt.storage.direct import write_durably
 from lightning_shardckpt.storage.durable import (
     EXCHANGE,
     make_directories,
@@ -30,10 +31,11 @@ from lightning_shardckpt.storage.durable import (
 )
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.replaceable import check_replaceable
+from lightning_shardckpt.storage.visible import create
 
 _OPEN_FILES = 64  # of one reader; a process may often have 1,024
 _ATTEMPTS = 20  # of what another process can get in the way of, again and again
-_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+_PAUSE_S = 0.01
 
 
 class LocalStorage:
@@ -41,10 +43,12 @@ class LocalStorage:
 
     Args:
         visible_within_s: how long a network file system may take to show one machine what another one made.
+        sync_files: whether what returned is durable. Without syncs a process may still die at any moment, but behind
+            a crash of the machine neither the old nor the new checkpoint may be left.
     """
 
-    def __init__(self, visible_within_s: float = 60.0) -> None:
-        self.visible_within_s = visible_within_s
+    def __init__(self, visible_within_s: float = 60.0, *, sync_files: bool = True) -> None:
+        self.visible_within_s, self.sync_files = visible_within_s, sync_files
 
     def open(self, path: str) -> LocalReader:
         """The checkpoint at ``path``, or the one that an interrupted save moved aside from there.
@@ -84,7 +88,7 @@ class LocalStorage:
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """A new checkpoint that will appear at ``path``."""
-        return LocalDraft(_checked(path), save_id, self.visible_within_s)
+        return LocalDraft(_checked(path), save_id, self.visible_within_s, sync_files=self.sync_files)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint (or the link to one) at ``path``; nothing else is ever deleted.
@@ -110,7 +114,8 @@ class LocalStorage:
             os.rename(_or_aside(path), doomed)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"no checkpoint at {path!r}: another process removed it just now") from None
-        sync_directory(os.path.dirname(path))
+        if self.sync_files:
+            sync_directory(os.path.dirname(path))
         return notes + leftovers.delete_unread(doomed)
 
 
@@ -222,10 +227,10 @@ class LocalReader:
 class LocalDraft:
     """A temporary directory beside the target."""
 
-    def __init__(self, target: str, save_id: str, visible_within_s: float = 0.0) -> None:
+    def __init__(self, target: str, save_id: str, visible_within_s: float = 0.0, *, sync_files: bool = True) -> None:
         self._target, self._parent = target, os.path.dirname(target)
         self._directory = leftovers.temporary_name(target, save_id)
-        self._visible_within_s = visible_within_s
+        self._visible_within_s, self._sync_files = visible_within_s, sync_files
         self._seen = False
         self._claim: leftovers.Claim | None = None
         self.notes: list[str] = []
@@ -238,52 +243,24 @@ class LocalDraft:
                 another process is saving to it.
         """
         check_replaceable(self._target)
-        make_directories(self._parent)
+        make_directories(self._parent, sync=self._sync_files)
         check_replaceable(self._target)  # a name that is too long is one only where its parent is there
         self._claim = leftovers.claim(self._target, self._directory, _make)
         self._seen = True
         self.notes += self._claim.notes
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Write a new file and sync it, and its entry in the directory."""
+        """Write a new file; sync it and its entry in the directory, unless syncs are left out."""
         path = os.path.join(self._directory, name)
-        file = self._new_file(path)
+        file = create(path, None if self._seen else self._visible_within_s)
+        self._seen = True
+        write = write_durably if self._sync_files else write_parts
         try:
             with naming(path):
-                write_parts(file, parts)
-                os.fsync(file)
+                write(file, parts)
         finally:
             os.close(file)
-        sync_directory(self._directory)
-
-    def _new_file(self, path: str) -> int:
-        """Open a new file; the first one waits until this machine sees the directory, which another one may have made.
-
-        Raises:
-            FileNotFoundError: if it does not within ``visible_within_s``.
-        """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        deadline, pause = time.monotonic() + self._visible_within_s, _PAUSE_S
-        while True:
-            try:
-                file = os.open(path, flags, 0o666)
-            except OSError as error:
-                if self._seen or error.errno not in (errno.ENOENT, errno.ESTALE):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise FileNotFoundError(
-                        errno.ENOENT,
-                        f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
-                        f"{self._visible_within_s:g} s ago; the path must be on a file system that all ranks share",
-                        self._directory,
-                    ) from None
-            else:
-                self._seen = True
-                return file
-            with suppress(OSError):
-                os.listdir(self._parent)  # has a network file system look again
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        self._sync(self._directory)
 
     def publish(self) -> None:
         """Exchange the directory with the target (or rename it there), sync the parent, remove the old one."""
@@ -297,7 +274,7 @@ class LocalDraft:
                 if not meanwhile or attempt == _ATTEMPTS - 1 or not os.path.lexists(self._directory):
                     raise
         self._release()  # from here on the old one may have our name; if the next line fails, nothing must be deleted
-        sync_directory(self._parent)
+        self._sync(self._parent)
         for path in (old, _aside(self._target)):
             if path is not None and os.path.lexists(path):
                 self.notes += leftovers.dispose(path)
@@ -331,6 +308,10 @@ class LocalDraft:
         if self._claim is not None:
             leftovers.delete(self._directory)
             self._release()
+
+    def _sync(self, directory: str) -> None:
+        if self._sync_files:
+            sync_directory(directory)
 
     def _release(self) -> None:
         if self._claim is not None:

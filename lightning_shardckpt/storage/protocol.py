@@ -48,10 +48,13 @@ class Draft(Protocol):
         """
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Write a new file; it is durable on return. Waits until this rank sees what the one that began made."""
+        """Write a new file. Waits until this rank sees what the one that began made.
+
+        It is durable on return, as is what ``publish`` did, unless the backend was told to leave out syncs.
+        """
 
     def publish(self) -> None:
-        """Make the checkpoint appear at its path, in place of one that is there; durable on return.
+        """Make the checkpoint appear at its path, in place of one that is there.
 
         What was replaced is deleted after that; if it cannot be, that is a note.
         """

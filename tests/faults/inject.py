@@ -1,9 +1,10 @@
 """How does a test make one chosen call of a save fail, without a compiler and without knowing who makes the call?
 
 While an ``Interposer`` is installed, every call of this process that changes something below its root, and every sync,
-passes through it: those of the os module, renameat2, and the writes of Python's own file objects. They are counted from
-1; one of them, or all from one on, can be cut short, fail with an errno or kill the process. What succeeded can be
-recorded. Reads and locks pass; an opening for reading counts where the process survives the fault.
+passes through it: those of the os module, renameat2, flags set with fcntl, and the writes of Python's own file objects.
+They are counted from 1; one of them, or all from one on, can be cut short, fail with an errno or kill the process. What
+succeeded can be recorded. Reads and locks pass; an opening for reading counts where the process survives the fault.
+Several threads may make calls, one after the other.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
+import fcntl
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,11 +79,13 @@ class Interposer:
         """The name of every call, and its path."""
         self.changes: list[Change] = []
         self._originals: list[tuple[Any, str, Any]] = []
+        self._counting = threading.Lock()
 
     def __enter__(self) -> Interposer:
         for name in _OF_DESCRIPTORS | _OF_PATHS:
             self._replace(os, name, self._around(name, getattr(os, name)))
         self._replace(os, "open", self._opening(os.open))
+        self._replace(fcntl, "fcntl", self._setting(fcntl.fcntl))
         self._replace(ctypes, "CDLL", self._loading(ctypes.CDLL))
         opening = self._opening_file(io.open)
         self._replace(io, "open", opening)
@@ -140,6 +145,15 @@ class Interposer:
 
         return call
 
+    def _setting(self, original: Callable[..., int]) -> Callable[..., int]:
+        def call(file: Any, command: int, *args: Any) -> int:
+            inside = self._inside(file) if command == fcntl.F_SETFL else None
+            if inside is not None:
+                self._count("fcntl", inside, [])
+            return original(file, command, *args)
+
+        return call
+
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: _Library(self, original(*args, **kwargs))
 
@@ -177,9 +191,11 @@ class Interposer:
 
     def _count(self, name: str, path: str, names: list[str]) -> bool:
         """Count a call that is about to be made, and let the fault act; True if a write is to be cut short."""
-        self.calls.append(f"{name} {path}")
         fault = self._fault
-        if not fault.hits(len(self.calls)):
+        with self._counting:  # threads share a call's work
+            self.calls.append(f"{name} {path}")
+            hit = fault.hits(len(self.calls))
+        if not hit:
             return False
         if fault.kind == "kill" or (fault.kind == "half" and name not in WRITES):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -197,9 +213,11 @@ class Interposer:
         begin = 0
         if self._recording and name in WRITES:
             begin = args[-1] if name.startswith("p") else os.lseek(file, 0, os.SEEK_CUR)
-        result = original(*args, **kwargs)
-        if name in WRITES and self._fault.kind == "half" and self._fault.hits(len(self.calls)):
-            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            result = original(*args, **kwargs)
+        finally:  # half of a direct write may be refused
+            if name in WRITES and self._fault.kind == "half" and self._fault.hits(len(self.calls)):
+                os.kill(os.getpid(), signal.SIGKILL)
         if name in WRITES and self._recording:
             self._record("write", path, offset=begin, data=_content(file, begin, result))
         elif name in ("fsync", "fdatasync"):
@@ -268,7 +286,7 @@ def _shortened(name: str, args: Any, *, at_least: int) -> tuple[Any, ...]:
         place = _COUNTS[name]
         found[place] = max(args[place] // 2, min(at_least, args[place]))
         return tuple(found)
-    data = b"".join(map(bytes, args[1])) if name.endswith("v") else bytes(args[1])
+    data = b"".join(map(bytes, args[1])) if name.endswith("v") else memoryview(args[1])  # as aligned as it was
     part = data[: max(len(data) // 2, min(at_least, len(data)))]
     found[1] = [part] if name.endswith("v") else part
     return tuple(found)

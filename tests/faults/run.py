@@ -15,6 +15,10 @@ from tests.faults.report import FLIP_COLUMNS, Row, of_flips, of_losses, of_outco
 from tests.faults.saves import scenario, scenarios
 from tests.faults.trial import Outcome, Scenario
 
+FULL_DISKS = (
+    "first save, 1 rank", "save over an older one, 1 rank", "save of a large file over an older one, 1 rank",
+    "consolidation, 1 rank",
+)  # fmt: skip
 KINDS = {
     "SIGKILL before a call": ("kill",),
     "SIGKILL in a write": ("half",),
@@ -29,10 +33,10 @@ def everything(short: bool) -> str:
     worlds = (1, 2) if short else (1, 2, 4)
     ours = [outcome for each in scenarios(*worlds) for outcome in _swept(each, short)]
     disks, why_not = _disks()
-    power = [loss for each in scenarios(*worlds) for loss in losses(each)]
+    power = [loss for each in scenarios(*((1,) if short else worlds)) if each.durable for loss in losses(each)]
     theirs = [outcome for each in dcp.SCENARIOS for outcome in _swept(each, short)]
     their_power = [loss for each in dcp.SCENARIOS for loss in losses(each, names_with_files=True)]
-    flipped = [flips(kind, every=29 if short else 1) for kind in FORMATS]
+    flipped = [flips(kind, every=97 if short else 1) for kind in FORMATS]
     wrong = problems([*ours, *disks]) + [loss.problem for loss in power if loss.problem]
     wrong += [f"{flip}" for flip in flipped[0] if flip.noticed == "silent"]
     return "\n\n".join(
@@ -53,8 +57,8 @@ def _swept(each: Scenario, short: bool) -> list[Outcome]:
     """A sample where several processes take part, or where another number of them prepared the same action."""
     first = max(each.world, each.prepared_by) == 1
     codes: Sequence[int] = ERRNOS if each.world == 1 else (errno.ENOSPC, errno.EIO)
-    found = sweep(each, kills, every=1 if each.world == 1 else 5 if short else each.world - 1)
-    found += sweep(each, partial(errors, codes=codes), every=(13 if short else 1) if first else 29 if short else 7)
+    found = sweep(each, kills, every=each.world * 5 if short else max(1, each.world - 1))
+    found += sweep(each, partial(errors, codes=codes), every=(61 if short else 1) if first else 97 if short else 7)
     rows = [of_outcomes(each.name, found)]
     print(table("", rows), flush=True)  # so that an interrupted run has told something
     return found
@@ -62,7 +66,7 @@ def _swept(each: Scenario, short: bool) -> list[Outcome]:
 
 def _disks() -> tuple[list[Outcome], str]:
     found: list[Outcome] = []
-    for name in ("first save, 1 rank", "save over an older one, 1 rank", "consolidation, 1 rank"):
+    for name in FULL_DISKS:
         outcomes = full_disks(scenario(name))
         if isinstance(outcomes, str):
             return [], outcomes

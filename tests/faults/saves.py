@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,22 +15,40 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_shardckpt import regions
+from lightning_shardckpt import whole as whole_tensors
 from lightning_shardckpt.checkpoint import load_full, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.storage import direct
 from lightning_shardckpt.storage.local import LocalStorage
 from tests.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
+SMALL_WINDOW_BYTES = 300  # of an archive of some KB
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
 
 
-def whole(step: int) -> dict[str, Any]:
-    """A checkpoint in which no element is equal to one of another step, nor to its neighbours."""
-    return {
+@contextmanager
+def small_buffers() -> Iterator[None]:
+    """Files of some KB are written as large ones are: past the page cache, with a buffer after the other."""
+    before = direct._BUFFER_BYTES, direct._SMALL_BYTES
+    direct._BUFFER_BYTES, direct._SMALL_BYTES = 8192, 4096
+    try:
+        yield
+    finally:
+        direct._BUFFER_BYTES, direct._SMALL_BYTES = before
+
+
+def whole(step: int, *, large: bool = False) -> dict[str, Any]:
+    """A checkpoint in which no element is equal to one of another step, nor to its neighbours.
+
+    What is ``large`` fills more than two small buffers, and its end is not aligned.
+    """
+    found = {
         "state_dict": {
             "w": torch.arange(48.0).reshape(8, 6) + 1000 * step,
             "v": torch.arange(40, dtype=torch.int16).reshape(20, 2) + 1000 * step,
@@ -39,11 +58,14 @@ def whole(step: int) -> dict[str, Any]:
         "global_step": step,
         "callbacks": {"Best": {"score": step / 7, "path": f"step-{step}.ckpt"}},
     }
+    if large:
+        found["state_dict"]["large"] = torch.arange(5500.0) + 10_000 * step
+    return found
 
 
-def of_rank(step: int, ranks: Ranks) -> dict[str, Any]:
+def of_rank(step: int, ranks: Ranks, *, large: bool = False) -> dict[str, Any]:
     """What a rank has of it: a shard of each matrix. The mesh needs no process group, since nothing communicates."""
-    found = whole(step)
+    found = whole(step, large=large)
     if ranks.world > 1:
         mesh = DeviceMesh("cpu", torch.arange(ranks.world), _init_backend=False, _rank=ranks.rank)
         for name, tensor in found["state_dict"].items():
@@ -55,10 +77,10 @@ def of_rank(step: int, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def save_step(path: str, step: int, ranks: Ranks) -> None:
+def save_step(path: str, step: int, ranks: Ranks, *, large: bool = False, sync_files: bool = True) -> None:
     """Collective: every rank of ``ranks`` must call it."""
-    state = of_rank(step, ranks)
-    save(path, lambda: snapshot(state), ranks=ranks, about=About(step), size_per_shard=SIZE_PER_SHARD)
+    state, storage = of_rank(step, ranks, large=large), LocalStorage(sync_files=sync_files)
+    save(path, lambda: snapshot(state), ranks=ranks, about=About(step), size_per_shard=SIZE_PER_SHARD, storage=storage)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -70,7 +92,7 @@ def equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def loads(path: str) -> Literal["old", "new", "mixed", "nothing", "broken"]:
+def loads(path: str, *, large: bool = False) -> Literal["old", "new", "mixed", "nothing", "broken"]:
     """What is at a path."""
     try:
         found = load_full(path)
@@ -78,11 +100,12 @@ def loads(path: str) -> Literal["old", "new", "mixed", "nothing", "broken"]:
         return "nothing"
     except Exception:
         return "broken"
-    return _which(found)
+    return _which(found, large=large)
 
 
-def _which(found: Any) -> Literal["old", "new", "mixed"]:
-    return "old" if equal(found, whole(OLD)) else "new" if equal(found, whole(NEW)) else "mixed"
+def _which(found: Any, *, large: bool = False) -> Literal["old", "new", "mixed"]:
+    is_of = [equal(found, whole(step, large=large)) for step in (OLD, NEW)]
+    return "old" if is_of[0] else "new" if is_of[1] else "mixed"
 
 
 def _one(root: str) -> str:
@@ -112,9 +135,26 @@ def _first(root: str) -> Found:
     return "lost" if found == "broken" else found
 
 
-def _replaced(root: str) -> Found:
-    found = loads(_one(root))
+def _replaced(root: str, *, large: bool = False) -> Found:
+    found = loads(_one(root), large=large)
     return "lost" if found in ("nothing", "broken") else found  # type: ignore[return-value]
+
+
+def _save_large(root: str, ranks: Ranks, step: int) -> None:
+    with small_buffers():
+        save_step(_one(root), step, ranks, large=True)
+
+
+def _save_large_again(root: str) -> None:
+    _save_large(root, Ranks.alone(), NEW)
+
+
+def _save_unsynced(root: str, ranks: Ranks, step: int) -> None:
+    save_step(_one(root), step, ranks, sync_files=False)
+
+
+def _save_unsynced_again(root: str) -> None:
+    _save_unsynced(root, Ranks.alone(), NEW)
 
 
 def _rotate(root: str, ranks: Ranks) -> None:
@@ -196,6 +236,16 @@ def _consolidate(root: str, ranks: Ranks) -> None:
     consolidate(_one(root), os.path.join(root, "whole.ckpt"))
 
 
+def _consolidate_by_threads(root: str, ranks: Ranks) -> None:
+    """In windows so small that several threads take part; which one makes a call is not determined."""
+    usual = regions._WINDOW_BYTES, whole_tensors._SPAN_BYTES
+    regions._WINDOW_BYTES = whole_tensors._SPAN_BYTES = SMALL_WINDOW_BYTES
+    try:
+        _consolidate(root, ranks)
+    finally:
+        regions._WINDOW_BYTES, whole_tensors._SPAN_BYTES = usual
+
+
 def _consolidate_again(root: str) -> None:
     output = os.path.join(root, "whole.ckpt")
     if os.path.lexists(output):
@@ -219,6 +269,23 @@ def _consolidated(root: str) -> Found:
 _old, _new = partial(_save_one, step=OLD), partial(_save_one, step=NEW)
 _FIRST = Scenario("first save", 1, _nothing, _new, _first, _save_again)
 _REPLACE = Scenario("save over an older one", 1, _old, _new, _replaced, _save_again)
+_LARGE = Scenario(
+    "save of a large file over an older one",
+    1,
+    partial(_save_large, step=OLD),
+    partial(_save_large, step=NEW),
+    partial(_replaced, large=True),
+    _save_large_again,
+)
+_UNSYNCED = Scenario(
+    "save without syncs over an older one",
+    1,
+    partial(_save_unsynced, step=OLD),
+    partial(_save_unsynced, step=NEW),
+    _replaced,
+    _save_unsynced_again,
+    durable=False,
+)
 _ROTATE = Scenario("rotation", 1, lambda r, k: save_step(_step(r, OLD), OLD, k), _rotate, _newest, _rotate_again)
 _LINK = Scenario(
     "rotation with a link", 1, _save_and_link, _rotate_and_link, _linked, _rotate_and_link_again, named=False
@@ -226,17 +293,18 @@ _LINK = Scenario(
 _OVER_LINK = Scenario("save over a link", 1, _save_and_link, _save_over_link, _over_link, _save_again)
 _DELETE = Scenario("deletion", 1, _old, _delete, _deleted, _save_and_delete)
 _CONSOLIDATE = Scenario("consolidation", 1, _new, _consolidate, _consolidated, _consolidate_again)
+_BY_THREADS = Scenario("consolidation by threads", 1, _new, _consolidate_by_threads, _consolidated, _consolidate_again)
 
 
 def scenarios(*worlds: int) -> Iterator[Scenario]:
     """Every kind of action, of checkpoints by worlds of these sizes."""
     for world in worlds:
         by = f", {world} rank{'s' * (world > 1)}"
-        for kind in (_FIRST, _REPLACE, _ROTATE, _LINK, _OVER_LINK):
+        for kind in (_FIRST, _REPLACE, _LARGE, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
         for kind in (_REPLACE, _OVER_LINK):
             yield replace(kind, name=f"{kind.name} by two renames{by}", world=world, exchange=False)
-        for kind in (_DELETE, _CONSOLIDATE):
+        for kind in (_DELETE, _CONSOLIDATE, _BY_THREADS):
             yield replace(kind, name=kind.name + by, prepared_by=world)
 
 

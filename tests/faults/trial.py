@@ -47,6 +47,8 @@ class Scenario:
     """How many ranks prepare, if not ``world``."""
     named: bool = True
     """Whether errors name the rank and the path."""
+    durable: bool = True
+    """Whether it survives a loss of power."""
 
 
 @dataclass(frozen=True, slots=True)
