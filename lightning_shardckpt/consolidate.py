@@ -10,20 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import described, did_you_mean
+from lightning_shardckpt.regions import fill
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.outputs import new_file
 from lightning_shardckpt.text import progress
-from lightning_shardckpt.whole import WINDOW_BYTES, Buffers, ahead, stream
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +89,7 @@ def _write(folder: str, file: BinaryIO) -> None:
     from lightning_shardckpt.staging import TORCH_DTYPES
 
     source = ShardedSource(LocalStorage(), folder)
-    components, buffers = source.checkpoint.root.components, Buffers()
+    components = source.checkpoint.root.components
     keys: dict[int, tuple[str, str]] = {}
 
     def stand_in(component: str, key: str) -> torch.Tensor:
@@ -102,16 +98,13 @@ def _write(folder: str, file: BinaryIO) -> None:
         keys[id(tensor)] = component, key
         return tensor
 
-    def content(tensor: torch.Tensor) -> Iterator[memoryview]:
-        pieces = stream(source.checkpoint, *keys[id(tensor)], buffers)
-        return ahead(pieces, executor) if tensor.nbytes > WINDOW_BYTES else pieces
-
-    specs = [spec for component in components.values() for spec in component.tensors.values()]
-    nbytes = sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in specs)
     plain = torchfile.Plain()
-    with source.checkpoint, ThreadPoolExecutor(1) as executor, progress(nbytes) as advance:
+    with source.checkpoint:
         checkpoint = plain.of(assemble(source, stand_in))
-        torchfile.write(file, checkpoint, content, advance)
+        archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
+        with progress(sum(region.nbytes for region in archive.regions)) as advance:
+            fill(file.fileno(), archive.regions, source.checkpoint, archive.head, advance)
+        archive.finish(file)
     _tell(plain.changed)
 
 

@@ -1,4 +1,4 @@
-"""How is a file for ``torch.load`` written that is larger than memory? The pickle first, then each tensor as a stream.
+"""How is a file for ``torch.load`` written that is larger than memory? Its layout first, then each tensor in pieces.
 
 ``torch.save`` writes a zip archive of uncompressed records: ``data.pkl``, in which tensors refer to storages by number,
 and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here tensors on the meta device stand
@@ -13,54 +13,71 @@ import sys
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from pickle import Pickler  # writes only; nothing here unpickles
 from typing import Any, BinaryIO
 
 import torch
 
+from lightning_shardckpt.regions import Region
 from lightning_shardckpt.staging import host_bytes
 from lightning_shardckpt.state.tree import Dropped
 
-Content = Callable[[torch.Tensor], Iterable[memoryview]]
-"""Gives the bytes of a tensor on the meta device, row-major, in pieces."""
-
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
 _LOCAL_HEADER, _ZIP64_FIELD, _ZIP64_FROM = 30, 20, 1 << 30
+_READABLE = 0o600 << 16  # what zipfile and torch.save say of the mode of a record
 _PROTOCOL = 2  # what torch.save uses and weights_only=True reads
 _LOADABLE = {type(None), bool, float, str, complex, bytes, torch.Tensor, torch.dtype, torch.device}
 _BIT_LIMIT = 2000  # weights_only=True reads no integer of 256 bytes or more
 
 
-def write(file: BinaryIO, value: Any, content: Content, advance: Callable[[int], Any] = lambda nbytes: None) -> None:
-    """Write what ``torch.save(value, file)`` would.
+class Archive:
+    """What ``torch.save(value, file)`` would write: ``regions`` to fill, each with its ``head``, then the end.
 
     Args:
-        file: empty, binary, seekable.
-        value: made of what ``plain`` returns, else ``torch.load`` refuses the file.
-        content: called once for each tensor on the meta device, however often it occurs in ``value``.
-        advance: told of the bytes as they are written.
+        value: made of what ``Plain`` returns, else ``torch.load`` refuses the file.
+        stored: component and key of a tensor on the meta device; called once for each, however often it occurs.
     """
-    pickled = io.BytesIO()
-    pickler = _Pickler(pickled)
-    pickler.dump(value)
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
-        def add(name: str, nbytes: int, parts: Iterable[bytes | memoryview]) -> None:
-            info, zip64 = zipfile.ZipInfo(f"archive/{name}"), nbytes >= _ZIP64_FROM
-            info.extra = _padding(file.tell() + _LOCAL_HEADER + len(info.filename) + (_ZIP64_FIELD if zip64 else 0))
-            with archive.open(info, "w", force_zip64=zip64) as record:
-                for part in parts:
-                    record.write(part)
-                    advance(len(part))
-
+    def __init__(self, value: Any, stored: Callable[[torch.Tensor], tuple[str, str]]) -> None:
+        self.regions: list[Region] = []
+        self._records: list[zipfile.ZipInfo] = []
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled)
+        pickler.dump(value)
         # without .format_version, torch.load looks offsets up instead of deriving them from what torch.save writes
-        for name, text in (("data.pkl", pickled.getvalue()), ("byteorder", sys.byteorder.encode())):
-            add(name, len(text), [text])
+        self._add("data.pkl", pickled.getbuffer())
+        self._add("byteorder", memoryview(sys.byteorder.encode()))
         for number, tensor in enumerate(pickler.tensors):
-            add(f"data/{number}", tensor.nbytes, content(tensor) if tensor.is_meta else [host_bytes(tensor)])
-        add("version", 2, [b"3\n"])
+            content = stored(tensor) if tensor.is_meta else host_bytes(tensor)
+            self._add(f"data/{number}", content, tensor.nbytes)
+        self._add("version", memoryview(b"3\n"))
+
+    def _add(self, name: str, content: memoryview | tuple[str, str], nbytes: int | None = None) -> None:
+        nbytes = len(content) if nbytes is None else nbytes
+        info = zipfile.ZipInfo(f"archive/{name}")
+        info.external_attr, info.file_size, info.compress_size = _READABLE, nbytes, nbytes
+        info.header_offset = self.regions[-1].end if self.regions else 0
+        head_nbytes = _LOCAL_HEADER + len(info.filename) + (_ZIP64_FIELD if nbytes >= _ZIP64_FROM else 0)
+        info.extra = _padding(info.header_offset + head_nbytes)
+        head_nbytes += len(info.extra)
+        self.regions.append(Region(info.header_offset + head_nbytes, nbytes, head_nbytes, content))
+        self._records.append(info)
+
+    def head(self, number: int, crc: int) -> bytes:
+        """The local header of a record, as ``regions.fill`` asks for it."""
+        info = self._records[number]
+        info.CRC = crc
+        return info.FileHeader(zip64=info.file_size >= _ZIP64_FROM)
+
+    def finish(self, file: BinaryIO) -> None:
+        """Write the central directory, when the regions are filled."""
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.filelist += self._records
+            archive.start_dir = self.regions[-1].end
 
 
 def _padding(position: int) -> bytes:
@@ -78,6 +95,28 @@ class _Storage:
     numel: int
 
 
+@cache
+def _rebuilt(dtype: torch.dtype) -> tuple[Any, type, list[Any]]:
+    """How torch rebuilds a tensor of a dtype: the function, the kind of storage, and the last arguments."""
+    reduced: Any = torch.empty(0, dtype=dtype).__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
+    function, (storage, _, _, _, *rest) = reduced
+    if not isinstance(storage, torch.storage.TypedStorage):
+        return function, torch.UntypedStorage, rest
+    return function, getattr(torch, storage._pickle_storage_type()), rest  # type: ignore[no-untyped-call]  # torch's
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a new tensor.
+
+    >>> _strides((5, 0, 3, 2))
+    (6, 6, 2, 1)
+    """
+    found = [1]
+    for length in reversed(shape[1:]):
+        found.append(found[-1] * max(length, 1))
+    return tuple(reversed(found)) if shape else ()
+
+
 class _Pickler(Pickler):
     """Notes the tensors, each once; their position is the number of their storage."""
 
@@ -88,17 +127,11 @@ class _Pickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        # torch says how a tensor of this dtype is rebuilt, and from which kind of storage
-        reduced: Any = torch.empty(0, dtype=obj.dtype).__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
-        function, (storage, _, _, _, *rest) = reduced
-        if isinstance(storage, torch.storage.TypedStorage):
-            kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]  # torch's
-            stand_in = _Storage(kind, len(self.tensors), obj.numel())
-        else:
-            stand_in = _Storage(torch.UntypedStorage, len(self.tensors), obj.nbytes)
+        function, kind, rest = _rebuilt(obj.dtype)
+        stand_in = _Storage(kind, len(self.tensors), obj.nbytes if kind is torch.UntypedStorage else obj.numel())
         self.tensors.append(obj)
-        strides = torch.empty(obj.shape, device="meta").stride()
-        return function, (stand_in, 0, tuple(obj.shape), strides, *rest)
+        # each its own, since a pickle refers to what was in it before
+        return function, (stand_in, 0, tuple(obj.shape), _strides(obj.shape), *map(copy, rest))
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.crc import PiecewiseCRC
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
-from lightning_shardckpt.torchfile import Plain, write
+from lightning_shardckpt.torchfile import Plain
 from tests import tiny, zoo
 from tests.pool import ROOT, run_ranks
 
@@ -83,13 +92,26 @@ def test_the_archive_is_valid_and_aligned_and_its_pickle_is_that_of_torch_save(s
             assert (info.header_offset + 30 + name + extra) % 64 == 0
 
 
-def test_a_record_beyond_the_32_bit_limits_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_byte_for_byte_what_zipfile_writes_of_the_same_records(saved: Path, tmp_path: Path) -> None:
+    file, buffer = consolidate(saved, tmp_path / "out.pt"), io.BytesIO()
+    with zipfile.ZipFile(file) as given, zipfile.ZipFile(buffer, "w") as judge:
+        for info in given.infolist():
+            new = zipfile.ZipInfo(info.filename)
+            new.extra = info.extra
+            with judge.open(new, "w") as record:
+                record.write(given.read(info))
+    assert file.read_bytes() == buffer.getvalue()
+
+
+def test_a_record_beyond_the_32_bit_limits_is_written_and_read(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = torch.load(consolidate(saved, tmp_path / "out.pt"))
     monkeypatch.setattr("lightning_shardckpt.torchfile._ZIP64_FROM", 1)  # the zip64 fields, without the gigabytes
-    value = {"a": torch.arange(1000), "b": torch.tensor(3)}
-    with (tmp_path / "x.pt").open("xb") as file:
-        write(file, value, lambda tensor: [])
-    assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
-    assert all(torch.equal(torch.load(tmp_path / "x.pt", mmap=True)[k], v) for k, v in value.items())
+    file = consolidate(saved, tmp_path / "zip64.pt")
+    assert zipfile.ZipFile(file).testzip() is None
+    found = torch.load(file, mmap=True)
+    assert [k for k, t in expected["state_dict"].items() if not same_bits(t, found["state_dict"][k])] == []
 
 
 def test_values_that_torch_load_refuses_become_plain_and_are_listed(
@@ -282,14 +304,130 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte[0] ^ 4]))
 
 
-def test_a_write_error_leaves_nothing_behind(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
+# ── several threads ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    monkeypatch.setattr(zipfile._ZipWriteFile, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        consolidate(copy)
+
+def in_small_windows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Have every thread there may be take part, in steps of a size that a test can afford."""
+    monkeypatch.setattr("lightning_shardckpt.regions._WINDOW_BYTES", nbytes)
+    monkeypatch.setattr("lightning_shardckpt.whole._SPAN_BYTES", nbytes)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+
+
+@pytest.mark.parametrize("nbytes", [80, 3000, 70_000])
+def test_windows_of_any_size_make_the_same_file(
+    nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = consolidate(saved, tmp_path / "a.pt").read_bytes()
+    in_small_windows(monkeypatch, nbytes)
+    assert consolidate(saved, tmp_path / "b.pt").read_bytes() == expected
+
+
+@pytest.mark.parametrize("nbytes", [200, 4 << 20])
+@pytest.mark.parametrize("victim", ["model-dist-00000-shard-00001", "model-dist-00003-shard-00002"])
+def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(
+    victim: str, nbytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_small_windows(monkeypatch, nbytes)
+    file = copy / f"{victim}.safetensors"
+    begin, end = 8 + int.from_bytes(file.read_bytes()[:8], "little"), file.stat().st_size
+    for offset in {begin, end - 1, *range(begin, end, 7919)}:
+        flip(file, offset)
+        with pytest.raises(CorruptionError, match=f"corrupted data of '.*' in {file.name}, written by rank"):
+            consolidate(copy)
+        flip(file, offset)
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 30, 150])
+@pytest.mark.parametrize("kind", ["full disk", "interrupt in a thread", "interrupt by a user"])
+def test_an_error_of_any_thread_ends_all_and_leaves_nothing_behind(
+    number: int, kind: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_small_windows(monkeypatch, 3000)
+    pwrite, calls = os.pwrite, itertools.count(1)
+
+    def failing(*arguments: Any) -> int:
+        if next(calls) == number:
+            if kind == "full disk":
+                raise OSError(28, "No space left on device")
+            if kind == "interrupt in a thread":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)  # it reaches the main thread
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(OSError if kind == "full disk" else KeyboardInterrupt) as raised:
+        consolidate(copy)
+    assert kind != "full disk" or f"No space left on device: '{copy.parent}/.tmp-" in str(raised.value)
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+def test_short_writes_are_continued(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, pwrite = consolidate(saved, tmp_path / "a.pt").read_bytes(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[: len(data) // 2 + 1], offset))
+    assert consolidate(saved, tmp_path / "b.pt").read_bytes() == expected
+
+
+def many_and_large() -> dict[str, torch.Tensor]:
+    """More than a window of small tensors, empty ones among them, and tensors of several windows and odd sizes."""
+    found = {f"small.{i}": zoo.drawn((i % 7, 129 + i % 3), torch.bfloat16, i) for i in range(4000)}
+    return found | {
+        "rows.1": zoo.drawn((4099, 517), torch.float32, 1),
+        "columns.1": zoo.drawn((2503, 1031), torch.float32, 2),
+        "columns.2": zoo.drawn((3, 7, 300_001), torch.uint8, 3),
+        "plain.1": zoo.drawn((9_000_001,), torch.uint8, 4),
+    }
+
+
+def save_many_and_large(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    cuts = {"rows": 0, "columns": 1}
+    state = {
+        k: distribute_tensor(t, mesh, [Shard(cuts[kind])], src_data_rank=None) if kind in cuts else t
+        for k, t in many_and_large().items()
+        for kind in [k.partition(".")[0]]
+    }
+    io = zoo.ShardCkptIO()
+    io.attach(zoo.Ranks.of_default_group(60), torch.nn.Module(), {})
+    io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
+
+
+def test_many_small_tensors_and_large_ones_of_odd_sizes_keep_their_bits(tmp_path: Path) -> None:
+    run_ranks(2, save_many_and_large, str(tmp_path / "a.ckpt"))
+    file = consolidate(tmp_path / "a.ckpt")
+    assert zipfile.ZipFile(file).testzip() is None
+    found, expected = torch.load(file, mmap=True)["state_dict"], many_and_large()
+    assert found.keys() == expected.keys()
+    assert [k for k, t in expected.items() if not same_bits(t, found[k])] == []
+
+
+def test_the_progress_ends_at_the_number_of_bytes_that_was_announced(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced, told = [], []
+
+    @contextmanager
+    def progress(nbytes: int) -> Iterator[Callable[[int], None]]:
+        announced.append(nbytes)
+        yield told.append
+
+    monkeypatch.setattr("lightning_shardckpt.consolidate.progress", progress)
+    in_small_windows(monkeypatch, 3000)
+    consolidate(saved, tmp_path / "out.pt")
+    assert announced == [sum(told)] and len(told) > 50
+
+
+def test_the_crc_of_pieces_in_any_order_is_that_of_the_whole() -> None:
+    for seed in range(100):
+        random_ = random.Random(seed)
+        data = random_.randbytes(random_.choice([1, 2, 100, 5000]))
+        cuts = sorted({0, len(data), *(random_.randrange(len(data)) for _ in range(seed % 20))})
+        pieces = list(itertools.pairwise(cuts))
+        random_.shuffle(pieces)
+        whole = PiecewiseCRC(len(data))
+        totals = [whole.add(a, b - a, zlib.crc32(data[a:b])) for a, b in pieces]
+        assert totals == [None] * (len(pieces) - 1) + [zlib.crc32(data)]
 
 
 # ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -305,9 +443,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, "li
 
 
 def save_large(path: str, rows: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (4,))
     base = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
     state = {f"dim{d}": distribute_tensor(base, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}

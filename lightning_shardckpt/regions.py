@@ -1,0 +1,274 @@
+"""How do several threads fill one large file? By regions: each one's place is known before a byte is read.
+
+A container such as a zip archive says which tensor goes where, and what stands right before each region once its
+CRC-32 is known. What a region holds is read from a checkpoint in pieces, verified, summed and written, each piece by
+one thread; the order does not matter. Regions are begun in the order in which they lie in the file. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_shardckpt.box import Shape
+from lightning_shardckpt.crc import PiecewiseCRC
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.storage.durable import naming
+from lightning_shardckpt.storage.outputs import write_at
+from lightning_shardckpt.whole import Source, Span, Stored, Wholes, Windows, spans
+
+_WINDOW_BYTES = 4 << 20  # of each thread, twice; smaller ones stay in a cache, larger ones take fewer calls
+_MOST_THREADS = 4  # one at a time can write to a file, and that is about half of the work
+_ALIGNMENT = 64
+_INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
+
+Head = Callable[[int, int], bytes]
+"""Gives what stands right before a region, by its number and the CRC-32 of its bytes; any thread calls it, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """``nbytes`` of a file from ``begin`` on, right behind a head of ``head_nbytes``."""
+
+    begin: int
+    nbytes: int
+    head_nbytes: int
+    content: memoryview | tuple[str, str]
+    """The bytes, or component and key of the tensor that is stored."""
+
+    @property
+    def first(self) -> int:
+        """Where the head begins."""
+        return self.begin - self.head_nbytes
+
+    @property
+    def end(self) -> int:
+        """Where the bytes end."""
+        return self.begin + self.nbytes
+
+
+def fill(
+    file: int, regions: Sequence[Region], checkpoint: Checkpoint, head: Head, advance: Callable[[int], Any]
+) -> None:
+    """Write the regions, which ascend, and their heads.
+
+    Args:
+        file: a descriptor; nothing is synced.
+        regions: what to write.
+        checkpoint: has the tensors; nobody else may use it meanwhile.
+        head: what stands before each region.
+        advance: told of the bytes of regions as they are written, by one thread at a time.
+
+    Raises:
+        CorruptionError: naming file, tensor and rank; the first error of any thread, when all have ended.
+    """
+    work = _Work(file, regions, checkpoint, head, advance)
+    helpers = [threading.Thread(target=work.do, name="shardckpt-filler") for _ in range(_thread_count(regions) - 1)]
+    try:
+        with _not_interrupted():
+            for helper in helpers:
+                helper.start()
+        work.do()
+        work.end()
+    except BaseException as error:  # KeyboardInterrupt, or no more threads
+        work.fail(error)
+        work.end_despite_interrupts()
+    for helper in helpers:
+        if helper.ident is not None:
+            helper.join()  # has nothing to do any more
+    if work.error is not None:
+        raise work.error
+
+
+@contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """Signals wait, since an interrupted ``Thread.start`` leaves a thread that may or may not run."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _thread_count(regions: Sequence[Region]) -> int:
+    """No more than there are windows; two even on one core, since one may wait for the disk."""
+    nbytes = regions[-1].end - regions[0].first if regions else 0
+    return min(max(len(os.sched_getaffinity(0)), 2), _MOST_THREADS, nbytes // _WINDOW_BYTES + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A region and where its tensor is stored."""
+
+    number: int
+    region: Region
+    shape: Shape
+    boxes: list[Stored]
+
+
+_Task = Callable[[Source], bool]
+"""Writes a piece of the file; True if it is to be called again, since there may be more."""
+
+
+class _Work:
+    """What is to be done, and what is done."""
+
+    def __init__(
+        self, file: int, regions: Sequence[Region], checkpoint: Checkpoint, head: Head, advance: Callable[[int], Any]
+    ) -> None:
+        self._file, self._checkpoint, self._head, self._advance = file, checkpoint, head, advance
+        self._lock = threading.Condition(threading.Lock())
+        self._writing = threading.Lock()
+        self._busy, self._is_over = 0, False
+        self._tasks = self._planned(regions, Wholes(checkpoint))
+        self._shared: list[tuple[Windows, _Task]] = []
+        self._crcs: dict[int, PiecewiseCRC] = {}
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Have all threads end after what they are at; the first error counts."""
+        with self._lock:
+            self.error = self.error or error
+
+    def end(self) -> None:
+        """Wait until no thread is at work; none will be after that, even if it starts only then."""
+        with self._lock:
+            while self._busy:
+                self._lock.wait()
+            self._is_over = True
+
+    def end_despite_interrupts(self) -> None:
+        """Do so whatever a user does: a thread would write to a file that is closed by then."""
+        while not self._is_over:  # not Thread.join: once interrupted, Python 3.11 takes the thread for stopped
+            with suppress(KeyboardInterrupt):
+                self.end()
+
+    def do(self) -> None:
+        """Take part until nothing is left, or something failed. For any thread."""
+        taking_part = False
+        try:
+            with self._lock:
+                if self._is_over:
+                    return
+                self._busy, taking_part = self._busy + 1, True
+            self._take_part()
+        finally:
+            with self._lock:
+                self._busy -= taking_part
+                self._lock.notify_all()
+
+    def _take_part(self) -> None:
+        try:
+            with naming(self._checkpoint.path):
+                reader = self._checkpoint.reader.twin()
+            try:
+                source = Source(self._checkpoint.path, reader, _WINDOW_BYTES)
+                while (task := self._next()) is not None:
+                    while self.error is None and task(source):
+                        pass
+            finally:
+                reader.close()
+        except BaseException as error:
+            self.fail(error)
+
+    def _next(self) -> _Task | None:
+        """What nobody has begun; else what another thread can be helped with."""
+        with self._lock:
+            if self.error is not None:
+                return None
+            self._shared = [(one, task) for one, task in self._shared if not one.is_exhausted]
+            return next(self._tasks, None) or next((task for _, task in self._shared), None)
+
+    # ── what there is to do ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _planned(self, regions: Sequence[Region], wholes: Wholes) -> Iterator[_Task]:
+        """Planned as it comes up, one call at a time: small regions side by side, large ones in pieces."""
+        small: list[_Item] = []
+        for number, region in enumerate(regions):
+            item = self._located(number, region, wholes)
+            if small and region.end - small[0].region.first > _WINDOW_BYTES - _ALIGNMENT:
+                yield partial(self._write_small, small)
+                small = []
+            if region.end - region.first <= _WINDOW_BYTES - _ALIGNMENT or not region.nbytes:
+                small.append(item)
+            else:
+                self._crcs[number] = PiecewiseCRC(region.nbytes)
+                yield from self._large(item)
+        if small:
+            yield partial(self._write_small, small)
+
+    def _located(self, number: int, region: Region, wholes: Wholes) -> _Item:
+        if isinstance(region.content, memoryview):
+            return _Item(number, region, (), [])
+        return _Item(number, region, wholes.spec(*region.content).shape, wholes.boxes(*region.content))
+
+    def _large(self, item: _Item) -> Iterator[_Task]:
+        content = item.region.content
+        if isinstance(content, memoryview):
+            for at in range(0, len(content), _WINDOW_BYTES):
+                yield partial(self._write_memory, item, at, content[at : at + _WINDOW_BYTES])
+        elif all(stored.place.in_one_piece for stored in item.boxes):
+            for stored in item.boxes:
+                for span in spans(stored):
+                    yield partial(self._write_span, item, span)
+        else:
+            shared = Windows(item.shape, item.boxes, _WINDOW_BYTES)
+            task = partial(self._write_window, item, shared)
+            self._shared.append((shared, task))
+            yield task
+
+    # ── how it is done ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _write_small(self, items: list[_Item], source: Source) -> bool:
+        """Whole regions side by side, and their heads, by one write."""
+        first, end = items[0].region.first, items[-1].region.end
+        base = first - first % _ALIGNMENT  # so that the tensors are aligned in memory as in the file
+        targets = [source.target[item.region.begin - base : item.region.end - base] for item in items]
+        source.many(
+            (stored, item.shape, target) for item, target in zip(items, targets, strict=True) for stored in item.boxes
+        )
+        for item, target in zip(items, targets, strict=True):
+            region = item.region
+            if isinstance(region.content, memoryview):
+                target[:] = region.content
+            source.target[region.first - base : region.begin - base] = self._head(item.number, zlib.crc32(target))
+        self._write(source.target[first - base : end - base], first)
+        with self._lock:
+            self._advance(sum(item.region.nbytes for item in items))
+        return False
+
+    def _write_memory(self, item: _Item, at: int, data: memoryview, source: Source) -> bool:
+        self._write_piece(item, at, data)
+        return False
+
+    def _write_span(self, item: _Item, span: Span, source: Source) -> bool:
+        self._write_piece(item, span.begin, source.span(span))
+        return False
+
+    def _write_window(self, item: _Item, windows: Windows, source: Source) -> bool:
+        found = windows.fill(source)
+        if found is not None:
+            self._write_piece(item, *found)
+        return found is not None
+
+    def _write_piece(self, item: _Item, at: int, data: memoryview) -> None:
+        crc, region = zlib.crc32(data), item.region
+        self._write(data, region.begin + at)
+        with self._lock:
+            total = self._crcs[item.number].add(at, len(data), crc)
+            if total is not None:
+                del self._crcs[item.number]
+            self._advance(len(data))
+        if total is not None:
+            self._write(memoryview(self._head(item.number, total)), region.first)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        with self._writing:  # the kernel lets one thread at a time write to a file; the others would spin, not sleep
+            write_at(self._file, data, offset)
