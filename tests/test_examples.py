@@ -166,15 +166,6 @@ def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule() -> None:
     assert lines[-1].startswith("ready to run, but without a core: ")
 
 
-def test_the_benchmark_of_asynchronous_saves_prints_a_row_for_each_way() -> None:
-    lines = python(EXAMPLES / "benchmarks" / "async_save.py", "--mb=1", "--rounds=1").splitlines()
-    assert lines[0].startswith("2 processes, 1 MB of each, 1 rounds, in ")
-    assert lines[2].split() == ["blocked", "ratio", "complete"]
-    rows = {name: list(map(float, numbers)) for name, *numbers in map(str.split, lines[3:])}
-    assert list(rows) == ["memcpy", "async", "sync", "DCP"]
-    assert rows["memcpy"][1] == 1 and rows["async"][2] > 0
-
-
 @pytest.mark.parametrize("steps", ["0", "10"])
 def test_a_number_of_steps_that_makes_no_legs_is_refused(steps: str, tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "main_job.py", "--steps", steps, "--dir", tmp_path]

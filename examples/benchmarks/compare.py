@@ -1,0 +1,104 @@
+"""How fast is it, and how much faster could it be? Measures saves, loads and tools beside their limits and peers.
+
+    python examples/benchmarks/compare.py                  # everything; --only save async, … for some of it
+
+Prints a table for each case, and writes them as results.json and results.png beside this file (the picture needs
+matplotlib: pip install 'lightning-shardckpt[bench]').
+
+A case is one set of processes: gloo ranks on this machine with one thread each, and an FSDP2 model in float32 with
+AdamW, --gb GB in all. Before anything is timed, each way has to bring back every bit of what it saved. Then all take
+turns, round after round, each round beginning with another one; in between, files are deleted and the journal is
+synced. Before a save, a file of the same size is written and deleted: memory that the page cache has just used is
+faster than memory that a virtual machine has to ask its host for. A time is that of the slowest rank. Shown is the
+median over rounds, with the shortest and the longest; "× limit" and "× DCP" are medians of the ratios in each round.
+Durable ways are compared with the limit O_DIRECT + fsync and with DCP's default, others with their equals that do
+without fsync.
+
+extra MB is what the rank that needed most had at most above what it had before (VmHWM, reset for each turn; pages of
+mapped files count). Where a load makes the optimizer's state anew, as ours does, memory of that counts once.
+
+Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
+from the page cache, and from the disk behind it), reshard (other ranks, columns), small (microseconds per tensor),
+consolidate (shards of 4 ranks into whole tensors), planning (worlds of up to 16,384 ranks, simulated).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import others
+import torch
+from consolidating import consolidate
+from loading import load, reshard
+from planning import planning
+from plot import draw
+from report import store, summarise, tables
+from saving import asynchronous, save
+from small import small
+
+SECTIONS = {
+    "save": save,
+    "async": asynchronous,
+    "load": load,
+    "reshard": reshard,
+    "small": small,
+    "consolidate": consolidate,
+    "planning": planning,
+}
+_ROOM = 8  # times --gb: the files of a case at most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--gb", type=float, default=2.14, help="of parameters and optimizer state in all (2.14)")
+    parser.add_argument("--rounds", type=int, default=5, help="that count (5)")
+    parser.add_argument("--tensors", type=int, default=10_000, help="of section small (10000)")
+    parser.add_argument("--saves", type=int, default=20, help="in a row, after which async looks at memory (20)")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--slow", action="store_true", help="also what takes minutes: DCP's process, …")
+    parser.add_argument("--dir", help="where to save (a temporary directory)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"), help="the JSON file")
+    options = parser.parse_args()
+    free = shutil.disk_usage(options.dir or tempfile.gettempdir()).free
+    if free < _ROOM * options.gb * 1e9:
+        parser.error(f"{free / 1e9:.0f} GB are free, {_ROOM * options.gb:.0f} GB are needed; see --gb and --dir")
+    torch.set_num_threads(1)
+    others.import_all()
+    results = {}
+    for section in options.only:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+            rows = SECTIONS[section](options, folder)
+        summarise(rows)
+        print(*tables(section, rows), sep="\n\n", end="\n\n")
+        seconds = round(time.perf_counter() - begin)
+        about = {"gb": options.gb, "rounds": options.rounds, "tensors": options.tensors, "seconds": seconds}
+        results = store(options.out, section, {**_machine(), **about}, rows)
+    print(f"{options.out}\n{draw(results, options.out.with_suffix('.png'))}")
+
+
+def _machine() -> dict[str, str | int]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": (models or [platform.machine()])[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    main()

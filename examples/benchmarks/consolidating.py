@@ -1,0 +1,179 @@
+"""Section consolidate: how fast do the shards of 4 ranks become files with whole tensors?
+
+Each way runs in a fresh process that has imported torch already; a whole command, with its imports, is a row of its
+own. Only ours is durable: it ends with an fsync.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ours
+import peers
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from state import llama, wrong_in
+from torch import Tensor
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from turns import MB, Facts, Row, case, clear, on_ranks, timed
+
+from lightning_shardckpt.consolidate import consolidate as ours_consolidate
+
+LIMIT, PEER = "limit: cp -r, no fsync", "DCP, dcp_to_torch_save"
+_TWO = "torch, …_files_on_every_rank, 2 ranks"
+_CUT = ("rows", "columns")
+_Names = list[str]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Makes ``out`` from the shards in a folder; ``whole`` reads it back."""
+
+    name: str
+    make: Callable[[Path, Path, _Names], Any]
+    whole: Callable[[Path], dict[str, Tensor]] | None
+    ranks: int = 1
+
+
+def consolidate(options: Namespace, folder: str) -> list[Row]:
+    """Of shards that are rows of the tensors, and that are columns."""
+    return [row for dim in (0, 1) for row in case("consolidate", _case(dim), _consolidate, dim, options, folder)]
+
+
+def _consolidate(dim: int, options: Namespace, folder: str) -> list[Row]:
+    names, tools = on_ranks(4, _save, dim, options, folder), list(_tools(slow=options.slow))
+    found = {tool.name: _row(_case(dim), tool.name) for tool in tools}
+    for number in range(options.rounds + 1):
+        for tool in tools:
+            row = found[tool.name]
+            if "error" not in row:
+                try:
+                    facts = on_ranks(tool.ranks, _turn, tool, folder, names, number == 0)
+                    row["rounds"] += [facts] * (number > 0)
+                except Exception as error:
+                    row["error"] = str(error).strip().splitlines()[-1]
+    on_ranks(1, clear, folder)
+    return list(found.values())
+
+
+def _case(dim: int) -> str:
+    return f"4 ranks, {_CUT[dim]}"
+
+
+def _row(about: str, name: str) -> Row:
+    return {"section": "consolidate", "case": about, "way": name, "limit": LIMIT, "peer": PEER, "rounds": []}
+
+
+def _save(dim: int, options: Namespace, folder: str) -> _Names:
+    """Checkpoints of all formats; returns the names of the tensors."""
+    state = llama(options.gb, dim)
+    peers.prepare(state)
+    ours.way().save(state, f"{folder}/ours")
+    for way, name in zip(peers.LOADS, ("DCP", "HF"), strict=True):
+        way.save(state, f"{folder}/{name}")
+    if options.slow:
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer_0": {}}
+        for name, tensor in state.tensors().items():
+            parts["model" if name.startswith("model.") else "optimizer_0"][name] = tensor
+        dcp_save(parts, checkpoint_id=f"{folder}/Lightning")
+        if dist.get_rank() == 0:
+            torch.save({}, f"{folder}/Lightning/meta.pt")  # by which Lightning knows its checkpoints
+    return list(state.tensors())
+
+
+def _turn(tool: Tool, folder: str, names: _Names, check: bool) -> Facts:
+    source, out = Path(folder), Path(folder, "out")
+    try:
+        found = timed(lambda: tool.make(source, out, names))
+        if isinstance(ended := getattr(tool.make, "used_mb", None), list) and ended:
+            found["extra_mb"] = ended[-1]
+        if check and tool.whole is not None and dist.get_rank() == 0:
+            wrong = wrong_in(tool.whole(out), len(names))
+            if wrong:
+                raise ValueError(wrong)
+        return {key: found[key] for key in ("seconds", "extra_mb")}
+    finally:
+        clear(str(out))
+
+
+def _tools(*, slow: bool) -> Iterator[Tool]:
+    yield Tool(LIMIT, lambda source, out, _: subprocess.run(["cp", "-r", source / "ours", out], check=True), None)
+    yield Tool("ours", lambda source, out, _: ours_consolidate(source / "ours", out), _of_ours)
+    command = [sys.executable, "-m", "lightning_shardckpt.consolidate"]
+    yield Tool("ours, the whole command", _Command(command, "ours"), _of_ours)
+    yield Tool(PEER, lambda source, out, _: dcp_to_torch_save(str(source / "DCP"), out), _of_torch)
+    yield Tool("torch, consolidate_safetensors_files", _hugging_face, _of_safetensors)
+    yield Tool(_TWO, _on_every_rank, _of_safetensors, ranks=2)
+    if slow:
+        command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
+        yield Tool("Lightning, the whole command", _Command(command, "Lightning"), _of_lightning)
+
+
+class _Command:
+    """A command with a folder and --output_file; remembers the memory that it needed in all, imports included."""
+
+    def __init__(self, command: list[str], of: str) -> None:
+        self.command, self.of, self.used_mb = command, of, list[float]()
+
+    def __call__(self, source: Path, out: Path, names: _Names) -> None:
+        process = subprocess.Popen(
+            [*self.command, source / self.of, "--output_file", out],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(said.strip().splitlines()[-1])
+        self.used_mb.append(used.ru_maxrss * 1024 / MB)
+
+
+def _hugging_face(source: Path, out: Path, names: _Names) -> None:
+    out.mkdir()
+    consolidate_safetensors_files(str(source / "HF"), str(out), dict.fromkeys(names, 1))
+
+
+def _on_every_rank(source: Path, out: Path, names: _Names) -> None:
+    out.mkdir(exist_ok=True)
+    files = {name: 1 + number % 2 for number, name in enumerate(names)}
+    consolidate_safetensors_files_on_every_rank(str(source / "HF"), str(out), files)
+
+
+def _of_ours(out: Path) -> dict[str, Tensor]:
+    found = torch.load(out, mmap=True)
+    moments = found["optimizer_states"][0]["state"].items()
+    flat = {f"optimizer.{of}.{key}": value for of, state in moments for key, value in state.items()}
+    model = {f"model.{name}": tensor for name, tensor in found["state_dict"].items()}
+    return model | {name: tensor for name, tensor in flat.items() if tensor.ndim}
+
+
+def _of_torch(out: Path) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in torch.load(out, mmap=True).items() if tensor.ndim}
+
+
+def _of_lightning(out: Path) -> dict[str, Tensor]:
+    found = torch.load(out, mmap=True)
+    return found["state_dict"] | found["optimizer_states"][0]
+
+
+def _of_safetensors(out: Path) -> dict[str, Tensor]:
+    found = {}
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    return found

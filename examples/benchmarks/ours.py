@@ -1,0 +1,97 @@
+"""Our ways, through the door that Lightning uses: ``ShardCkptIO``, attached as ``ShardedStrategy`` does it.
+
+All that a save costs is in its time: collecting the state dicts, agreement, checksums, indexes, fsync and the rename.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from limits import BUFFERED, COPY, DIRECT, READ
+from state import State
+from turns import Missing, Way
+
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.state.optimizer import optimizer_state
+
+OURS, UNSYNCED, UNVERIFIED = "ours", "ours, sync_files=False", "ours, verify=False"
+ASYNC, OVERLAP, SYNC = "ours, use_async=True", "ours, use_async, overlap_copy=True", "ours, blocking"
+
+
+def _door(state: State, **options: Any) -> ShardCkptIO:
+    """The CheckpointIO with these options, made once; all ranks must ask for theirs in the same order."""
+    key = f"ShardCkptIO {options}"
+    if key not in state.kept:
+        unknown = options.keys() - inspect.signature(ShardCkptIO).parameters.keys()
+        if unknown:
+            raise Missing(f"this version of ShardCkptIO has no {', '.join(unknown)}")
+        io = ShardCkptIO(**options)
+        io.attach(Ranks.of_default_group(), state.model, {})
+        if io.use_async:
+            io.go_behind(Ranks.of_default_group())
+        state.kept[key] = io
+    return state.kept[key]
+
+
+def _names(state: State) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in state.model.named_parameters()}
+
+
+def _checkpoint(state: State) -> dict[str, Any]:
+    """Lightning's checkpoint dict."""
+    found = {"state_dict": state.model.state_dict(), "epoch": 0, "global_step": 1, "loops": {}}
+    if state.optimizer is not None:
+        found["optimizer_states"] = [optimizer_state(state.optimizer, _names(state))]
+    return found
+
+
+def _save(state: State, path: str, **options: Any) -> None:
+    io = _door(state, **options)
+    io.save_checkpoint(_checkpoint(state), path)
+    io.wait()
+
+
+def _begin(state: State, path: str, **options: Any) -> Callable[[], Any]:
+    io = _door(state, **options)
+    io.save_checkpoint(_checkpoint(state), path)
+    return io.wait
+
+
+def _load(state: State, path: str, **options: Any) -> None:
+    optimizers = [state.optimizer] if state.optimizer is not None else None
+    _door(state, **options).load_into(path, state.model.state_dict(), optimizers, _names(state), strict=True)
+
+
+def way(name: str = OURS, **about: Any) -> Way:
+    """The default: durable, with checksums, which the load verifies."""
+    return Way(name, _save, _load, **{"fresh": True, **about})
+
+
+DCP, DCP_UNSYNCED = "DCP", "DCP, no fsync"  # what ours is compared with
+
+SAVES = [
+    way(limit=DIRECT, peer=DCP),
+    Way(UNSYNCED, lambda s, p: _save(s, p, sync_files=False), _load, BUFFERED, DCP_UNSYNCED, fresh=True),
+]
+LOADS = [
+    way(limit=READ, peer=DCP),
+    Way(UNVERIFIED, _save, lambda s, p: _load(s, p, verify=False), READ, DCP, fresh=True),
+]
+_BEHIND = {"use_async": True, "overlap_copy": True}
+COPIES = [
+    Way(ASYNC, _save, _load, COPY, "DCP, thread", True, begin=lambda s, p: _begin(s, p, use_async=True)),
+    Way(
+        OVERLAP,
+        _save,
+        _load,
+        COPY,
+        "DCP, thread",
+        True,
+        begin=lambda s, p: _begin(s, p, **_BEHIND),
+        before_step=lambda s: _door(s, **_BEHIND).wait_for_copies(),
+    ),
+    Way(SYNC, _save, _load, COPY, "DCP, thread", True, begin=_begin),
+]
