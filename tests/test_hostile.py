@@ -466,16 +466,19 @@ def outcome(attempt: Callable[[], Any], watch: Watch) -> tuple[str, str, int]:
         signal.alarm(0)
 
 
-def every_case(good: str, folder: str) -> dict[str, dict[str, tuple[str, str, int]]]:
-    """Case -> tool -> outcome; "watch" has what the interpreter was asked to do."""
+def half_of_the_cases(good: str, parent: str) -> dict[str, dict[str, tuple[str, str, int]]]:
+    """Case -> tool -> outcome; "watch" has what the interpreter was asked to do. Two processes share the cases."""
     signal.signal(signal.SIGALRM, _too_slow)
+    half = int(os.environ["RANK"])
+    folder = f"{parent}/{half}"
+    os.mkdir(folder)
     place = Path(folder) / "hostile.ckpt"
     watch = Watch(Path(folder))
     found: dict[str, Any] = {}
     shutil.copytree(good, place)
     for attempt in attempts(place).values():
         attempt()  # what is imported when first needed is so now
-    for case in [Case("untouched", lambda p: None, ""), *CASES]:
+    for case in [Case("untouched", lambda p: None, ""), *CASES][half::2]:
         shutil.rmtree(folder)
         os.mkdir(folder)
         shutil.copytree(good, place)
@@ -498,9 +501,10 @@ def _too_slow(number: int, frame: Any) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "work").mkdir()
-    run_ranks(2, small.save, str(folder / "good.ckpt"))
-    (found,) = run_ranks(1, every_case, str(folder / "good.ckpt"), str(folder / "work"), timeout_s=300)
-    return found
+    good = str(folder / "good.ckpt")
+    run_ranks(2, small.save, good)
+    one, other = run_ranks(2, half_of_the_cases, good, str(folder / "work"), timeout_s=300, init_process_group=False)
+    return one | other
 
 
 def test_there_are_many_cases_and_the_untouched_one_is_accepted(outcomes: dict[str, dict[str, Any]]) -> None:
@@ -523,8 +527,13 @@ def test_a_hostile_checkpoint_is_refused(case: Case, outcomes: dict[str, dict[st
     assert found["watch"] == [] and found["left"] == ["hostile.ckpt"]
 
 
+def mutated(files: fuzz.Files) -> Counter[str]:
+    return fuzz.run(10_000, int(os.environ["RANK"]), files=files)
+
+
 def test_a_mutated_checkpoint_is_refused_or_right() -> None:
-    counts = fuzz.run(20_000, 0, files=fuzz.good_files())
+    one, other = run_ranks(2, mutated, fuzz.good_files(), timeout_s=300, init_process_group=False)
+    counts = one + other
     ends = Counter(kind.rpartition(": ")[2] for kind in counts.elements())
     whole = Counter(kind.rpartition(": ")[2] for kind in counts.elements() if "loaded whole" in kind)
     assert ends["FormatError"] > 10_000 and ends["accepted"] > 2000
