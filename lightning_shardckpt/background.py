@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.ranks import Ranks, described, raisable
-from lightning_shardckpt.staging import HostMemory
+from lightning_shardckpt.staging import CopiesBehind, HostMemory
 
 _LOOK_S = 1.0  # between two looks whether the thread is still there: a forked process does not have it
 
@@ -32,6 +32,8 @@ class _Job:
     memory: HostMemory | None
     """What a save was copied to; None for a removal."""
     done: Future[list[str]]
+    copies: CopiesBehind | None = None
+    """What fills the memory, if that goes on."""
 
 
 class Background:
@@ -58,10 +60,23 @@ class Background:
         self.waited = False
         """Whether a save had to wait for room."""
 
-    def save(self, path: str, work: Callable[[Ranks], list[str]], memory: HostMemory) -> Future[list[str]]:
+    def save(
+        self,
+        path: str,
+        work: Callable[[Ranks], list[str]],
+        memory: HostMemory,
+        copies: CopiesBehind | None = None,
+    ) -> Future[list[str]]:
         """Queue a save; every rank must, in the same order. ``work`` is called in the thread, with its ranks."""
         self._count += 1
-        return self._put(_Job(self._count, path, lambda: work(self._ranks), memory, Future()))
+        return self._put(_Job(self._count, path, lambda: work(self._ranks), memory, Future(), copies))
+
+    def wait_for_copies(self) -> None:
+        """Until the tensors of all saves may change. Not collective; raises nothing."""
+        with self._changed:
+            copies = [job.copies for job in self._jobs if job.copies is not None]
+        for one in copies:
+            one.wait()
 
     def remove(self, path: str, work: Callable[[], list[str]]) -> None:
         """Queue a removal; without saves before it, it is done on return.
@@ -174,6 +189,8 @@ class Background:
                 f"rank {self._ranks.rank} failed while saving {job.path!r}: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
+        if job.copies is not None:
+            job.copies.wait()  # whatever became of the save, its memory is another one's from now on
         with self._changed:
             self._notes += notes
             if job.memory is not None:

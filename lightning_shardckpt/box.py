@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from math import prod
+from operator import add, gt, lt, sub
 
 from lightning_shardckpt.errors import FormatError
 
 Shape = tuple[int, ...]
+
+
+def corners(shape: Shape) -> Iterator[Shape]:
+    """Every index of an array of ``shape``, in order; ``itertools.product`` would list all of each dim first.
+
+    >>> list(corners((2, 2)))
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    if not shape:
+        yield ()
+    for i in range(shape[0] if shape else 0):
+        for rest in corners(shape[1:]):
+            yield (i, *rest)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,7 +40,7 @@ class Box:
     stop: Shape
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(a > b for a, b in zip(self.start, self.stop, strict=True)):
+        if len(self.start) != len(self.stop) or any(map(gt, self.start, self.stop)):
             raise FormatError(f"not a box: start={self.start}, stop={self.stop}")
 
     @classmethod
@@ -38,7 +51,7 @@ class Box:
     @property
     def shape(self) -> Shape:
         """Lengths per dim."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
@@ -53,18 +66,15 @@ class Box:
         """
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def within(self, outer: Box) -> Box:
         """This box in the coordinates of ``outer``, whose own corner becomes the origin."""
-        return self.shift(tuple(-a for a in outer.start))
+        return Box(tuple(map(sub, self.start, outer.start)), tuple(map(sub, self.stop, outer.start)))
 
     def shift(self, by: Shape) -> Box:
         """This box moved by ``by`` elements per dim."""
-        return Box(
-            tuple(a + d for a, d in zip(self.start, by, strict=True)),
-            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
-        )
+        return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
     def runs(self, shape: Shape) -> Iterator[tuple[int, int]]:
         """Maximal contiguous element ranges ``[begin, end)`` of this box in a row-major tensor of ``shape``.
@@ -81,9 +91,9 @@ class Box:
             inner -= 1
         inner = max(inner - 1, 0)  # dims from here on form one run
         strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
-        first = sum(a * s for a, s in zip(self.start[inner:], strides[inner:], strict=True))
+        first = sum(a * s for a, s in zip(self.start, strides, strict=True))
         length = prod(lengths[inner:])
-        for corner in product(*(range(a, b) for a, b in zip(self.start[:inner], self.stop[:inner], strict=True))):
+        for corner in corners(lengths[:inner]):
             begin = first + sum(i * s for i, s in zip(corner, strides, strict=False))
             yield begin, begin + length
 

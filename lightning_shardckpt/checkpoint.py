@@ -1,14 +1,16 @@
 """Save and load, in call order: the page that tells how a checkpoint comes to be and how it comes back.
 
 ``save``: prepare → agree → (table → join →) write → commit. ``save_async`` copies before it writes, and leaves that to
-a thread. ``load``: open → compare → judge → plan → verify → fill → apply. Each line of them is a ``Ranks.step``: a
-failure on one rank reaches all of them before the next step begins.
+a thread. ``load``: open → compare → judge → plan → verify → (measure →) fill → (exchange →) apply. Each
+line of them is a ``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,10 @@ import torch
 
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.loading import Live, Load
+from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About, Save
+from lightning_shardckpt.sharing import Sharing, is_faster
 from lightning_shardckpt.sources import Target, assemble, opened
 from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.snapshot import Snapshot
@@ -35,8 +39,9 @@ def save(
     about: About,
     size_per_shard: float,
     storage: Storage = _LOCAL,
+    plans: Plans | None = None,
 ) -> list[str]:
-    """Write a checkpoint at ``path``; it is complete and durable when this returns.
+    """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
     Collective: every rank of ``ranks`` must call it, with the same path. A checkpoint that is at the path already
     stays loadable until the new one replaces it.
@@ -48,6 +53,7 @@ def save(
         about: for the root index.
         size_per_shard: limit of a shard file in MB (2^20 bytes).
         storage: where ``path`` is; the local file system by default.
+        plans: of earlier saves by the same caller; what still holds of them is not planned again.
 
     Returns:
         On rank 0, sentences for the user about what earlier saves left there; see ``Draft.notes``.
@@ -56,10 +62,11 @@ def save(
         FileExistsError: if another process is saving to the path, or what is there is no checkpoint.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
-    job = Save(path, ranks, about, size_per_shard, storage)
-    with job.discarded_on_error():
-        agreed = _agreed(job, describe, ranks)
-    return _written(job, agreed, ranks)
+    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans())
+    with _no_garbage_collection():
+        with job.discarded_on_error():
+            agreed = _agreed(job, describe, ranks)
+        return _written(job, agreed, ranks)
 
 
 def save_async(
@@ -71,6 +78,8 @@ def save_async(
     size_per_shard: float,
     background: Background,
     storage: Storage = _LOCAL,
+    plans: Plans | None = None,
+    overlap_copy: bool = False,
 ) -> Future[list[str]]:
     """Like ``save``, but return when everything is copied to host memory; ``background`` writes and commits it.
 
@@ -85,6 +94,9 @@ def save_async(
         size_per_shard: see ``save``.
         background: of this rank; it writes what it was given earlier first.
         storage: see ``save``.
+        plans: see ``save``.
+        overlap_copy: return before parameters and optimizer state are copied. Nobody may change them before
+            ``background.wait_for_copies``; if somebody does, the save fails.
 
     Returns:
         What ``save`` would return, when the checkpoint is complete and durable on all ranks. Who doesn't look gets its
@@ -95,12 +107,18 @@ def save_async(
             then. Else as ``save`` does.
     """
     background.settle(ranks, room_for=path)
-    job = Save(path, ranks, about, size_per_shard, storage)
-    with job.discarded_on_error():
+    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans())
+    with _no_garbage_collection(), job.discarded_on_error():
         agreed = _agreed(job, describe, ranks)
         memory = background.memory()
-        ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
-        return background.save(path, lambda behind: _written(job, agreed, behind), memory)
+        phase = f"copying what to save to {path!r}"
+        try:
+            ranks.step(phase, lambda: job.stage(agreed, memory, behind=overlap_copy), _nothing)
+        except BaseException:
+            if job.copies is not None:
+                job.copies.wait()  # what is discarded now must not be in use
+            raise
+        return background.save(path, lambda behind: _written(job, agreed, behind), memory, job.copies)
 
 
 def _agreed(job: Save, describe: Callable[[], Snapshot], ranks: Ranks) -> dict[str, Any]:
@@ -134,13 +152,15 @@ def load(
     verify: bool = True,
     weights_only: bool = True,
     pick_rank: Callable[[Any], int] | None = None,
+    share_reads: bool | None = None,
     storage: Storage = _LOCAL,
 ) -> Loaded:
     """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a plain file with Lightning's keys.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads what it holds of each tensor, into the tensor's
-    own memory. All differences are found, and with ``verify`` all bytes checked on all ranks, before anything changes;
-    that reads the bytes twice, the second time from the page cache where that is large enough.
+    own memory. All differences are found, and with ``verify`` all bytes checked on all ranks, before anything changes:
+    so live tensors are read twice, the second time from the page cache where that is large enough. Optimizer state that
+    is allocated for the load, and small tensors, are read once.
 
     Args:
         path: what to load.
@@ -150,6 +170,8 @@ def load(
         verify: whether to compare checksums.
         weights_only: passed to ``torch.load`` for a plain file.
         pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
+        share_reads: whether ranks that hold the same of a DTensor each read a share of it and exchange the shares over
+            the mesh's process groups; by default where that is measured to be faster.
         storage: where ``path`` is; the local file system by default.
 
     Raises:
@@ -158,12 +180,20 @@ def load(
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     where = f"checkpoint {path!r}"
-    with opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
+    source_of = opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only)
+    with _no_garbage_collection(), source_of as source:
         job = Load(source, live, strict, pick_rank or (lambda _: ranks.rank))
         judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
-        ranks.step(f"planning to load {where}", lambda: job.plan(judged), _nothing)
-        ranks.step(f"verifying {where}", lambda: source.verify(job.targets), _nothing)
-        ranks.step(f"reading {where}", lambda: source.fill(job.targets), _nothing)
+        sharing = Sharing(source, share_reads if ranks.world > 1 else False)
+        share = ranks.step(f"planning to load {where}", lambda: sharing.plan(job.plan(judged)), sharing.choose)
+        ranks.step(f"verifying {where}", lambda: sharing.verify(share), _nothing)
+        if share is None:
+            share = ranks.step(f"measuring how fast {where} is read", sharing.measure, is_faster)
+            if not share:
+                ranks.step(f"verifying {where}", sharing.verify_rest, _nothing)
+        ranks.step(f"reading {where}", sharing.fill, _nothing)
+        if share:
+            ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
         job.apply()
         return Loaded(job.trainer, job.extra_state, job.notes)
 
@@ -180,12 +210,27 @@ def load_full(path: str, *, optimizers: bool = True, verify: bool = True, storag
         def whole(component: str, key: str) -> torch.Tensor:
             spec = source.components()[component].tensors[key]
             shape = source.backed(component, key)
-            target = Target(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]))
+            target = Target(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]), fresh=True)
             source.verify([target])
             source.fill([target])
             return target.tensor
 
         return assemble(source, whole, optimizers=optimizers)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Plans are objects by the ten thousand that stay: the collector would look at them, and at all others, in vain.
+
+    With many small tensors that would double the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _nothing(reports: list[None]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -15,11 +16,14 @@ from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.loading import Live
+from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
@@ -29,6 +33,7 @@ from lightning_shardckpt.state.tree import Dropped
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 
+_T = TypeVar("_T")
 RANK_STATE = "rank_state"
 """Key of Lightning's checkpoint dict under which ``ShardedStrategy`` passes what only this rank knows."""
 
@@ -48,21 +53,45 @@ class ShardCkptIO(CheckpointIO):
             the run. Loads wait, removals queue up behind the saves before them, and nothing leaves the process undone.
         max_pending: how many asynchronous saves may wait behind the one that is being written; one more waits until
             there is room. Host memory for so many copies and one is kept until the end of the run.
+        overlap_copy: return from an asynchronous save at once, and copy optimizer state and the parameters that
+            optimizers have during the next forward and backward; no optimizer steps before that is done. If something
+            else changes one of them, and torch counts that up as its version, the save fails; see ``CopiesBehind``.
+            Lightning's own strategies copy before they return, as without it.
+        sync_files: make a save durable before it returns. With False it is faster, and still survives a death of the
+            process at any moment, old or new; behind a crash of the machine or a loss of power neither may be left.
+        share_reads: on a load under ``ShardedStrategy``, let ranks that hold the same of a DTensor (replicas of HSDP,
+            norms under tensor parallelism) each read and verify a share of it and exchange the shares. That spares a
+            network file system, or storage slower than the interconnect; from a page cache each is faster alone. By
+            default it is measured where there is much to share; True or False says it.
     """
 
     def __init__(
-        self, size_per_shard: float = 1024, verify: bool = True, use_async: bool = False, max_pending: int = 1
+        self,
+        size_per_shard: float = 1024,
+        verify: bool = True,
+        use_async: bool = False,
+        max_pending: int = 1,
+        overlap_copy: bool = False,
+        sync_files: bool = True,
+        share_reads: bool | None = None,
     ) -> None:
         if size_per_shard <= 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
         if max_pending < 0:
             raise ValueError(f"max_pending is a number of saves and can't be negative, got {max_pending}")
+        if overlap_copy and not use_async:
+            raise ValueError("overlap_copy is about asynchronous saves: set use_async=True, too")
         self.size_per_shard = size_per_shard
         self.verify = verify
+        self.share_reads = share_reads
+        self.overlap_copy = overlap_copy
         self.use_async, self.max_pending = use_async, max_pending
         self._background: Background | None = None
+        self._hook: RemovableHandle | None = None
+        self._closure_first: Optimizer | None = None
         self._told_of_waiting = False
-        self.storage: Storage = LocalStorage()
+        self.storage: Storage = LocalStorage(sync_files=sync_files)
+        self._plans = Plans()
         self._ranks = Ranks.alone()
         self._module: nn.Module | None = None
         self._topology: dict[str, int] = {}
@@ -84,6 +113,15 @@ class ShardCkptIO(CheckpointIO):
         Behind those a save is complete on return again: nobody might come to ask for its errors.
         """
         self._behind(ranks)
+        if self.overlap_copy and self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _stay(self) -> None:
+        """Save synchronously again."""
+        self._background = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _behind(self, ranks: Ranks) -> Background:
         self._background = Background(ranks, self.max_pending)
@@ -93,7 +131,7 @@ class ShardCkptIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save Lightning's checkpoint dict at ``path``; complete and durable on return, if not asynchronous.
+        """Save Lightning's checkpoint dict at ``path``; complete, and durable with ``sync_files``, if not asynchronous.
 
         Collective under ``ShardedStrategy``: every rank must call it.
 
@@ -116,10 +154,12 @@ class ShardCkptIO(CheckpointIO):
             background = self._behind(Ranks.alone())
         about = About(checkpoint.get("global_step"), checkpoint.get("epoch"), self._topology)
         common: dict[str, Any] = {"ranks": self._ranks, "about": about, "size_per_shard": self.size_per_shard}
+        common |= {"storage": self.storage, "plans": self._plans}
+        overlap = self.overlap_copy and self._module is not None  # else nobody would call wait_for_copies
         if background is None:
-            notes = engine.save(os.fspath(path), describe, **common, storage=self.storage)
+            notes = engine.save(os.fspath(path), describe, **common)
         else:
-            engine.save_async(os.fspath(path), describe, **common, background=background, storage=self.storage)
+            engine.save_async(os.fspath(path), describe, **common, background=background, overlap_copy=overlap)
             notes = self._notes_of(background)
         self._warn([*taken[0].notes, *(["\n".join(notes)] if notes else [])])
 
@@ -134,7 +174,7 @@ class ShardCkptIO(CheckpointIO):
         return notes
 
     def wait(self) -> None:
-        """Wait until every asynchronous save is complete and durable, and what was to be removed is.
+        """Wait until every asynchronous save is complete, durable with ``sync_files``, and what was to be removed is.
 
         Collective under ``ShardedStrategy``: every rank must call it. With Lightning's own strategies rank 0 alone has
         something to wait for.
@@ -150,12 +190,40 @@ class ShardCkptIO(CheckpointIO):
             notes = self._notes_of(self._background)
             self._warn(["\n".join(notes)] if notes else [])
 
+    def wait_for_copies(self) -> None:
+        """With ``overlap_copy``, wait until parameters and optimizer state may change. Not collective."""
+        if self._background is not None:
+            self._background.wait_for_copies()
+
+    @contextmanager
+    def waiting_between(self, optimizer: Optimizer, closure: Callable[[], _T]) -> Iterator[Callable[[], _T]]:
+        """Around a step of ``optimizer``: wait behind the closure, which has forward and backward, if that comes first.
+
+        It does in torch's own optimizers. Others, and those that step meanwhile, wait in the beginning.
+        """
+
+        def waiting() -> _T:
+            found = closure()
+            self.wait_for_copies()
+            return found
+
+        self._closure_first = optimizer if type(optimizer).__module__.startswith("torch.optim") else None
+        try:
+            yield waiting
+        finally:
+            self._closure_first = None
+
+    def _before_step(self, optimizer: Optimizer, *args: Any) -> None:
+        if optimizer is not self._closure_first:
+            self.wait_for_copies()
+
     def leave(self, error: BaseException) -> None:
         """On a rank that got an exception, which others may not have: finish what is queued; ``error`` gets notes.
 
         Not collective. Behind it a save is complete on return.
         """
-        background, self._background = self._background, None
+        background = self._background
+        self._stay()
         if background is not None:
             background.leave(error)
             notes = self._notes_of(background)
@@ -217,6 +285,7 @@ class ShardCkptIO(CheckpointIO):
             verify=self.verify,
             weights_only=weights_only is not False,
             pick_rank=pick_rank,
+            share_reads=self.share_reads,
             storage=self.storage,
         )
         self._warn(loaded.notes)
@@ -253,7 +322,7 @@ class ShardCkptIO(CheckpointIO):
         try:
             self.wait()
         finally:
-            self._background = None
+            self._stay()
 
 
 _BACKGROUNDS: WeakSet[Background] = WeakSet()

@@ -33,11 +33,15 @@ MAX_JSON_BYTES = 1 << 26
 MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library takes 100,000,000
 MAX_VALUES = 1 << 21  # of one JSON text: Python needs up to 80 bytes for each
 MAX_DEPTH = 128
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 MAX_NDIM = 64  # as in numpy and torch
+SAVE_ID_LENGTH = 32
 _SAVE_ID = "save_id"
-_SAVE_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
+_SAVE_ID_PATTERN = re.compile(rf"[0-9a-f]{{{SAVE_ID_LENGTH}}}")
 _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{16}")
+_HEX_PATTERN = re.compile(r"[0-9a-f]*")
 
 
 def checksum(*parts: bytes | memoryview) -> str:
@@ -46,6 +50,8 @@ def checksum(*parts: bytes | memoryview) -> str:
     >>> checksum(b"abc") == checksum(b"a", b"bc")
     True
     """
+    if len(parts) == 1:
+        return xxhash.xxh3_64_hexdigest(parts[0])
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)
@@ -67,32 +73,43 @@ class Entry:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def encode(entries: list[Entry], save_id: str) -> tuple[bytes, list[int]]:
-    """The first bytes of a shard file, and the file offset at which each entry's data begins, in order.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first bytes of a shard file but for the save id, and where in the file each entry's data begins, in order."""
 
-    The data of the entries follow without gaps; the header is padded so that they begin at a multiple of 8.
+    _before_id: bytes
+    _behind_id: bytes
+    begins: tuple[int, ...]
+
+    def of(self, save_id: str) -> bytes:
+        """The bytes for one save."""
+        return self._before_id + save_id.encode() + self._behind_id
+
+
+def plan_header(entries: Sequence[Entry]) -> Header:
+    """The header of a file in which the data of the entries follow one another without gaps.
+
+    It is padded so that they begin at a multiple of 8.
     """
     header: dict[str, Any] = {}
     corners, begins, offset = {}, [], 0
     if any(entry.key == "__metadata__" for entry in entries):
         raise FormatError("no tensor can be called '__metadata__': safetensors keeps the name for itself")
     for entry in entries:
-        check_text(entry.key)
-    for entry in entries:
-        pair = entry.dtype == "C128"
-        header[entry.key] = {
+        pair, nbytes = entry.dtype == "C128", entry.nbytes
+        header[check_text(entry.key)] = {
             "dtype": "F64" if pair else entry.dtype,
-            "shape": [*entry.shape, 2] if pair else list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
+            "shape": (*entry.shape, 2) if pair else entry.shape,
+            "data_offsets": (offset, offset + nbytes),
         }
-        corners[entry.key] = {"saved_offsets": [*entry.start, 0] if pair else list(entry.start)}
+        corners[entry.key] = {"saved_offsets": (*entry.start, 0) if pair else entry.start}
         begins.append(offset)
-        offset += entry.nbytes
+        offset += nbytes
     header["__metadata__"] = {
         "format": "pt",
         "DCP_SHARDING_INFO": json.dumps(corners),
         "DCP_VERSION": "1.0",
-        _SAVE_ID: save_id,
+        _SAVE_ID: "0" * SAVE_ID_LENGTH,
     }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -101,7 +118,10 @@ def encode(entries: list[Entry], save_id: str) -> tuple[bytes, list[int]]:
             f"a shard file of {len(entries)} tensors needs a header of {len(text)} bytes, more than "
             f"{MAX_HEADER_BYTES}; use a smaller size_per_shard"
         )
-    return len(text).to_bytes(8, "little") + text, [8 + len(text) + begin for begin in begins]
+    id_at = text.rindex(b"0" * SAVE_ID_LENGTH)  # nothing but brackets and spaces is behind it
+    before = len(text).to_bytes(8, "little") + text[:id_at]
+    begins_at = 8 + len(text)
+    return Header(before, text[id_at + SAVE_ID_LENGTH :], tuple(begins_at + begin for begin in begins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +230,15 @@ def check_digest(value: Any) -> str:
     return value
 
 
+def check_digests(values: Any) -> tuple[str, ...]:
+    """``values``, a list of checksums, as a tuple; as fast as there are many of them."""
+    digests = tuple(values)
+    are_long_enough = set(map(type, digests)) <= {str} and set(map(len, digests)) <= {16}
+    if are_long_enough and _HEX_PATTERN.fullmatch("".join(digests)):
+        return digests
+    return tuple(map(check_digest, digests))
+
+
 def check_text(value: Any) -> str:
     """``value``, which must be a string that UTF-8 can hold: JSON can escape half a character."""
     if not isinstance(value, str):
@@ -232,14 +261,13 @@ def parse_json(text: bytes, where: str) -> Any:
         FormatError: with ``where`` and the position, for anything else.
     """
     check_json_size(text, where)
+    _check_depth(text, where)
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
         raise FormatError(f"{where}: not valid JSON: {error}") from None
-    _check_depth(value, where)
-    return value
 
 
 def check_json_size(text: bytes, where: str) -> None:
@@ -250,15 +278,23 @@ def check_json_size(text: bytes, where: str) -> None:
         raise FormatError(f"{where}: JSON of more than {MAX_VALUES} values")
 
 
-def _check_depth(value: Any, where: str) -> None:
-    """Level by level, so that the check itself needs no stack; what reads the value may use recursion."""
-    level = [value] if type(value) is dict or type(value) is list else []
+def _check_depth(text: bytes, where: str) -> None:
+    """Refuse JSON that is nested deep, before it is parsed; what reads the value may use recursion.
+
+    Of the brackets outside of strings, made one kind, the innermost pairs are taken away again and again.
+    """
+    if text.count(b'"') > 4 * MAX_VALUES:  # of a key and a text for each value
+        raise FormatError(f"{where}: JSON of more than {MAX_VALUES} values")
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    brackets = b"".join(text.translate(_ONE_KIND, _NO_BRACKETS).split(b'"')[::2])
     for _ in range(MAX_DEPTH):
-        inner = (item.values() if type(item) is dict else item for item in level)
-        level = [child for items in inner for child in items if type(child) is dict or type(child) is list]
-        if not level:
+        outer = brackets.replace(b"[]", b"")
+        if len(outer) == len(brackets):  # nothing is left, or not JSON
             return
-    raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
+        brackets = outer
+    if brackets:
+        raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lightning_shardckpt.header import (
     Stored,
     bytes_in,
     check_digest,
+    check_digests,
     check_dtype,
     check_file_name,
     check_json_size,
@@ -86,11 +87,11 @@ class ShardEntry:
     begin: int
     block: int
     checksums: tuple[str, ...]
+    nbytes: int = field(init=False, compare=False)
+    """Length of the data in bytes."""
 
-    @property
-    def nbytes(self) -> int:
-        """Length of the data in bytes."""
-        return self.box.numel * DTYPE_BYTES[self.dtype]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.box.numel * DTYPE_BYTES[self.dtype])
 
     @property
     def stored(self) -> Stored:
@@ -137,10 +138,8 @@ class RootIndex:
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _dump(value: Mapping[str, Any]) -> bytes:
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-    check_json_size(text, "an index")
-    return text
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def rank_index_to_json(index: RankIndex) -> bytes:
@@ -149,30 +148,31 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     for key, entries in index.shards.items():
         first, *more = [_entry_to_json(entry, index.rank) for entry in entries]
         metadata[key] = {**first, "more": more} if more else first
-    return _dump(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "save_id": index.save_id,
-            "component": index.component,
-            "rank": index.rank,
-            "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
-            "metadata": metadata,
-        }
-    )
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": index.save_id,
+        "component": index.component,
+        "rank": index.rank,
+        "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
+        "metadata": metadata,
+    }
+    text = _text(content).encode()
+    check_json_size(text, "an index")
+    return text
 
 
 def _entry_to_json(entry: ShardEntry, rank: int) -> dict[str, Any]:
     return {
-        "offsets": list(entry.box.start),
-        "lengths": list(entry.box.shape),
-        "global_shape": list(entry.global_shape),
+        "offsets": entry.box.start,
+        "lengths": entry.box.shape,
+        "global_shape": entry.global_shape,
         "dtype": entry.dtype,
         "file": entry.file,
         "rank": rank,
         "begin": entry.begin,
         "block": entry.block,
-        "checksums": list(entry.checksums),
+        "checksums": entry.checksums,
     }
 
 
@@ -185,32 +185,54 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     return _decoded(text, where, _rank_index)
 
 
-def root_to_json(root: RootIndex) -> bytes:
-    """The bytes of the root index; its first line is the checksum of the rest."""
+@dataclass(frozen=True, slots=True)
+class TablesText:
+    """What the root index says of the tensors, as JSON: the same for all saves of the same tensors."""
+
+    layouts: str
+    components: dict[str, str]
+    """Of each component, all but its indexes."""
+
+
+def tables_to_text(components: Mapping[str, Component]) -> TablesText:
+    """The tensors and aliases of components, and the layouts that they have."""
     layouts: dict[tuple[Layout, Holders], int] = {}
-    components = {}
+    specs: dict[int, list[Any]] = {}  # tensors that are alike share their spec
+    texts = {}
+    for name, component in components.items():
+        for spec in component.tensors.values():
+            if id(spec) not in specs:
+                number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
+                specs[id(spec)] = [spec.dtype, list(spec.shape), number] + ([1] if spec.pinned else [])
+        tensors = {key: specs[id(spec)] for key, spec in component.tensors.items()}
+        texts[name] = _text({"tensors": tensors, "aliases": component.aliases})
+    return TablesText(_text([_layout_to_json(layout, holders) for layout, holders in layouts]), texts)
+
+
+def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
+    """The bytes of the root index; its first line is the checksum of the rest.
+
+    ``tables``: of its components, where that is known already.
+    """
+    tables = tables or tables_to_text(root.components)
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": root.save_id,
+        "step": root.step,
+        "epoch": root.epoch,
+        "world_size": root.world_size,
+        "topology": root.topology,
+        "software": root.software,
+    }
+    components = []
     for name, component in root.components.items():
-        tensors = {}
-        for key, spec in component.tensors.items():
-            number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
-            tensors[key] = [spec.dtype, list(spec.shape), number] + ([1] if spec.pinned else [])
         indexes = {str(rank): [f.name, f.nbytes, f.checksum] for rank, f in component.indexes.items()}
-        components[name] = {"tensors": tensors, "aliases": component.aliases, "indexes": indexes}
-    body = _dump(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "save_id": root.save_id,
-            "step": root.step,
-            "epoch": root.epoch,
-            "world_size": root.world_size,
-            "topology": root.topology,
-            "software": root.software,
-            "layouts": [_layout_to_json(layout, holders) for layout, holders in layouts],
-            "components": components,
-            "documents": {f.name: [f.nbytes, f.checksum] for f in root.documents.values()},
-        }
-    )[1:]
+        components.append(f'{_text(name)}:{tables.components[name][:-1]},"indexes":{_text(indexes)}}}')
+    documents = {f.name: [f.nbytes, f.checksum] for f in root.documents.values()}
+    parts = [_text(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
+    body = f'{",".join(parts)},"documents":{_text(documents)}}}'.encode()
+    check_json_size(body, "the root index")
     return f'{{"checksum":"{checksum(body)}",\n'.encode() + body
 
 
@@ -264,8 +286,9 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
     files = {name: _file(name, n, c) for name, (n, c) in value["files"].items()}
     left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
+    boxes: dict[str, _Extent] = {}
     for key, first in value["metadata"].items():
-        entries = tuple(_entry(item) for item in (first, *first.get("more", ())))
+        entries = tuple(_entry(item, boxes) for item in (first, *first.get("more", ())))
         for entry in entries:
             end, size = entry.begin + entry.nbytes, files[entry.file].nbytes
             if end > size:
@@ -278,19 +301,32 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 
 
-def _entry(item: dict[str, Any]) -> ShardEntry:
-    start, lengths = check_shape(item["offsets"]), check_shape(item["lengths"])
-    dtype, shape, block = check_dtype(item["dtype"]), check_shape(item["global_shape"]), check_size(item["block"])
-    stop = tuple(a + n for a, n in zip(start, lengths, strict=True))
+_Extent = tuple[Box, Shape, str, int]
+
+
+def _entry(item: dict[str, Any], boxes: dict[str, _Extent]) -> ShardEntry:
+    """``boxes`` are those that were seen: many tensors are alike. Their repr tells 1 from 1.0 and true."""
+    extent = [item["offsets"], item["lengths"], item["global_shape"], item["dtype"], item["block"]]
+    text = repr(extent)
+    if text not in boxes:
+        boxes[text] = _extent(*extent)
+    box, shape, dtype, block = boxes[text]
+    begin, file = check_size(item["begin"]), check_file_name(item["file"])
+    entry = ShardEntry(box, shape, dtype, file, begin, block, check_digests(item["checksums"]))
+    if len(entry.checksums) != -(-entry.nbytes // block):
+        raise FormatError(f"{len(entry.checksums)} checksums of {block} bytes each for {entry.nbytes} bytes")
+    return entry
+
+
+def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, block: Any) -> _Extent:
+    start, shape = check_shape(offsets), check_shape(global_shape)
+    stop = tuple(a + n for a, n in zip(start, check_shape(lengths), strict=True))
     if any(b > n for b, n in zip(stop, shape, strict=True)):
         raise FormatError(f"box {start}..{stop} lies outside shape {shape}")
-    bytes_in(shape, dtype)
-    sums = tuple(check_digest(c) for c in item["checksums"])
-    begin, file = check_size(item["begin"]), check_file_name(item["file"])
-    entry = ShardEntry(Box(start, stop), shape, dtype, file, begin, block, sums)
-    if not 1 <= block <= MAX_BLOCK_BYTES or len(sums) != -(-entry.nbytes // block):
-        raise FormatError(f"{len(sums)} checksums of {block} bytes each for {entry.nbytes} bytes")
-    return entry
+    bytes_in(shape, check_dtype(dtype))
+    if not 1 <= check_size(block) <= MAX_BLOCK_BYTES:
+        raise FormatError(f"checksums of {block} bytes each, from 1 to {MAX_BLOCK_BYTES} can be")
+    return Box(start, stop), shape, dtype, block
 
 
 def _root(value: dict[str, Any]) -> RootIndex:
@@ -316,7 +352,8 @@ def _root(value: dict[str, Any]) -> RootIndex:
 
 
 def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int) -> Component:
-    tensors = {check_text(key): _spec(spec, layouts) for key, spec in item["tensors"].items()}
+    specs: dict[str, TensorSpec] = {}  # one for all tensors that are alike: what was found of it once need not be again
+    tensors = {check_text(key): _spec_once(spec, layouts, specs) for key, spec in item["tensors"].items()}
     aliases = {check_text(alias): check_text(of) for alias, of in item["aliases"].items()}
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:
@@ -339,6 +376,13 @@ def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
         raise FormatError(f"holders {shown(holders)} in a world of {world}")
     order = tuple(check_size(r) for r in item["order"]) if "order" in item else None
     return Layout(axes, cuts, order), holders
+
+
+def _spec_once(item: Any, layouts: list[tuple[Layout, Holders]], known: dict[str, TensorSpec]) -> TensorSpec:
+    text = repr(item)  # tells 1 from 1.0 and true
+    if text not in known:
+        known[text] = _spec(item, layouts)
+    return known[text]
 
 
 def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:

@@ -8,7 +8,7 @@ Pure integers; what a placement of torch means is translated into cuts by ``stat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
@@ -61,11 +61,16 @@ class Layout:
     axes: tuple[Axis, ...] = ()
     cuts: tuple[Cut, ...] = ()
     order: tuple[int, ...] | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.axes, self.cuts, self.order)))  # asked for by every cache below
         wrong = self._wrong()
         if wrong is not None:
             raise FormatError(f"not a layout: {wrong}; axes {str(self.axes)[:200]}, cuts {str(self.cuts)[:200]}")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def _wrong(self) -> str | None:
         if len(self.axes) > _MAX_AXES or len(self.cuts) > _MAX_AXES:

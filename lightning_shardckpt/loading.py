@@ -13,6 +13,7 @@ from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Source, Target
 from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.geometry import new_like
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model
 from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer
 from lightning_shardckpt.state.snapshot import Leaves
@@ -90,8 +91,11 @@ class Load:
             sources[group] = known if numbers is None else list(dict.fromkeys([*(known or ()), *numbers]))
         return {"notes": [note] if count else [], "sources": sources}
 
-    def plan(self, judged: dict[str, Any]) -> None:
-        """On every rank: allocate what is not there to be filled, read what is not tensors. Changes nothing."""
+    def plan(self, judged: dict[str, Any]) -> list[Target]:
+        """On every rank: allocate what is not there to be filled, read what is not tensors. Changes nothing.
+
+        Returns what is to be filled.
+        """
         self.notes, self._sources = judged["notes"], judged["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
         live = {tuple(param.shape) for group in groups for param in group["params"]}
@@ -100,10 +104,11 @@ class Load:
                 self._source.backed("optimizer", key)  # its shape is only what the checkpoint says
         for optimizer in self._optimizers:
             allocated = optimizer.allocate(self._components.get("optimizer"))
-            self.targets += [Target("optimizer", key, tensor) for key, tensor in allocated.items()]
+            self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in allocated.items()]
         extra = self._source.document("model") or {}
         self.extra_state = {n: decode_small(v) for n, v in extra.items() if n in self._live.extra_state}
         self._read_trainer()
+        return self.targets
 
     def _compare_optimizers(self, live: Sequence[Optimizer], matched: Mapping[str, str], found: Differences) -> None:
         document = self._source.document("optimizer")
@@ -132,11 +137,13 @@ class Load:
             like = None if spec.pinned else sharded_like(key, spec.shape, live)
             dtype, device = TORCH_DTYPES[spec.dtype], "meta" if self._is_elsewhere(key) else None
             if like is not None:
-                tensors[key] = torch.empty_like(like, dtype=dtype)
+                tensors[key] = new_like(like, dtype)
                 continue
             shape = spec.shape if device == "meta" else self._source.backed("trainer", key)
             tensors[key] = torch.empty(shape, dtype=dtype, device=device)
-        self.targets += [Target("trainer", key, tensor) for key, tensor in tensors.items() if not tensor.is_meta]
+        self.targets += [
+            Target("trainer", key, tensor, fresh=True) for key, tensor in tensors.items() if not tensor.is_meta
+        ]
         self.trainer = self._source.trainer(tensors.__getitem__)
         if self._elsewhere:
             drop_elsewhere(self.trainer, self._is_elsewhere)

@@ -50,23 +50,29 @@ def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
     shard.
     """
     loads: dict[tuple[Layout, Holders], list[tuple[int, int]]] = {}
-    chosen: dict[str, int | None] = {}
-    sizes = {key: _nominal_bytes(spec) for key, spec in tensors.items()}
-    for key in sorted(tensors, key=lambda k: (-sizes[k], k)):
-        spec = tensors[key]
-        count = _replica_count(spec)
-        if spec.pinned or count == 1:
-            chosen[key] = 0
-        elif sizes[key] >= count * SPLIT_BYTES and _divided_dim(spec, count) is not None:
+    kinds = {id(spec): spec for spec in tensors.values()}  # tensors that are alike share their spec
+    count_of = {kind: _replica_count(spec) for kind, spec in kinds.items()}
+    size_of = {kind: _nominal_bytes(spec) for kind, spec in kinds.items()}
+    shared = {kind for kind, spec in kinds.items() if _is_shared(spec, count_of[kind], size_of[kind])}
+    chosen: dict[str, int | None] = dict.fromkeys(tensors, 0)
+    for key in sorted(tensors, key=lambda k: (-size_of[id(tensors[k])], k)):
+        spec, kind = tensors[key], id(tensors[key])
+        if kind in shared:
             chosen[key] = None
-        else:
+        elif count_of[kind] > 1 and not spec.pinned:
             heap = loads.setdefault((spec.layout, spec.holders), [])
             if not heap:  # more replicas than tensors are never needed
-                heap += [(0, i) for i in range(min(count, len(tensors)))]
+                heap += [(0, i) for i in range(min(count_of[kind], len(tensors)))]
             load, replica = heap[0]
-            heapq.heapreplace(heap, (load + sizes[key], replica))
+            heapq.heapreplace(heap, (load + size_of[kind], replica))
             chosen[key] = replica
     return chosen
+
+
+def _is_shared(spec: TensorSpec, count: int, nominal: int) -> bool:
+    if spec.pinned or count == 1 or nominal < count * SPLIT_BYTES:
+        return False
+    return _divided_dim(spec, count) is not None
 
 
 def _nominal_bytes(spec: TensorSpec) -> int:
@@ -103,12 +109,12 @@ def plan_save(tensors: Tensors, rank: int) -> list[Piece]:
     """The boxes that ``rank`` writes, in the order in which they are stored."""
     chosen = choose_replicas(tensors)
     mine: list[Piece] = []
+    parts: dict[tuple[int, int | None], list[Part]] = {}
     for key, spec in tensors.items():
-        if prod(spec.shape) == 0:
-            if rank == spec.holders[0][0]:
-                mine.append(Piece(key, spec, Part(Box.whole(spec.shape), (0,) * len(spec.shape)), rank))
-        elif any(a <= rank < b for a, b in spec.holders):
-            mine += [Piece(key, spec, part, rank) for part in _written_by(spec, chosen[key], rank)]
+        kind = id(spec), chosen[key]  # tensors that are alike share their spec
+        if kind not in parts:
+            parts[kind] = _written_by(spec, chosen[key], rank)
+        mine += [Piece(key, spec, part, rank) for part in parts[kind]]
     return sorted(mine, key=_stored_order)
 
 
@@ -118,6 +124,10 @@ def _stored_order(piece: Piece) -> tuple[int, str, Box]:
 
 
 def _written_by(spec: TensorSpec, replica: int | None, rank: int) -> list[Part]:
+    if prod(spec.shape) == 0:
+        return [Part(Box.whole(spec.shape), (0,) * len(spec.shape))] if rank == spec.holders[0][0] else []
+    if not any(a <= rank < b for a, b in spec.holders):
+        return []
     shard = spec.layout.shard(rank)
     group = replicas(spec.layout, spec.holders, shard)
     parts = parts_of_shard(spec.layout, spec.shape, shard)
@@ -139,8 +149,9 @@ def split_into_files(pieces: list[Piece], limit_bytes: int) -> list[list[Piece]]
     sizes: list[int] = []
     first_open = 0
     for piece in sorted(pieces, key=_stored_order):
+        nbytes = piece.nbytes
         for i in range(first_open, len(files)):
-            if sizes[i] + piece.nbytes <= limit_bytes and piece.key not in files[i][1]:
+            if sizes[i] + nbytes <= limit_bytes and piece.key not in files[i][1]:
                 break
         else:
             i = len(files)
@@ -148,20 +159,21 @@ def split_into_files(pieces: list[Piece], limit_bytes: int) -> list[list[Piece]]
             sizes.append(0)
         files[i][0].append(piece)
         files[i][1].add(piece.key)
-        sizes[i] += piece.nbytes
+        sizes[i] += nbytes
         while first_open < len(files) and sizes[first_open] >= limit_bytes:
             first_open += 1
     return [found for found, _ in files]
 
 
-def table_digest(tensors: Mapping[str, Tensors]) -> str:
+def table_digest(tables: Mapping[str, Component]) -> str:
     """A digest of what a rank knows of the state to save; ranks with the same digest need to exchange nothing."""
-    layouts: dict[Layout, str] = {}
-    rows = [
-        [component, key, s.dtype, s.shape, layouts.setdefault(s.layout, repr(s.layout)), s.pinned]
-        for component in sorted(tensors)
-        for key, s in sorted(tensors[component].items())
-    ]
+    kinds: dict[int, str] = {}  # tensors that are alike share their spec
+    rows: list[object] = [[name, sorted(table.aliases.items())] for name, table in sorted(tables.items())]
+    for component, table in sorted(tables.items()):
+        for key, spec in sorted(table.tensors.items()):
+            if id(spec) not in kinds:
+                kinds[id(spec)] = repr((spec.dtype, spec.shape, spec.layout, spec.pinned))
+            rows.append((component, key, kinds[id(spec)]))
     return checksum(json.dumps(rows).encode())
 
 

@@ -548,7 +548,8 @@ class ShardedStrategy(ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.checkpoint_io.waiting_between(optimizer, closure) as gradients:
+            output = super().optimizer_step(optimizer, gradients, model, **kwargs)
         self.regather()
         return output
 

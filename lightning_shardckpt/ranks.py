@@ -29,7 +29,7 @@ R = TypeVar("R")
 _instances = itertools.count()
 _GRACE_S = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
 _LOOK_S = 1.0  # between two looks at the processes of this host
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05  # between two looks into the store
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.003  # between two looks into the store
 _PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times a second
 
 

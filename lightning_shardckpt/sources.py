@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from lightning_shardckpt.box import Box
+from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
+from lightning_shardckpt.fetch import Request, fetch, single_run
+from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.layout import Part
-from lightning_shardckpt.plan import plan_load
+from lightning_shardckpt.pages import pages
+from lightning_shardckpt.plan import Overlap, plan_load
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.read import Checkpoint, Request, fill, verify_requests
+from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.staging import bytes_of, is_host_memory
 from lightning_shardckpt.state.documents import checked
-from lightning_shardckpt.state.geometry import local_tensor, local_views, parts_of
+from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.optimizer import StoredOptimizer, merge_optimizers, optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
@@ -33,15 +38,36 @@ from lightning_shardckpt.state.tree import decode, decode_small
 from lightning_shardckpt.storage.protocol import Storage
 
 _LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
+_HELD_BYTES = 24 << 20  # of what was verified and is not in its place yet
+_BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own
+
+
+_Overlaps: TypeAlias = "list[tuple[Overlap, tuple[int, int, int] | None]]"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Live memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``."""
+    """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``.
+
+    ``fresh``: it was allocated for this load, so that nobody minds what is in it if the load fails. ``region``: of the
+    local tensor, if that is to be filled alone; ``local`` is its memory then.
+    """
 
     component: str
     key: str
     tensor: torch.Tensor
+    fresh: bool = False
+    region: Box | None = None
+    local: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        local = local_tensor(self.tensor)
+        object.__setattr__(self, "local", local if self.region is None else view_at(local, self.region))
+
+    def parts(self, rank: int) -> tuple[Part, ...]:
+        """The boxes to fill, and where they lie in ``local``; ``rank``: this one's."""
+        found = parts_of(self.tensor, rank)
+        return found if self.region is None else parts_within(found, self.region)
 
 
 class Source(Protocol):
@@ -61,11 +87,14 @@ class Source(Protocol):
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor, after making sure that its bytes can be there."""
 
-    def verify(self, targets: list[Target]) -> None:
-        """Make sure that what the targets need is intact. Raises CorruptionError."""
+    def verify(self, targets: list[Target]) -> int:
+        """Make sure that what the targets need is intact; fill the fresh ones. Raises CorruptionError.
+
+        Returns how many bytes of it were read. May be called again for other targets.
+        """
 
     def fill(self, targets: list[Target]) -> None:
-        """Read what the targets need into their memory."""
+        """Fill the others, all that were verified."""
 
 
 class ShardedSource:
@@ -73,6 +102,11 @@ class ShardedSource:
 
     def __init__(self, storage: Storage, path: str, verify: bool = True) -> None:
         self.path, self.checkpoint, self._verify = path, Checkpoint(storage, path), verify
+        self._rank = this_rank()
+        self._overlaps: dict[tuple[Any, ...], tuple[_Overlaps, tuple[Part, ...]]] = {}
+        self._requests: dict[int, list[Request]] = {}  # by id of the target, as is what is held
+        self._held: dict[int, memoryview] = {}
+        self._rest: list[Target] = []
 
     def components(self) -> Mapping[str, Component]:
         """Tensors by component, from the root index."""
@@ -109,35 +143,98 @@ class ShardedSource:
             self.checkpoint.check_file(component, overlap.writer, file)
         return spec.shape
 
-    def verify(self, targets: list[Target]) -> None:
-        """Read and check every block that the targets touch; sizes, headers and save ids only if told not to."""
-        for target in targets:
-            requests = self._requests(target)
-            if self._verify:
-                verify_requests(self.checkpoint, target.component, requests)
-            for request in requests:
-                self.checkpoint.check_file(target.component, request.overlap.writer, request.entry.file)
+    def verify(self, targets: list[Target]) -> int:
+        """Read and check every block that the targets touch; sizes, headers and save ids only if told not to.
+
+        Fresh targets are read once, into their memory, and so are the smallest others, into memory that is held for
+        ``fill``. Of the rest nothing is kept: it is read again.
+        """
+        self._held |= _spare_memory(targets, _HELD_BYTES - sum(map(len, self._held.values())))
+        self._requests |= {id(target): self._plan(target) for target in targets}
+        once = [target for target in targets if target.fresh or id(target) in self._held]
+        self._into(once, verify=self._verify)
+        for target in once:
+            del self._requests[id(target)]
+        twice = [target for target in targets if not target.fresh and id(target) not in self._held]
+        rest = [request for target in twice for request in self._requests[id(target)]]
+        fetch(self.checkpoint, rest, verify=self._verify, keep=False)
+        self._rest += twice
+        return sum(target.local.nbytes for target in (targets if self._verify else once))
 
     def fill(self, targets: list[Target]) -> None:
-        """Straight into the tensors' memory; through a host copy of the local part where that is not host memory."""
+        """Straight into the tensors' memory."""
         for target in targets:
-            local = local_tensor(target.tensor)
-            host = local if is_host_memory(local) else torch.empty(local.shape, dtype=local.dtype)
-            memory = bytes_of(host)
-            for request in self._requests(target):
-                fill(self.checkpoint, request, memory)
-            if host is not local:
-                local.copy_(host)
+            if id(target) in self._held:
+                bytes_of(target.local)[:] = self._held.pop(id(target))
+        self._into(self._rest, verify=False)
 
-    def _requests(self, target: Target) -> list[Request]:
-        """The byte ranges that this rank needs for one tensor."""
-        spec = self.checkpoint.root.components[target.component].tensors[target.key]
-        replica = self.checkpoint.replicas(target.component)[target.key]
-        shape = tuple(local_tensor(target.tensor).shape)
-        return [
-            Request(target.key, overlap, self.checkpoint.entry(target.component, target.key, overlap), shape)
-            for overlap in plan_load(spec, replica, parts_of(target.tensor))
-        ]
+    def _into(self, targets: list[Target], *, verify: bool) -> None:
+        """Where the memory is not the host's, through copies of local tensors, a batch of them at a time.
+
+        For a GPU these are pinned and copied in the order of the current stream, while the next batch is read; that has
+        not been run by the tests.
+        """
+        batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        requests: list[Request] = []
+        for target in targets:
+            local, found = target.local, self._requests[id(target)]
+            if not is_host_memory(local):
+                if sum(host.nbytes for _, host in batch) + local.nbytes > _BATCH_BYTES:
+                    self._flush(batch, requests, verify)
+                host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                batch.append((local, host))
+                memory = bytes_of(host)
+                found = [request._replace(target=memory) for request in found]
+            requests += found
+        self._flush(batch, requests, verify)
+
+    def _flush(self, batch: list[tuple[torch.Tensor, torch.Tensor]], requests: list[Request], verify: bool) -> None:
+        fetch(self.checkpoint, requests, verify=verify, keep=True)
+        for local, host in batch:
+            local.copy_(host, non_blocking=local.is_cuda)  # torch gives pinned memory out again when that is done
+        batch.clear()
+        requests.clear()
+
+    def _plan(self, target: Target) -> list[Request]:
+        """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
+        local, parts = target.local, target.parts(self._rank)
+        memory = self._held.get(id(target))
+        if memory is None:
+            memory = bytes_of(local) if is_host_memory(local) else memoryview(b"")
+        shape, requests = tuple(local.shape), []
+        for overlap, run in self._overlaps_of(target.component, target.key, parts, shape):
+            entry = self.checkpoint.entry(target.component, target.key, overlap)
+            self.checkpoint.check_file(target.component, overlap.writer, entry.file)
+            requests.append(Request(target.key, overlap, entry, shape, run, memory))
+        return requests
+
+    def _overlaps_of(self, component: str, key: str, parts: tuple[Part, ...], shape: Shape) -> _Overlaps:
+        """What a tensor needs of which stored boxes; the same for all tensors of one kind.
+
+        Each box is looked up as it is found: of those that a hostile layout claims, most are not there.
+        """
+        spec, replica = (
+            self.checkpoint.root.components[component].tensors[key],
+            self.checkpoint.replicas(component)[key],
+        )
+        kind = (id(spec), replica, id(parts), shape)
+        if kind not in self._overlaps:
+            found: _Overlaps = []
+            for overlap in plan_load(spec, replica, parts):
+                self.checkpoint.entry(component, key, overlap)
+                found.append((overlap, single_run(overlap, shape, DTYPE_BYTES[spec.dtype])))
+            self._overlaps[kind] = found, parts  # while it is here, nothing else has its id
+        return self._overlaps[kind][0]
+
+
+def _spare_memory(targets: list[Target], room: int) -> dict[int, memoryview]:
+    """Memory for as many live targets as there is room for, the smallest first, by their ids."""
+    live = [target for target in targets if not target.fresh and is_host_memory(target.local)]
+    sizes = sorted((target.local.nbytes, id(target)) for target in live)
+    ends = list(accumulate(size for size, _ in sizes))
+    count = bisect(ends, room)
+    memory = memoryview(pages(ends[count - 1] if count else 0))
+    return {of: memory[end - size : end] for (size, of), end in zip(sizes[:count], ends[:count], strict=True)}
 
 
 class PlainSource:
@@ -171,15 +268,16 @@ class PlainSource:
         """Its shape: torch has mapped the tensor."""
         return tuple(self._leaves[component].tensors[key].shape)
 
-    def verify(self, targets: list[Target]) -> None:
+    def verify(self, targets: list[Target]) -> int:
         """Nothing to compare with: such a file has no checksums that torch would verify."""
+        return 0
 
     def fill(self, targets: list[Target]) -> None:
         """Copy the slices."""
         for target in targets:
             full = self._leaves[target.component].tensors[target.key]
-            for box, view in local_views(target.tensor):
-                view.copy_(full[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))])
+            for part in target.parts(this_rank()):
+                view_at(target.local, part.local).copy_(view_at(full, part.box))
 
 
 @contextmanager

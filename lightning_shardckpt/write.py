@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.header import Entry, checksum, encode
+from lightning_shardckpt.header import Entry, Header, checksum, plan_header
 from lightning_shardckpt.index import (
     FileInfo,
     RankIndex,
@@ -20,6 +21,7 @@ from lightning_shardckpt.storage.protocol import Draft
 
 MB = 1 << 20
 _MIN_BLOCK, _MAX_BLOCK = 4096, MB
+_PART = MB  # of a large tensor at a time: what was hashed just now is copied from the CPU's cache, and goes on its way
 _BLOCKS = 96  # halves, thirds, quarters … of a shard are whole blocks: a reshard reads hardly more than it needs
 
 Stage = Callable[[Piece], memoryview]
@@ -41,58 +43,73 @@ def block_checksums(data: memoryview, block: int) -> tuple[str, ...]:
     return tuple(checksum(data[i : i + block]) for i in range(0, len(data), block))
 
 
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A shard file to write: its pieces, in the order in which they are stored."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    header: Header
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.header.begins[-1] + self.pieces[-1].nbytes
+
+
+def plan_files(component: str, rank: int, pieces: list[Piece], size_per_shard: float) -> list[FilePlan]:
+    """The shard files, of at most ``size_per_shard`` MB each, that a rank writes its pieces into."""
+    files = []
+    for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=1):
+        entries = [Entry(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
+        files.append(FilePlan(shard_file_name(component, rank, number), tuple(group), plan_header(entries)))
+    return files
+
+
 def write_component(
     draft: Draft,
     component: str,
     rank: int,
     save_id: str,
-    pieces: list[Piece],
+    files: list[FilePlan],
     stage: Stage,
-    size_per_shard: float,
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> FileInfo | None:
-    """Write a rank's pieces into shard files of at most ``size_per_shard`` MB, then their index; None without pieces.
+    """Write a rank's shard files, then their index; None if it has no files.
 
     ``advance`` is told of the bytes as they are handed to the storage.
     """
-    if not pieces:
+    if not files:
         return None
-    files: dict[str, FileInfo] = {}
+    infos: dict[str, FileInfo] = {}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
-    for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=1):
-        name = shard_file_name(component, rank, number)
-        entries = [Entry(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
-        header, begins = encode(entries, save_id)
+    for file in files:
+        header = file.header.of(save_id)
         written: list[ShardEntry] = []
-        draft.write(name, _content(header, group, begins, name, stage, written, advance))
-        files[name] = FileInfo(name, begins[-1] + group[-1].nbytes, checksum(header))
-        for piece, entry in zip(group, written, strict=True):
+        draft.write(file.name, _content(header, file, stage, written, advance))
+        infos[file.name] = FileInfo(file.name, file.nbytes, checksum(header))
+        for piece, entry in zip(file.pieces, written, strict=True):
             shards[piece.key] = (*shards.get(piece.key, ()), entry)
-    index = rank_index_to_json(RankIndex(save_id, component, rank, files, shards))
+    index = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards))
     info = FileInfo(rank_index_name(component, rank), len(index), checksum(index))
     draft.write(info.name, [index])
     return info
 
 
 def _content(
-    header: bytes,
-    group: list[Piece],
-    begins: list[int],
-    name: str,
-    stage: Stage,
-    written: list[ShardEntry],
-    advance: Callable[[int], Any],
+    header: bytes, file: FilePlan, stage: Stage, written: list[ShardEntry], advance: Callable[[int], Any]
 ) -> Iterator[bytes | memoryview]:
     """The parts of a shard file in order; notes each piece's entry in ``written`` as it goes by."""
     yield header
-    for piece, begin in zip(group, begins, strict=True):
-        data = stage(piece)
+    for piece, begin in zip(file.pieces, file.header.begins, strict=True):
+        data, box, spec = stage(piece), piece.part.box, piece.spec
         if len(data) != piece.nbytes:
-            raise StateError(
-                f"{len(data)} bytes of {piece.key!r} are here, {piece.nbytes} were planned for {piece.part.box}"
-            )
-        block = block_bytes(len(data))
-        sums = block_checksums(data, block)
-        written.append(ShardEntry(piece.part.box, piece.spec.shape, piece.spec.dtype, name, begin, block, sums))
-        yield data
-        advance(len(data))
+            raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {piece.nbytes} were planned for {box}")
+        block, sums = block_bytes(len(data)), list[str]()
+        step = max(_PART // block, 1) * block
+        for at in range(0, len(data), step):
+            part = data[at : at + step]
+            sums += block_checksums(part, block)
+            yield part
+            advance(len(part))
+        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, tuple(sums)))

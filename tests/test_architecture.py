@@ -17,18 +17,20 @@ PACKAGE = Path(__file__).parents[1] / "lightning_shardckpt"
 # A module imports only from rows above its own. A folder (storage, state, parallel) counts as one module.
 ROWS = [
     {"errors"},
-    {"box", "text"},
+    {"box", "text", "crc", "pages"},
     {"layout", "header"},
     {"index"},
     {"plan"},
     {"storage"},
     {"write", "read"},
+    {"fetch", "planning"},
     {"locate", "whole"},
-    {"shardfile", "processes"},
+    {"shardfile", "processes", "regions"},
     {"staging", "ranks"},
     {"state"},
-    {"torchfile", "sources", "background"},
-    {"saving", "loading"},
+    {"torchfile", "sources", "background", "exchange"},
+    {"joining"},
+    {"saving", "loading", "sharing"},
     {"checkpoint"},
     {"convert"},
     {"consolidate", "inspect", "verify"},
@@ -42,8 +44,9 @@ ROWS = [
     {"__main__", "__init__"},
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
-PURE = {"errors", "box", "text", "layout", "header", "index", "plan"}
-BYTES_ONLY = PURE | {"storage", "write", "read", "locate", "whole", "shardfile"}
+PURE = {"errors", "box", "text", "crc", "layout", "header", "index", "plan"}
+BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
+BYTES_ONLY |= {"regions", "shardfile"}
 LIGHT_START = BYTES_ONLY | {"inspect", "verify", "consolidate", "cli", "__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
 DOORS |= {"pytorch", "fabric"}

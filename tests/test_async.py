@@ -34,7 +34,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
-from lightning_shardckpt.staging import HostMemory
+from lightning_shardckpt.staging import HostMemory, copy_all
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
@@ -346,6 +346,11 @@ def test_host_memory_is_used_again(tmp_path: Path) -> None:
     assert places <= 2 and grown < 4 << 20
 
 
+def copied(memory: HostMemory, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    copy_all(tensors, copies := memory.room(tensors))
+    return copies
+
+
 def test_copies_are_exact_whatever_the_tensors_are_and_stay_where_they_were() -> None:
     memory = HostMemory()
     base = torch.arange(24.0).reshape(4, 6)
@@ -360,13 +365,13 @@ def test_copies_are_exact_whatever_the_tensors_are_and_stay_where_they_were() ->
         base.to(torch.float8_e4m3fn),
     ]
     with torch.inference_mode():
-        first = memory.copy(odd)
+        first = copied(memory, odd)
         expected = [tensor.clone() for tensor in odd]
     place = memory._memory.data_ptr()
-    second = memory.copy([base])
+    second = copied(memory, [base])
     assert place == second[0].data_ptr() == memory._memory.data_ptr()
     assert torch.equal(second[0], base)
-    first = memory.copy(odd)
+    first = copied(memory, odd)
     for copy, tensor in zip(first, expected, strict=True):
         assert copy.is_contiguous() and copy.dtype == tensor.dtype and copy.shape == tensor.shape
         assert copy.tolist() == tensor.tolist()

@@ -15,7 +15,7 @@ import torch
 
 from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.header import DTYPE_BYTES, Entry, checksum, encode
+from lightning_shardckpt.header import DTYPE_BYTES, Entry, checksum, plan_header
 from lightning_shardckpt.index import ROOT_NAME, TensorSpec
 from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, parts_of_rank
 from lightning_shardckpt.plan import plan_save, split_into_files
@@ -189,6 +189,7 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
         f"{INDEX}: not valid JSON: nested deeper than 128 levels",
     ),
     ("F9", with_root("software", {"\ud800": "1"}), FormatError, "is not text that UTF-8 can hold"),
+    ("F10", with_index("metadata/bias/begin", 8), FormatError, f"{SHARD}: 'bias' is .* in the header of the file, .*"),
     ("F10", flip(SHARD, 50), CorruptionError, f"{SHARD}: the header of the shard file is damaged"),
     ("F10", flip(SHARD, 6), CorruptionError, f"{SHARD}: the header claims"),
     (
@@ -215,7 +216,7 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
         CorruptionError,
         f"corrupted data of 'bias' in {SHARD}, written by rank 0, bytes 344 to 354",
     ),
-    ("F11", with_index("metadata/bias/block", 5 << 20), FormatError, "1 checksums of 5242880 bytes each for 10 bytes"),
+    ("F11", with_index("metadata/bias/block", 5 << 20), FormatError, "checksums of 5242880 bytes each, from 1 to 4"),
     ("F11", with_index("metadata/bias/block", 4), FormatError, "1 checksums of 4 bytes each for 10 bytes"),
     ("F11", with_index("metadata/bias/checksums", ["XYZ"]), FormatError, "'XYZ' is not a checksum"),
     ("F13", with_root(f"{TENSOR}/0", "F31"), FormatError, "unknown dtype 'F31'"),
@@ -280,7 +281,7 @@ def test_f12_a_file_holds_one_box_of_a_tensor_and_no_tensor_called_metadata() ->
     packed = {"qkv": TensorSpec("F32", (12, 2), mesh(2, cuts=(Cut(0, 0, 3),)), ((0, 2),))}
     assert [len(found) for found in split_into_files(plan_save(packed, 0), 1 << 30)] == [1, 1, 1]
     with pytest.raises(FormatError, match="__metadata__"):
-        encode([Entry("__metadata__", "F32", (1,), (0,))], SAVE_ID)
+        plan_header([Entry("__metadata__", "F32", (1,), (0,))])
 
 
 def test_f24_an_unknown_tag_is_refused() -> None:

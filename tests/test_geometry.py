@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.layout import REPLICATED, Layout, parts_of_rank, replicas, unheld
-from lightning_shardckpt.state.geometry import layout_of, local_tensor, local_views, parts_of
+from lightning_shardckpt.state.geometry import layout_of, local_tensor, local_views, parts_of, this_rank
 from tests.pool import run_ranks
 
 Found = dict[str, tuple[Layout, torch.Size, list[int]]]
@@ -29,7 +29,7 @@ def indices(shape: tuple[int, ...]) -> torch.Tensor:
 def boxed(tensor: torch.Tensor) -> list[int]:
     """The indices that lie in this rank's boxes, put where the parts say."""
     whole, found = indices(tuple(tensor.shape)), torch.full(local_tensor(tensor).shape, -1)
-    for part in parts_of(tensor):
+    for part in parts_of(tensor, this_rank()):
         source = tuple(slice(a, b) for a, b in zip(part.box.start, part.box.stop, strict=True))
         found[tuple(slice(a, b) for a, b in zip(part.local.start, part.local.stop, strict=True))] = whole[source]
     return found.flatten().tolist()
@@ -228,7 +228,7 @@ def stages(world: int) -> tuple[int, ...]:
     meshes = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])]
     tensor = distributed((3, 2), meshes[min(rank, 1)], Shard(0))
     check({"w": tensor})
-    return tuple(part.box.start[0] for part in parts_of(tensor))
+    return tuple(part.box.start[0] for part in parts_of(tensor, this_rank()))
 
 
 def test_a_mesh_of_some_ranks_needs_no_alignment() -> None:
@@ -252,10 +252,10 @@ def refusals(world: int) -> list[str]:
     partial = DTensor.from_local(torch.zeros(3, 2), line, [Partial()], run_check=False)
     said = []
     calls: list[Callable[[], object]] = [
-        lambda: parts_of(partial),
-        lambda: parts_of(wrong),
-        lambda: parts_of(turned),
-        lambda: rank == 0 or parts_of(DTensor.from_local(torch.zeros(1), some, [Shard(0)], run_check=False)),
+        lambda: parts_of(partial, this_rank()),
+        lambda: parts_of(wrong, this_rank()),
+        lambda: parts_of(turned, this_rank()),
+        lambda: rank == 0 or parts_of(DTensor.from_local(torch.zeros(1), some, [Shard(0)], run_check=False), rank),
     ]
     for call in calls:
         try:
@@ -298,4 +298,4 @@ def test_a_split_factor_that_fits_no_later_axis_is_refused() -> None:
 def test_a_plain_tensor_is_replicated() -> None:
     tensor = torch.zeros(3, 2)
     assert layout_of(tensor) is REPLICATED
-    assert [p.box.shape for p in parts_of(tensor)] == [(3, 2)]
+    assert [p.box.shape for p in parts_of(tensor, this_rank())] == [(3, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,21 @@ import safetensors.torch
 import torch
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import DTYPE_BYTES, Entry, checksum, decode, encode, parse_json
+from lightning_shardckpt.header import DTYPE_BYTES, MAX_VALUES, Entry, checksum, decode, parse_json, plan_header
 from lightning_shardckpt.staging import TORCH_DTYPES
 
 SAVE_ID = "0123456789abcdef" * 2
 
 
+def written(entries: list[Entry]) -> tuple[bytes, tuple[int, ...]]:
+    header = plan_header(entries)
+    return header.of(SAVE_ID), header.begins
+
+
 def file_of(tensors: dict[str, torch.Tensor], start: tuple[int, ...] = (0,)) -> bytes:
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     entries = [Entry(k, names[t.dtype], tuple(t.shape), start * t.ndim) for k, t in tensors.items()]
-    header, begins = encode(entries, SAVE_ID)
+    header, begins = written(entries)
     body = b"".join(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values())
     assert begins[0] == len(header)
     return header + body
@@ -64,13 +70,13 @@ def test_a_0_dim_tensor_and_names_in_any_script_pass() -> None:
 def test_data_begin_at_a_multiple_of_8_and_follow_without_gaps() -> None:
     for length in range(1, 20):
         entries = [Entry("k" * length, "F32", (3,), (0,)), Entry("z", "U8", (5,), (0,))]
-        header, (first, second) = encode(entries, SAVE_ID)
+        header, (first, second) = written(entries)
         assert (first % 8, first, second) == (0, len(header), first + 12)
 
 
 def test_decode_returns_what_encode_was_given() -> None:
     entries = [Entry("a", "C64", (2, 3), (1, 0)), Entry("b", "BF16", (), ()), Entry("c", "I8", (0, 3), (0, 0))]
-    header, begins = encode(entries, SAVE_ID)
+    header, begins = written(entries)
     found, save_id = decode(header[8:], "file x")
     assert save_id == SAVE_ID
     expected = [(e.key, e.dtype, e.shape, b, e.nbytes) for e, b in zip(entries, begins, strict=True)]
@@ -91,13 +97,13 @@ def test_the_metadata_are_strings_as_safetensors_demands(tmp_path: Path) -> None
 
 def test_the_one_name_that_safetensors_keeps_for_itself_is_refused() -> None:
     with pytest.raises(FormatError, match="__metadata__"):
-        encode([Entry("__metadata__", "F32", (1,), (0,))], SAVE_ID)
+        plan_header([Entry("__metadata__", "F32", (1,), (0,))])
 
 
 def test_a_header_that_no_reader_would_accept_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_shardckpt.header.MAX_HEADER_BYTES", 1000)
     with pytest.raises(FormatError, match="smaller size_per_shard"):
-        encode([Entry("k" * 500, "F32", (1,), (0,)), Entry("j" * 500, "F32", (1,), (0,))], SAVE_ID)
+        plan_header([Entry("k" * 500, "F32", (1,), (0,)), Entry("j" * 500, "F32", (1,), (0,))])
 
 
 METADATA = '"__metadata__":{"save_id":"x"}'
@@ -147,3 +153,32 @@ def test_json_beyond_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_checksum_is_xxh3_64_in_hexadecimal() -> None:
     assert checksum(b"") == "2d06800538d394c2"  # of the xxHash specification, seed 0
     assert checksum(b"ab", memoryview(b"c")) == checksum(b"abc") == "78af5f94892f3950"
+
+
+def nested(draw: random.Random, depth: int) -> tuple[object, int]:
+    """A JSON value with strings that look like structure, and how many levels it has; a list of nothing has one."""
+    if depth == 0 or draw.random() < 0.3:
+        return draw.choice([1, None, "", "]", "[{", '"', "\\", '\\"]', '{"a":[', "é\\\\"]), 0
+    children = [nested(draw, depth - 1) for _ in range(draw.randint(0, 3))]
+    levels = 1 + max((level for _, level in children), default=0)
+    values = [value for value, _ in children]
+    return (values if draw.random() < 0.5 else {f'{"[" * i}"\\{i}': v for i, v in enumerate(values)}), levels
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_value_is_refused_if_and_only_if_it_is_nested_too_deep(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    value, levels = nested(draw, 6)
+    text = json.dumps(value, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1])).encode()
+    for limit in (levels - 1, levels):
+        monkeypatch.setattr("lightning_shardckpt.header.MAX_DEPTH", limit)
+        if 0 <= limit < levels:
+            with pytest.raises(FormatError, match="nested deeper"):
+                parse_json(text, "x")
+        elif limit >= levels:
+            assert parse_json(text, "x") == value
+
+
+def test_quotes_alone_take_no_memory() -> None:
+    with pytest.raises(FormatError, match="JSON of more than"):
+        parse_json(b'"' * (4 * MAX_VALUES + 1), "x")

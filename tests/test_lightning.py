@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load_from_checkpoint
 from lightning_shardckpt.errors import MismatchError, StateError
 from tests import tiny
+from tests.faults.inject import Interposer
 from tests.pool import run_ranks
 
 
@@ -85,6 +86,27 @@ def test_weights_only_checkpoint_validates_and_says_why_it_cannot_resume(tmp_pat
     for message, loss in run_ranks(2, weights_only, str(tmp_path)):
         assert "weights only" in message and "save_weights_only=False" in message
         assert loss > 0
+
+
+def save_without_syncs(directory: str) -> tuple[list[str], bool]:
+    pl.seed_everything(1)
+    path = f"{directory}/a.ckpt"
+    run = tiny.trainer({}, max_steps=2, plugins=[ShardCkptIO(sync_files=False)])
+    run.fit(module := tiny.TinyLM(), tiny.loader())
+    with Interposer(directory) as interposer:
+        run.save_checkpoint(path)
+    before = tiny.full_state(module, run.optimizers)
+    again = tiny.trainer({}, max_steps=2)
+    again.fit(loaded := tiny.TinyLM(), tiny.loader(), ckpt_path=path)
+    after = tiny.full_state(loaded, again.optimizers)
+    equal = [torch.equal(before[k], after[k]) for k in before if isinstance(before[k], torch.Tensor)]
+    return [call.split()[0] for call in interposer.calls], all(equal) and len(equal) > 10
+
+
+def test_a_checkpoint_that_was_saved_without_syncs_loads(tmp_path: Path) -> None:
+    for calls, equal in run_ranks(2, save_without_syncs, str(tmp_path)):
+        assert "writev" in calls and {"fsync", "fdatasync"} & set(calls) == set()
+        assert equal
 
 
 class Fails(tiny.TinyLM):

@@ -311,7 +311,7 @@ def test_planning_costs_the_same_in_every_world(kind: str) -> None:
             [
                 steps(lambda t=tensors, r=rank: plan_save(t, r)),
                 steps(lambda t=tensors: check_cover("model", t)),
-                steps(lambda t=tensors: table_digest({"model": t})),
+                steps(lambda t=tensors: table_digest({"model": IndexComponent(t)})),
                 steps(load),
             ]
         )
@@ -323,14 +323,15 @@ def test_planning_costs_the_same_in_every_world(kind: str) -> None:
 
 def test_ranks_with_the_same_table_have_the_same_digest() -> None:
     tensors = {"a": TensorSpec("F32", (4,), REPLICATED, ((0, 2),)), "b": TensorSpec("F32", (5,), REPLICATED, ((0, 2),))}
-    base = table_digest({"model": tensors})
-    assert base == table_digest({"model": dict(reversed(tensors.items()))})
+    base = table_digest({"model": IndexComponent(tensors)})
+    assert base == table_digest({"model": IndexComponent(dict(reversed(tensors.items())))})
     others = [
         TensorSpec("F16", (4,), REPLICATED, ((0, 2),)),
         TensorSpec("F32", (4, 1), REPLICATED, ((0, 2),)),
         TensorSpec("F32", (4,), mesh(2, cuts=(Cut(0, 0),)), ((0, 2),)),
         TensorSpec("F32", (4,), REPLICATED, ((0, 2),), True),
     ]
-    digests = [table_digest({"model": {**tensors, "a": other}}) for other in others]
-    digests += [table_digest({"trainer": tensors}), table_digest({"model": {}}), base]
+    digests = [table_digest({"model": IndexComponent({**tensors, "a": other})}) for other in others]
+    digests += [table_digest({"trainer": IndexComponent(tensors)}), table_digest({"model": IndexComponent({})})]
+    digests += [table_digest({"model": IndexComponent(tensors, {"c": "a"})}), base]
     assert len(set(digests)) == len(digests)

@@ -496,7 +496,7 @@ def train_on_other_batches() -> None:
     [
         (
             train_without_the_style_of_norms,
-            "4 replicated parameters have different gradients on the ranks of a tensor-p",
+            "replicated parameters have different gradients on the ranks of a tensor-p",
         ),
         (train_on_other_batches, "the ranks of a tensor-parallel group got different batches"),
     ],

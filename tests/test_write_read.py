@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
+from itertools import permutations, product
+from math import prod
+from typing import get_args
 
 import numpy
 import pytest
 
 from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError, StateError
+from lightning_shardckpt.fetch import fetch
 from lightning_shardckpt.header import MAX_JSON_BYTES, checksum, decode
 from lightning_shardckpt.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec, rank_index_from_json, root_from_json
-from lightning_shardckpt.layout import REPLICATED, Cut, Layout, parts_of_rank
+from lightning_shardckpt.layout import REPLICATED, Cut, Layout, Part, parts_of_rank
 from lightning_shardckpt.plan import plan_save
-from lightning_shardckpt.read import Checkpoint, fill, verify_requests
+from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.memory import MemoryReader, MemoryStorage
-from lightning_shardckpt.write import MB, block_bytes, block_checksums, write_component
+from lightning_shardckpt.write import MB, block_bytes, block_checksums, plan_files, write_component
 from tests import worlds
 from tests.worlds import PATH, SAVE_ID, mesh
 
@@ -38,6 +43,9 @@ class Counting:
 
     def names(self) -> list[str]:
         return self.inner.names()
+
+    def twin(self) -> Counting:
+        return Counting(self.inner, self.reads)
 
     def close(self) -> None:
         self.inner.close()
@@ -107,17 +115,16 @@ def test_memory_that_is_not_what_was_planned_is_not_written() -> None:
     storage = MemoryStorage()
     tensors = {"a": spec((6, 4), REPLICATED, 1)}
     with pytest.raises(StateError, match=r"92 bytes of 'a' are here, 96 were planned"):
-        write_component(
-            storage.draft(PATH, SAVE_ID), "model", 0, SAVE_ID, plan_save(tensors, 0), lambda p: memoryview(bytes(92)), 1
-        )
+        files = plan_files("model", 0, plan_save(tensors, 0), 1)
+        write_component(storage.draft(PATH, SAVE_ID), "model", 0, SAVE_ID, files, lambda p: memoryview(bytes(92)))
 
 
 def test_the_writer_tells_of_every_byte() -> None:
     told: list[int] = []
     tensors = {"a": spec((6, 4), REPLICATED, 1), "b": spec((5,), REPLICATED, 1, "U8")}
     draft = MemoryStorage().draft(PATH, SAVE_ID)
-    pieces = plan_save(tensors, 0)
-    write_component(draft, "model", 0, SAVE_ID, pieces, lambda p: memoryview(bytes(p.nbytes)), 1, told.append)
+    files = plan_files("model", 0, plan_save(tensors, 0), 1)
+    write_component(draft, "model", 0, SAVE_ID, files, lambda p: memoryview(bytes(p.nbytes)), told.append)
     assert told == [96, 5]
 
 
@@ -136,9 +143,9 @@ def test_blocks_are_small_enough_for_a_reader_and_for_a_reshard() -> None:
 RESHARDS = [(4, 2), (2, 4), (4, 3), (4, 1), (3, 4), (4, 8), (1, 8), (8, 3), (1, 3), (1, 5)]
 
 
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("how", get_args(worlds.How))
 @pytest.mark.parametrize(("source", "target"), RESHARDS)
-def test_a_reshard_along_dim_0_reads_little_more_than_it_needs(source: int, target: int, verify: bool) -> None:
+def test_a_reshard_along_dim_0_reads_little_more_than_it_needs(source: int, target: int, how: worlds.How) -> None:
     shape = (1024, 257)  # about 1 MiB
     storage = saved({"w": spec(shape, FSDP[source], source)}, source)
     for rank in range(target):
@@ -147,15 +154,16 @@ def test_a_reshard_along_dim_0_reads_little_more_than_it_needs(source: int, targ
             parts = parts_of_rank(FSDP[target], shape, rank)
             needed = sum(part.box.numel for part in parts) * 4
             found = worlds.empty_local(parts, worlds.whole("w", spec(shape, REPLICATED, 1)))
-            wanted = worlds.requests(checkpoint, "w", parts, found.shape)
+            wanted = worlds.requests(checkpoint, "w", parts, found)
             opened = {request.overlap.writer for request in wanted}
-            if verify:
-                verify_requests(checkpoint, "model", wanted)
+            if how != "unverified":
+                reader.reads.clear()
+                fetch(checkpoint, wanted, verify=True, keep=how == "once")
                 assert needed <= reader.of_shards() <= 1.1 * needed
-            reader.reads.clear()
-            for request in wanted:
-                fill(checkpoint, request, worlds.content(found))
-            assert reader.of_shards() == needed
+            if how != "once":
+                reader.reads.clear()
+                fetch(checkpoint, wanted, verify=False, keep=True)
+                assert reader.of_shards() == needed
             assert {name for name, _, _ in reader.reads} == {
                 f"model-dist-{writer:05d}-shard-00001.safetensors" for writer in opened
             }
@@ -168,12 +176,11 @@ def test_a_part_is_verified_by_the_blocks_that_it_touches() -> None:
     with Checkpoint(storage, PATH) as checkpoint:
         part = parts_of_rank(FSDP[1], shape, 0)[0]
         third = type(part)(Box((8192 + 1,), (2 * 8192 + 1,)), (0,))  # the second block but for an element, and one more
-        (request,) = worlds.requests(checkpoint, "w", (third,), (8192,))
+        (request,) = worlds.requests(checkpoint, "w", (third,), numpy.zeros(8193, "f4"))
         begin = request.entry.begin
         reader: Counting = checkpoint.reader  # type: ignore[assignment]
-        checkpoint.check_file("model", 0, request.entry.file)
         reader.reads.clear()
-        verify_requests(checkpoint, "model", [request])
+        fetch(checkpoint, [request], verify=True, keep=False)
         assert reader.reads == [(request.entry.file, begin + (1 << 15), 1 << 16)]
         files = storage.checkpoints[PATH]
         for offset, touched in ((0, False), (32767, False), (32768, True), (98303, True), (98304, False)):
@@ -184,9 +191,9 @@ def test_a_part_is_verified_by_the_blocks_that_it_touches() -> None:
                     with pytest.raises(
                         CorruptionError, match=rf"'w'.*rank 0, bytes {begin + offset // 32768 * 32768} to"
                     ):
-                        verify_requests(checkpoint, "model", [request])
+                        fetch(checkpoint, [request], verify=True, keep=False)
                 else:
-                    verify_requests(checkpoint, "model", [request])
+                    fetch(checkpoint, [request], verify=True, keep=False)
             finally:
                 files[request.entry.file] = intact
 
@@ -197,21 +204,100 @@ def test_a_column_is_read_in_a_few_large_reads() -> None:
     columns = mesh(4, cuts=(Cut(0, 1),))
     with Checkpoint(storage, PATH) as checkpoint:
         reader: Counting = checkpoint.reader  # type: ignore[assignment]
-        found = worlds.load(checkpoint, "w", columns, 3, verify=False)
+        found = worlds.load(checkpoint, "w", columns, 3, "unverified")
         assert numpy.array_equal(found, worlds.local("w", spec(shape, columns, 4), 3))
-        assert sum(name.endswith(".safetensors") for name, _, _ in reader.reads) == 4
+        of_data = [name for name, offset, _ in reader.reads if name.endswith(".safetensors") and offset > 8]
+        assert len(of_data) == 4
 
 
-def test_large_blocks_and_buffers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_shardckpt.read._BUFFER_BYTES", 5000)
-    monkeypatch.setattr("lightning_shardckpt.read._DIRECT_BYTES", 300)
-    for shape in ((100, 41), (7, 3000)):
-        storage = saved({"w": spec(shape, FSDP[3], 3)}, 3)
-        for layout in (FSDP[2], mesh(2, cuts=(Cut(0, 1),)), mesh(2, cuts=(Cut(0, 1, 3),))):
-            with Checkpoint(storage, PATH) as checkpoint:
-                for rank in range(2):
-                    found = worlds.load(checkpoint, "w", layout, rank)
-                    assert numpy.array_equal(found, worlds.local("w", spec(shape, layout, 2), rank))
+@pytest.mark.parametrize("how", get_args(worlds.How))
+@pytest.mark.parametrize("seed", range(40))
+def test_regions_windows_blocks_and_gaps_of_any_size_meet(
+    seed: int, how: worlds.How, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    for name, sizes in {
+        "WINDOW": (4500, 9000, 1 << 20),
+        "DIRECT": (1, 64, 1 << 20),
+        "GAP": (0, 7, 500, 1 << 20),
+    }.items():
+        monkeypatch.setattr(f"lightning_shardckpt.fetch._{name}_BYTES", draw.choice(sizes))
+    monkeypatch.setattr("lightning_shardckpt.fetch._PART_BYTES", draw.choice((100, 1 << 20)))
+    monkeypatch.setattr("lightning_shardckpt.fetch._THREADED_BYTES", draw.choice((0, 1 << 20)))
+    dims = draw.randint(1, 4)
+    shape = tuple(draw.randint(1, {1: 20000, 2: 160, 3: 30, 4: 13}[dims]) for _ in range(dims))
+    dtype = draw.choice(("U8", "BF16", "F32", "F64", "C128"))
+    layouts = [FSDP[2], FSDP[3], *(mesh(k, cuts=(Cut(0, d, b),)) for k in (2, 3) for d in range(dims) for b in (1, 2))]
+    layouts += [mesh(2, 2, cuts=(Cut(0, a), Cut(1, b))) for a in range(dims) for b in range(dims)]
+    written, wanted = draw.choice(layouts), draw.choice(layouts)
+    world = prod(axis.size for axis in written.axes)
+    tensors = {"w": spec(shape, written, world, dtype), "v": spec((5, *shape), FSDP[1], world, dtype)}
+    storage = saved(tensors, world)
+    ranks = range(prod(axis.size for axis in wanted.axes))
+    expected = {(r, k): worlds.local(k, spec(t.shape, wanted, 1, dtype), r) for r in ranks for k, t in tensors.items()}
+
+    def load(rank: int, key: str) -> bool:
+        with Checkpoint(storage, PATH) as checkpoint:
+            found = worlds.load(checkpoint, key, wanted, rank, how)
+        return found.tobytes() == expected[rank, key].tobytes()
+
+    assert all(load(rank, key) for rank, key in expected)
+    files, noticed = storage.checkpoints[PATH], 0
+    for _ in range(8 if how != "unverified" else 0):
+        name = draw.choice([name for name in files if name.endswith("safetensors")])
+        intact = files[name]
+        files[name] = flipped(intact, draw.randrange(8 + int.from_bytes(intact[:8], "little"), len(intact)))
+        for rank, key in expected:
+            try:
+                assert load(rank, key)  # nobody needs that byte
+            except CorruptionError as error:
+                assert name in str(error)
+                noticed += 1
+        files[name] = intact
+    assert noticed or how == "unverified"
+
+
+@pytest.mark.parametrize("how", get_args(worlds.How))
+def test_pieces_of_one_box_may_be_asked_for_in_any_order(how: worlds.How) -> None:
+    shape = (10, 3000)
+    whole = worlds.whole("w", spec(shape, FSDP[1], 1))
+    storage = saved({"w": spec(shape, FSDP[1], 1)}, 1)
+    (name,) = (name for name in storage.checkpoints[PATH] if name.endswith("safetensors"))
+    intact = storage.checkpoints[PATH][name]
+
+    def load(order: tuple[tuple[int, int], ...]) -> numpy.ndarray:
+        found = numpy.zeros_like(whole)
+        with Checkpoint(storage, PATH) as checkpoint:
+            wanted = []
+            for a, b in order:
+                part = Part(Box((a, 0), (b, shape[1])), (0, 0))
+                wanted += worlds.requests(checkpoint, "w", (part,), found[a:b])
+            if how == "twice":
+                fetch(checkpoint, wanted, verify=True, keep=False)
+            fetch(checkpoint, wanted, verify=how == "once", keep=True)
+        return found
+
+    for order in permutations(((0, 3), (3, 6), (6, 10))):
+        assert numpy.array_equal(load(order), whole)
+        for row in range(10) if how != "unverified" else ():
+            storage.checkpoints[PATH][name] = flipped(intact, len(intact) - (10 - row) * shape[1] * 4)
+            with pytest.raises(CorruptionError, match="corrupted data of 'w'"):
+                load(order)
+            storage.checkpoints[PATH][name] = intact
+
+
+def test_parts_that_interleave_in_one_box_are_all_verified() -> None:
+    shape = (48, 3072)
+    layout = mesh(2, cuts=(Cut(0, 1, 3),))  # a packed projection, cut along its columns
+    storage = saved({"w": spec(shape, FSDP[1], 1)}, 1)
+    (name,) = (name for name in storage.checkpoints[PATH] if name.endswith("safetensors"))
+    intact = storage.checkpoints[PATH][name]
+    for row, third in product(range(0, 48, 5), range(3)):
+        at = len(intact) - prod(shape) * 4 + (row * shape[1] + third * 1024 + 7) * 4
+        storage.checkpoints[PATH][name] = flipped(intact, at)
+        for how in ("twice", "once"):
+            with Checkpoint(storage, PATH) as checkpoint, pytest.raises(CorruptionError, match="corrupted data of 'w'"):
+                worlds.load(checkpoint, "w", layout, 0, how)
 
 
 # ── no changed byte loads ─────────────────────────────────────────────────────────────────────────────────────────
@@ -233,10 +319,9 @@ def load_all(storage: MemoryStorage, target: dict[str, numpy.ndarray]) -> None:
     with Checkpoint(storage, PATH) as checkpoint:
         wanted = []
         for key, tensor in SMALL.items():
-            wanted += worlds.requests(checkpoint, key, parts_of_rank(REPLICATED, tensor.shape, 0), tensor.shape)
-        verify_requests(checkpoint, "model", wanted)
-        for request in wanted:
-            fill(checkpoint, request, worlds.content(target[request.key]))
+            wanted += worlds.requests(checkpoint, key, parts_of_rank(REPLICATED, tensor.shape, 0), target[key])
+        fetch(checkpoint, wanted, verify=True, keep=False)
+        fetch(checkpoint, wanted, verify=False, keep=True)
 
 
 def untouched() -> dict[str, numpy.ndarray]:

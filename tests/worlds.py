@@ -6,23 +6,27 @@ import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
 import numpy
 
 from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.fetch import Request, fetch, single_run
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, root_to_json
 from lightning_shardckpt.layout import Axis, Cut, Layout, Part, parts_of_rank
 from lightning_shardckpt.plan import Piece, plan_load, plan_save
-from lightning_shardckpt.read import Checkpoint, Request, fill, verify_requests
+from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.write import write_component
+from lightning_shardckpt.write import plan_files, write_component
 
 SAVE_ID = "5afe" * 8
 PATH = "/runs/step-3.ckpt"
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 Array = numpy.ndarray
+How = Literal["twice", "once", "unverified"]
+"""Verified before any byte is kept, meanwhile, or not at all."""
 
 
 def mesh(*sizes: int, cuts: tuple[Cut, ...] = (), order: tuple[int, ...] | None = None) -> Layout:
@@ -90,7 +94,8 @@ def save(
             def stage(piece: Piece, rank: int = rank) -> memoryview:
                 return content(local(piece.key, piece.spec, rank)[at(piece.part.local)])
 
-            info = write_component(draft, name, rank, save_id, pieces, stage, size_per_shard)
+            files = plan_files(name, rank, pieces, size_per_shard)
+            info = write_component(draft, name, rank, save_id, files, stage)
             if info is not None:
                 indexes[rank] = info
         components[name] = Component(dict(tensors), {}, indexes)
@@ -99,22 +104,26 @@ def save(
     return written
 
 
-def requests(checkpoint: Checkpoint, key: str, wanted: tuple[Part, ...], local_shape: Shape) -> list[Request]:
+def requests(checkpoint: Checkpoint, key: str, wanted: tuple[Part, ...], target: Array) -> list[Request]:
     spec = checkpoint.root.components["model"].tensors[key]
-    return [
-        Request(key, overlap, checkpoint.entry("model", key, overlap), local_shape)
-        for overlap in plan_load(spec, checkpoint.replicas("model")[key], wanted)
-    ]
+    found = []
+    for overlap in plan_load(spec, checkpoint.replicas("model")[key], wanted):
+        entry = checkpoint.entry("model", key, overlap)
+        checkpoint.check_file("model", overlap.writer, entry.file)
+        run = single_run(overlap, target.shape, DTYPE_BYTES[spec.dtype])
+        found.append(Request(key, overlap, entry, target.shape, run, content(target)))
+    return found
 
 
-def load(checkpoint: Checkpoint, key: str, layout: Layout, rank: int, *, verify: bool = True) -> Array:
+def load(checkpoint: Checkpoint, key: str, layout: Layout, rank: int, how: How = "twice") -> Array:
     """What ``rank`` of another world reads of a model's tensor into its memory."""
     spec = checkpoint.root.components["model"].tensors[key]
     parts = parts_of_rank(layout, spec.shape, rank)
     found = empty_local(parts, numpy.zeros((1,) * len(spec.shape), _TYPES[DTYPE_BYTES[spec.dtype]]))
-    wanted = requests(checkpoint, key, parts, found.shape)
-    if verify:
-        verify_requests(checkpoint, "model", wanted)
-    for request in wanted:
-        fill(checkpoint, request, content(found))
+    wanted = requests(checkpoint, key, parts, found)
+    if how == "twice":
+        before = found.copy()
+        fetch(checkpoint, wanted, verify=True, keep=False)
+        assert numpy.array_equal(found, before)
+    fetch(checkpoint, wanted, verify=how == "once", keep=True)
     return found

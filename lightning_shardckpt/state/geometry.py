@@ -8,14 +8,19 @@ boxes come from ``layout.py`` and are checked against the real local shape.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_shardckpt.box import Box
+from lightning_shardckpt import staging
+from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, Part, parts_of_rank
 
@@ -26,9 +31,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     Raises:
         StateError: for a ``Partial`` placement, and for cuts that no layout describes.
     """
-    if not isinstance(tensor, DTensor):
-        return REPLICATED
-    return _layout(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)
+    return _layout(tensor._spec) if isinstance(tensor, DTensor) else REPLICATED
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,46 +39,87 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[Part, ...]:
-    """The boxes that this rank has of a tensor, checked against its local shape.
+def this_rank() -> int:
+    """Of the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def parts_of(tensor: torch.Tensor, rank: int) -> tuple[Part, ...]:
+    """The boxes that ``rank``, which is this one, has of a tensor, checked against its local shape.
 
     Raises:
         StateError: if the local shape is not what the placements say, or this rank is not in the mesh.
     """
     if not isinstance(tensor, DTensor):
-        return (Part(Box.whole(tuple(tensor.shape)), (0,) * tensor.ndim),)
-    local, mesh = tensor._local_tensor, tensor.device_mesh
+        return _whole(tuple(tensor.shape))
+    return _parts(tensor._spec, tuple(tensor._local_tensor.shape), rank)
+
+
+@lru_cache(maxsize=65536)
+def _whole(shape: Shape) -> tuple[Part, ...]:
+    return (Part(Box.whole(shape), (0,) * len(shape)),)
+
+
+@lru_cache(maxsize=65536)
+def _parts(spec: DTensorSpec, local_shape: Shape, rank: int) -> tuple[Part, ...]:
+    shape, mesh = tuple(spec.shape), spec.device_mesh
     if mesh.get_coordinate() is None:
-        raise StateError(
-            f"rank {mesh.get_rank()} has a DTensor of shape {tuple(tensor.shape)}, but is not in its {mesh}"
-        )
-    parts = parts_of_rank(layout_of(tensor), tuple(tensor.shape), int(mesh.get_rank()))
+        raise StateError(f"rank {rank} has a DTensor of shape {shape}, but is not in its {mesh}")
+    parts = parts_of_rank(_layout(spec), shape, rank)
     extent = tuple(max(ends) for ends in zip(*(p.local.stop for p in parts), strict=True))
-    if (extent != tuple(local.shape)) if parts else local.numel():
+    if (extent != local_shape) if parts else prod(local_shape):
         raise StateError(
-            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} on mesh "
-            f"{mesh} has a local tensor of shape {tuple(local.shape)}, expected boxes "
-            f"{[(p.box.start, p.box.stop) for p in parts]}"
+            f"a DTensor of shape {shape} with placements {spec.placements} on mesh {mesh} has a local tensor of shape "
+            f"{local_shape}, expected boxes {[(p.box.start, p.box.stop) for p in parts]}"
         )
     return parts
+
+
+def new_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor laid out like another one, without values."""
+    if not isinstance(tensor, DTensor):
+        return staging.new_like(tensor, dtype)
+    meta = tensor._spec.tensor_meta
+    assert meta is not None
+    spec = tensor._spec if meta.dtype == dtype else replace(tensor._spec, tensor_meta=meta._replace(dtype=dtype))
+    return DTensor(staging.new_like(tensor._local_tensor, dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
 
 
 def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """The boxes that this rank has of a tensor, each with the view of local memory that holds it."""
     local = local_tensor(tensor)
-    return [(part.box, view_at(local, part.local)) for part in parts_of(tensor)]
+    return [(part.box, view_at(local, part.local)) for part in parts_of(tensor, this_rank())]
+
+
+@lru_cache(maxsize=65536)
+def parts_within(parts: tuple[Part, ...], region: Box) -> tuple[Part, ...]:
+    """What of the parts of a local tensor lies in a region of it, in the region's coordinates."""
+    found = []
+    for part in parts:
+        common = part.local.intersect(region)
+        if common is not None:
+            box = common.within(part.local).shift(part.box.start)
+            found.append(Part(box, common.within(region).start))
+    return tuple(found)
 
 
 def view_at(local: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of ``local`` that ``box``, in local coordinates, selects; 0-dim safe."""
+    if box.stop == tuple(local.shape) and not any(box.start):
+        return local
     for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
         if (start, stop) != (0, local.shape[dim]):
             local = local.narrow(dim, start, stop - start)
     return local
 
 
+@lru_cache(maxsize=65536)
+def _layout(spec: DTensorSpec) -> Layout:
+    return _layout_on(spec.device_mesh, tuple(spec.placements), len(spec.shape))
+
+
 @lru_cache(maxsize=4096)
-def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
+def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
     axes, order = _axes(mesh)
     return Layout(axes, _cuts(mesh, placements, ndim), order)
 

@@ -21,7 +21,7 @@ from lightning_shardckpt.state.geometry import local_tensor
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tree import encode_small
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _EXTRA = "_extra_state"
 
 
@@ -48,12 +48,14 @@ def canonical_name(name: str) -> str:
     >>> canonical_name("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'net.layers.0.weight'
     """
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_extra_state(name: str) -> bool:
     """Whether a state dict entry is what a module returned from ``get_extra_state``."""
-    return name.rpartition(".")[2] == _EXTRA
+    return name.endswith(_EXTRA) and name.rpartition(".")[2] == _EXTRA
 
 
 def buffer_names(module: nn.Module) -> frozenset[str]:
@@ -91,7 +93,7 @@ def model_leaves(
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
         if isinstance(value, torch.Tensor) and not is_extra_state(key):
-            tensors[key] = value.detach()
+            tensors[key] = value
         else:
             other[key] = encode_small(value, f"state_dict/{key}")
     groups = tied_names(module) if module is not None else []
@@ -195,7 +197,8 @@ def match_model(
     known = {**{key: key for key in stored.tensors}, **stored.aliases}
     matched: dict[str, str] = {}
     for key, tensor in live.tensors.items():
-        sources = list(dict.fromkeys(known[name] for name in names[key] if name in known))
+        sources = [known[key]] if key in known and len(names[key]) == 1 else []
+        sources = sources or list(dict.fromkeys(known[name] for name in names[key] if name in known))
         if not sources:
             differences.add(key, _absent(key, known))
             continue

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.geometry import new_like
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tree import decode_small, encode_small
@@ -66,7 +67,7 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
                 if "/" in name:
                     raise StateError(f"optimizer_states/{key}: the name {name!r} contains a slash")
                 if isinstance(value, torch.Tensor) and (value.ndim > 0 or isinstance(value, DTensor)):
-                    tensors[key] = value.detach()
+                    tensors[key] = value
                 else:
                     _add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
         groups = {}
@@ -244,7 +245,7 @@ class OptimizerLoad:
                 spec = component.tensors[key]
                 dtype = TORCH_DTYPES[spec.dtype]
                 if spec.shape == tuple(param.shape):
-                    targets[key] = torch.empty_like(param.detach(), dtype=dtype, requires_grad=False)
+                    targets[key] = new_like(param, dtype)
                 elif not isinstance(param, DTensor):
                     targets[key] = torch.empty(spec.shape, dtype=dtype, device=param.device)
         return targets

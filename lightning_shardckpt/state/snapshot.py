@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.box import Shape
 from lightning_shardckpt.index import TensorSpec
-from lightning_shardckpt.layout import Holders
+from lightning_shardckpt.layout import Holders, Layout
 from lightning_shardckpt.staging import dtype_name
 from lightning_shardckpt.state.geometry import layout_of
 
@@ -45,14 +48,15 @@ class Snapshot:
 
 
 def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:
-    """The specs of a component's tensors, all held by ``holders``."""
-    return {
-        key: TensorSpec(
-            dtype=dtype_name(tensor, f"{component}/{key}"),
-            shape=tuple(tensor.shape),
-            layout=layout_of(tensor),
-            holders=holders,
-            pinned=key in leaves.pinned,
-        )
-        for key, tensor in leaves.tensors.items()
-    }
+    """The specs of a component's tensors, all held by ``holders``; one object for all tensors that are alike."""
+    found = {}
+    for key, tensor in leaves.tensors.items():
+        dtype = dtype_name(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, f"{component}/{key}")
+        shape = tuple(tensor.shape)
+        found[key] = _spec(dtype, shape, layout_of(tensor), holders, key in leaves.pinned)
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _spec(dtype: str, shape: Shape, layout: Layout, holders: Holders, pinned: bool) -> TensorSpec:
+    return TensorSpec(dtype, shape, layout, holders, pinned)

@@ -1,0 +1,102 @@
+"""How do the tables of groups of ranks, such as pipeline stages, become one? Done on rank 0, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.index import Component, TensorSpec
+from lightning_shardckpt.layout import as_holders, unheld
+from lightning_shardckpt.planning import Tables
+from lightning_shardckpt.state.trainer import entry_of
+
+_LISTED = 5
+
+
+def held_by(spec: TensorSpec, ranks: list[int]) -> TensorSpec:
+    """The same tensor, as held by other ranks."""
+    return TensorSpec(spec.dtype, spec.shape, spec.layout, as_holders(ranks), spec.pinned)
+
+
+def table_of(tables: Mapping[str, Component], name: str) -> Component:
+    """One of the tables, or an empty one."""
+    return tables.get(name, Component({}))
+
+
+def check_ties(tables: list[Tables], tied: list[dict[str, str]]) -> None:
+    """Raise if groups have different values of a tied weight, since a hook replaced it on some."""
+    for key in sorted({key for keys in tied for key in keys}):
+        pairs = zip(tables, tied, strict=True)
+        values = {own.get(key, "replaced") for table, own in pairs if key in table_of(table, "model").tensors}
+        if len(values) > 1:
+            raise MismatchError(
+                f"on_save_checkpoint replaced {key!r} in the state dict of some ranks, but not in the same way the "
+                "weight that is tied to it on others; replace all names of a tied weight, or none"
+            )
+
+
+def check_trainer(tables: list[Tables], referred: set[str]) -> None:
+    """Raise if sharded tensors of the trainer's state would be lost, or may be taken for one another."""
+    about: dict[str, list[str | None]] = {}
+    for table in tables:
+        model = table_of(table, "model")
+        entries = model.tensors.keys() | model.aliases.keys()
+        for key, spec in table_of(table, "trainer").tensors.items():
+            if not spec.pinned:
+                about.setdefault(key, []).append(entry_of(key, entries))
+    wrong = [k for k, e in about.items() if k not in referred or (len(e) > 1 and (None in e or len(set(e)) > 1))]
+    if wrong:
+        raise StateError(
+            f"the trainer's state has sharded tensors under {wrong}, and pipeline stages have different ones; "
+            "a callback must keep them in dicts by parameter name, in the same place on every rank"
+        )
+
+
+def joined_tables(tables: list[Tables]) -> Tables:
+    """The union of the groups' tables; a tensor that several groups have is held by all of their ranks.
+
+    A group that knows only an alias of a tensor stores it under the name that the others use. Of plain tensors of the
+    trainer's state, which need not agree, the first group's counts.
+
+    Raises:
+        MismatchError: if two groups have different tensors under one name.
+    """
+    joined: Tables = {}
+    for table in tables:
+        for name, component in table.items():
+            known = joined.setdefault(name, Component({}))
+            known.aliases.update({a: of for a, of in component.aliases.items() if known.aliases.get(of) != a})
+    for table in tables:
+        for name, component in table.items():
+            known = joined[name]
+            for own_key, spec in component.tensors.items():
+                key = known.aliases.get(own_key, own_key)
+                other = known.tensors.get(key, spec)
+                if name == "trainer" and other.pinned and spec.pinned:
+                    known.tensors[key] = other
+                    continue
+                if (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
+                    raise MismatchError(
+                        f"the ranks hold different tensors as {key!r}: {other.dtype} {other.shape} on ranks "
+                        f"{other.holders}, {spec.dtype} {spec.shape} on ranks {spec.holders}"
+                    )
+                both = sorted({r for s in (other, spec) for a, b in s.holders for r in range(a, b)})
+                known.tensors[key] = held_by(spec, both)
+    return joined
+
+
+def check_held(joined: Tables, world: int) -> None:
+    """Raise if some rank's state lacks a tensor of which it should have a shard."""
+    lost = []
+    for name, table in joined.items():
+        for key, spec in table.tensors.items():
+            if unheld(spec.layout, spec.holders):
+                having = sorted(rank for a, b in spec.holders for rank in range(a, b))
+                lacking = sorted(set(range(world)) - set(having))
+                lost.append(f"{name} {key!r}: rank(s) {having} have shards of it, rank(s) {lacking} have no such key")
+    if lost:
+        more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
+        raise MismatchError(
+            f"the states of the ranks have different keys: {'; '.join(lost[:_LISTED])}{more}. State that all ranks "
+            "hold shards of must be in the state of all of them"
+        )

@@ -1,0 +1,108 @@
+"""What is planned once for many saves is right the moment anything changes. Oracle: a save that plans by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lightning_shardckpt.checkpoint import load_full, save
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.planning import Plans
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.saving import About
+from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.verify import verify
+from tests.pool import run_ranks
+
+
+def content(path: str) -> dict[str, bytes]:
+    """The files of a checkpoint, without what is new in every save: its id, and checksums of what holds it."""
+    save_id = json.loads(Path(path, ROOT_NAME).read_bytes())["save_id"].encode()
+    files = {file.name: file.read_bytes().replace(save_id, b"") for file in Path(path).iterdir()}
+    return {name: data for name, data in files.items() if name.endswith("safetensors") or "state" in name}
+
+
+def saves(folder: str) -> list[Any]:
+    """One change after the other; returns how often was planned, and what differs from a save that plans anew."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks, plans, found = Ranks.of_default_group(), Plans(), []
+    cut = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
+    state: dict[str, Any] = {"a": cut, "b": torch.arange(5.0), "c": torch.arange(3)}
+    rest: dict[str, Any] = {"global_step": 1}
+    size = 1.0
+
+    def fill() -> None:
+        with torch.no_grad():
+            cut.add_(1)
+
+    def number() -> None:
+        rest["callbacks"] = {"count": len(found)}
+
+    def kept_tensor(shape: tuple[int, ...]) -> Callable[[], None]:
+        return lambda: rest.update(callbacks={"kept": torch.rand(shape)})
+
+    def smaller_files() -> None:
+        nonlocal size
+        size = 1e-5
+
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        fill,
+        number,
+        lambda: state.update(b=torch.arange(5.0) + 1),
+        lambda: state.update(b=torch.arange(5.0, dtype=torch.float64)),
+        lambda: state.update(b=torch.arange(6.0, dtype=torch.float64)),
+        lambda: state.update(a=distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(1)])),
+        lambda: state.update(a=distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Replicate()])),
+        lambda: state.update(d=state["b"]),  # another name of the same memory
+        lambda: state.update(d=torch.arange(6.0, dtype=torch.float64)),
+        lambda: state.pop("c"),
+        lambda: state.update(dict(reversed(state.items()))),
+        kept_tensor((300, 2)),
+        kept_tensor((2, 300)),
+        smaller_files,
+        lambda: None,
+    ]
+    for number_of, change in enumerate(changes):
+        change()
+        path, oracle = f"{folder}/{number_of}.ckpt", f"{folder}/{number_of}-oracle.ckpt"
+        planned = []
+        for to, kept in ((path, plans), (oracle, None)):
+            known = plans.plan._known
+            save(
+                to,
+                lambda: snapshot({**rest, "state_dict": state}),
+                ranks=ranks,
+                about=About(1),
+                size_per_shard=size,
+                plans=kept,
+            )
+            planned.append(plans.plan._known is not known)
+        dist.barrier()
+        intact = not verify(path).findings
+        full = {key: value.full_tensor() if key == "a" else value for key, value in state.items()}
+        loaded = load_full(path)["state_dict"]
+        equal = loaded.keys() == full.keys() and all(torch.equal(loaded[key], full[key]) for key in full)
+        found.append((planned[0], content(path) == content(oracle), intact, equal))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_plans_anew_only_if_something_changed_and_is_always_the_one_it_should_be(
+    world: int, tmp_path: Path
+) -> None:
+    for rank, found in enumerate(run_ranks(world, saves, str(tmp_path))):
+        assert [one[1:] for one in found] == [(True, True, True)] * len(found)
+        unchanged = [number for number, one in enumerate(found) if not one[0]]
+        of_trainer = [] if rank == 0 else [12, 13]  # tensors of the trainer are rank 0's
+        of_mesh = [6, 7] if world == 1 else []  # where each way to cut leaves a tensor whole
+        assert unchanged == sorted([1, 2, 3, 11, 15, *of_trainer, *of_mesh])

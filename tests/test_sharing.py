@@ -1,0 +1,482 @@
+"""Replicas share what they read: the same result as alone, each byte read once, no failure on one of them alone.
+
+The oracle of a load is what torch distributes; that of who reads what are the ranged reads that the storage saw.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt import exchange, sharing, sources
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.errors import CorruptionError
+from lightning_shardckpt.loading import Live
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.sharing import MEASURED_BYTES, Measured, choose, cut, deal, is_faster
+from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.protocol import Reader
+from tests import tiny
+from tests.pool import run_ranks
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "big": ((480, 256), torch.float32),
+    "half": ((96, 1024), torch.bfloat16),
+    "norm": ((301,), torch.float32),
+    "single": ((1, 37, 5), torch.float64),
+    "flags": ((7, 3), torch.bool),
+    "waves": ((5, 3), torch.complex64),
+    "thin": ((3, 2), torch.int64),
+    "none": ((0, 4), torch.float32),
+    "number": ((), torch.float32),
+}
+MESHES: dict[str, tuple[tuple[int, ...], str, str]] = {
+    # sizes of the axes; what they do to matrices, and to the rest: r replicate, 0 and 1 the dim that they cut
+    "replicated on 2": ((2,), "r", "r"),
+    "HSDP 2x1": ((2, 1), "r0", "r0"),
+    "HSDP 2x2": ((2, 2), "r0", "r0"),
+    "HSDP 4x1": ((4, 1), "r0", "r0"),
+    "FSDP 2 x TP 2": ((2, 2), "01", "0r"),
+    "replicated on 2x2": ((2, 2), "rr", "rr"),
+    "FSDP 4": ((4,), "0", "0"),
+}
+
+
+class Counting(LocalStorage):
+    """Notes every read of tensors' bytes: file, offset, length. While it is broken, they come with a flipped bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[tuple[str, int, int]] = []
+        self.is_broken: Callable[[], bool] = lambda: False
+
+    def open(self, path: str) -> Reader:
+        return self._noting(super().open(path))
+
+    def _noting(self, reader: Reader) -> Reader:
+        read_into, twin = reader.read_into, reader.twin
+
+        def noted(name: str, offset: int, target: memoryview) -> None:
+            read_into(name, offset, target)
+            if name.endswith(".safetensors") and offset > 8:  # behind the header
+                self.reads.append((name, offset, len(target)))
+                target[0] ^= self.is_broken()
+
+        reader.read_into, reader.twin = noted, lambda: self._noting(twin())  # type: ignore[method-assign]
+        return reader
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for _, _, length in self.reads)
+
+
+class Noting(Ranks):
+    """Notes what the steps of a load are."""
+
+    phases: list[str]
+
+    def step(self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], **more: Any) -> R:
+        self.phases.append(phase.split(" ")[0])
+        return super().step(phase, work, lead, **more)
+
+
+def noting() -> Noting:
+    ranks = Noting.of_default_group(60)
+    assert isinstance(ranks, Noting)
+    ranks.phases = []
+    return ranks
+
+
+def drawn(name: str, salt: int = 0) -> Tensor:
+    shape, dtype = TENSORS[name]
+    bits = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(len(name) + salt))
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(len(name) + salt))
+    return bits.to(dtype) if not dtype.is_floating_point else values.to(dtype)
+
+
+def placed(case: str, values: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """All tensors as DTensors on the mesh of a case; one more is plain, and one not contiguous."""
+    sizes, matrices, rest = MESHES[case]
+    replicated = "r" in matrices + rest
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"axis{i}" for i in range(len(sizes))))
+    found: dict[str, Tensor] = {}
+    for name, (shape, _) in TENSORS.items():
+        if not shape and not replicated:  # FSDP leaves it as it is
+            found[name] = values(name)
+            continue
+        chars = matrices if len(shape) > 1 else rest if shape else "r" * len(sizes)
+        cuts = [Replicate() if c == "r" else Shard(int(c)) for c in chars]
+        found[name] = distribute_tensor(values(name), mesh, cuts, src_data_rank=None)
+    turned = values("thin").t()
+    found["turned"] = DTensor.from_local(turned, mesh, [Replicate()] * len(sizes), run_check=False)
+    found["plain"] = values("norm")
+    return found
+
+
+def save(path: str, case: str) -> None:
+    """The drawn values as model and optimizer state, as this case's mesh cuts them."""
+    ranks = Ranks.of_default_group(60)
+    io = ShardCkptIO(sync_files=False)
+    io.attach(ranks, torch.nn.Module(), {"data_parallel_shard": ranks.world})
+    tensors, moments = placed(case, drawn), placed(case, lambda n: drawn(n, 50))
+    state = {n: {"exp_avg": moments[n], "step": torch.tensor(7.0)} for n in floating(tensors)}
+    group = {"lr": 0.5, "betas": (0.9, 0.99), "params": floating(tensors)}
+    io.save_checkpoint({"state_dict": tensors, "optimizer_states": [{"state": state, "param_groups": [group]}]}, path)
+
+
+def floating(tensors: dict[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load(path: str, case: str, share: bool | None, storage: Counting, ranks: Ranks) -> None:
+    """Into tensors of zeros; what they and the optimizer are then must be the drawn values, bit for bit.
+
+    After an error they must be as they were.
+    """
+    tensors = placed(case, lambda n: torch.zeros(*TENSORS[n][:1], dtype=TENSORS[n][1]))
+    trained = {n: torch.nn.Parameter(tensors[n]) for n in floating(tensors)}
+    optimizer = torch.optim.AdamW(trained.values())
+    live = Live(Leaves({**tensors, **trained}), frozenset(), [optimizer], _by_id(trained), WholeNames())
+    try:
+        engine.load(path, live, ranks=ranks, share_reads=share, storage=storage)
+    except BaseException:
+        assert not any(local(t).any() for t in [*tensors.values(), *trained.values()]), "a failed load changed tensors"
+        assert not optimizer.state, "a failed load has changed the optimizer"
+        raise
+    for name, expected in placed(case, drawn).items():
+        assert torch.equal(local(live.model.tensors[name]), local(expected)), name
+    for name, expected in placed(case, lambda n: drawn(n, 50)).items():
+        if name in trained:
+            assert torch.equal(local(optimizer.state[trained[name]]["exp_avg"]), local(expected)), name
+
+
+def _by_id(trained: dict[str, torch.nn.Parameter]) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in trained.items()}
+
+
+def small_pieces() -> None:
+    """Pieces and buffers that cut these tensors as the real ones cut large tensors. In a rank, which ends with it."""
+    sharing._PIECE_BYTES = 48 << 10  # type: ignore[attr-defined]
+    exchange._BUFFER_BYTES = 10007  # type: ignore[attr-defined]
+
+
+# ── the result ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _loads(folder: str, saved: str, cases: list[str]) -> dict[str, list[tuple[int, list[str]]]]:
+    small_pieces()
+    path, found = f"{folder}/a.ckpt", dict[str, list[tuple[int, list[str]]]]()
+    save(path, saved)
+    for case in cases:
+        found[case] = []
+        for share in (False, True, None):
+            storage, ranks = Counting(), noting()
+            load(path, case, share, storage, ranks)
+            found[case].append((storage.nbytes, ranks.phases))
+    return found
+
+
+ALONE = ["opening", "comparing", "planning", "verifying", "reading"]
+SHARED = [*ALONE, "exchanging"]
+
+
+def test_two_replicas_load_the_same_together_as_alone(tmp_path: Path) -> None:
+    cases = ["replicated on 2", "HSDP 2x1"]
+    by_rank = run_ranks(2, _loads, str(tmp_path), "replicated on 2", cases)
+    for case in cases:
+        stored = data_bytes(tmp_path / "a.ckpt")
+        alone, shared, small = (sum(found[case][i][0] for found in by_rank) for i in range(3))
+        assert 2 * stored <= alone == small <= 2.01 * stored
+        assert stored <= shared <= 1.1 * stored
+        for found in by_rank:
+            assert [phases for _, phases in found[case]] == [ALONE, SHARED, ALONE]
+            assert 0.4 * stored < found[case][1][0] < 0.6 * stored
+
+
+def data_bytes(path: Path) -> int:
+    return sum(
+        file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in path.glob("*.safetensors")
+    )
+
+
+def test_four_ranks_share_what_their_mesh_replicates_and_nothing_else(tmp_path: Path) -> None:
+    cases = ["HSDP 2x2", "HSDP 4x1", "FSDP 2 x TP 2", "replicated on 2x2", "FSDP 4"]
+    by_rank = run_ranks(4, _loads, str(tmp_path), "FSDP 4", cases)
+    stored = data_bytes(tmp_path / "a.ckpt")
+    reads = {case: [sum(found[case][i][0] for found in by_rank) / stored for i in range(2)] for case in cases}
+    assert reads["HSDP 2x2"][0] >= 2 and reads["HSDP 2x2"][1] <= 1.1
+    assert reads["HSDP 4x1"][0] >= 4 and reads["HSDP 4x1"][1] <= 1.1
+    assert reads["replicated on 2x2"][0] >= 4 and reads["replicated on 2x2"][1] <= 2.1, "along one of two axes"
+    assert reads["FSDP 2 x TP 2"][1] < reads["FSDP 2 x TP 2"][0], "the norms"
+    for found in by_rank:
+        for case in cases:
+            wanted = ALONE if case == "FSDP 4" else SHARED
+            assert [phases for _, phases in found[case]] == [ALONE, wanted, ALONE], case
+        (alone, _), (shared, _), (measured, _) = found["FSDP 4"]
+        assert alone == shared == measured
+
+
+def _plain_file(path: str) -> None:
+    small_pieces()
+    for share in (True, None):
+        tensors = placed("HSDP 2x1", lambda n: torch.zeros(TENSORS[n][0], dtype=TENSORS[n][1]))
+        live = Live(Leaves(tensors), frozenset(), None, {}, WholeNames())
+        engine.load(path, live, ranks=Ranks.of_default_group(60), share_reads=share)
+        for name, expected in placed("HSDP 2x1", drawn).items():
+            assert torch.equal(local(tensors[name]), local(expected)), name
+
+
+def test_a_plain_file_loads_the_same_too(tmp_path: Path) -> None:
+    state = {name: drawn(name) for name in TENSORS} | {"turned": drawn("thin").t(), "plain": drawn("norm")}
+    torch.save({"state_dict": state}, tmp_path / "plain.ckpt")
+    run_ranks(2, _plain_file, f"{tmp_path}/plain.ckpt")
+
+
+# ── measured ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _measured(folder: str, case: str, held_bytes: int | None = None) -> list[tuple[int, list[str]]]:
+    """Where it comes out that sharing is faster, and where it does not; the trials are real."""
+    small_pieces()
+    if held_bytes is not None:
+        sources._HELD_BYTES = held_bytes  # type: ignore[attr-defined]
+    sharing.MEASURED_BYTES = 1
+    save(f"{folder}/a.ckpt", case)
+    found = []
+    for faster in (True, False):
+        reports: list[Measured] = []
+
+        def decided(given: list[Measured], reports: list[Measured] = reports, faster: bool = faster) -> bool:
+            reports += given
+            is_faster(given)
+            return faster
+
+        engine.is_faster = decided  # type: ignore[attr-defined]
+        storage, ranks = Counting(), noting()
+        load(f"{folder}/a.ckpt", case, None, storage, ranks)
+        found.append((storage.nbytes, ranks.phases))
+        for report in reports:
+            assert report["read_bytes"] > 0 < report["read_s"]
+            assert all(rest > 0 < got and seconds > 0 for rest, got, seconds in report["groups"])
+            assert len(report["groups"]) == 1
+    return found
+
+
+def test_what_was_measured_decides_for_all_ranks(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _measured, str(tmp_path), "HSDP 2x1")
+    stored = data_bytes(tmp_path / "a.ckpt")
+    shared, alone = (sum(found[i][0] for found in by_rank) for i in range(2))
+    assert shared <= 1.1 * stored
+    assert 2 * stored <= alone <= 2.2 * stored
+    for found in by_rank:
+        assert found[0][1] == [*ALONE[:-1], "measuring", "reading", "exchanging"]
+        assert found[1][1] == [*ALONE[:-1], "measuring", "verifying", "reading"]
+
+
+def test_what_is_not_held_from_verifying_is_read_again_in_both_ways(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _measured, str(tmp_path), "HSDP 2x1", 100_000)
+    stored = data_bytes(tmp_path / "a.ckpt")
+    shared, alone = (sum(found[i][0] for found in by_rank) for i in range(2))
+    assert 1.2 * stored < shared < 1.8 * stored, "the optimizer's state is read once"
+    assert 2.4 * stored < alone < 3.8 * stored
+
+
+def report(read: float, *groups: tuple[int, int, float]) -> Measured:
+    """Of a rank that reads so many bytes a second."""
+    return {"read_bytes": MEASURED_BYTES, "read_s": MEASURED_BYTES / read, "groups": list(groups)}
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("expected", "reports"),
+    [
+        (True, [report(1 * GB, (8 * GB, 1000, 1000 / (2 * GB)))] * 2),
+        (False, [report(2 * GB, (8 * GB, 1000, 1000 / (1 * GB)))] * 2),
+        # one slow reader holds all up; one slow link does, too
+        (True, [report(8 * GB, (8 * GB, 8, 8 / (2 * GB))), report(1 * GB, (8 * GB, 8, 8 / (2 * GB)))]),
+        (False, [report(1 * GB, (8 * GB, 8, 8 / (2 * GB))), report(1 * GB, (8 * GB, 8, 8 / (GB // 2)))]),
+        (True, [report(80 * GB, (8 * GB, 8, 8 / (2 * GB))), report(2 * GB, (9 * GB, 9, 4 / GB))]),
+        # who has little to get, or nothing, has no say
+        (True, [report(8 * GB, (1, 8, 8.0)), report(1 * GB, (80 * GB, 8, 8 / (2 * GB))), report(9 * GB)]),
+        # two groups, one after the other
+        (True, [report(1 * GB, (8 * GB, 8, 8 / (2 * GB)), (3 * GB, 8, 8 / (1 * GB)))]),
+        (False, [report(1 * GB, (3 * GB, 8, 8 / (2 * GB)), (8 * GB, 8, 8 / (GB // 2)))]),
+        # too little was read to know
+        (False, [report(1 * GB, (8 * GB, 8, 8 / (9 * GB))), report(1, (8, 8, 1.0)) | {"read_bytes": 99}]),
+        (False, [report(1 * GB)]),
+    ],
+)
+def test_sharing_pays_if_the_slowest_rank_is_done_earlier(expected: bool, reports: list[Measured]) -> None:
+    assert is_faster(reports) is expected
+
+
+def test_it_is_measured_only_where_there_is_something_to_measure_and_to_share() -> None:
+    enough = MEASURED_BYTES, 1
+    assert choose(None, [enough, enough]) is None
+    assert choose(None, [enough, (MEASURED_BYTES - 1, 1)]) is False
+    assert choose(None, [enough, (0, 0)]) is None
+    for wanted in (None, True, False):
+        assert choose(wanted, [(MEASURED_BYTES, 0)] * 2) is False
+        assert choose(wanted, []) is False
+    assert choose(True, [(1, 1), (5, 0)]) is True
+    assert choose(False, [enough]) is False
+
+
+# ── who reads what ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_pieces_cover_a_tensor_in_contiguous_runs_and_are_dealt_evenly(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr(sharing, "_PIECE_BYTES", draw.choice((1, 8, 100)))
+    shapes = [tuple(draw.choice((1, 1, 2, 3, 7, 12)) for _ in range(draw.randint(0, 4))) for _ in range(20)]
+    count, sizes = draw.randint(1, 9), []
+    for shape in shapes:
+        boxes = cut(shape, 4, count)
+        assert 1 <= len(boxes) <= count
+        runs = [run for box in boxes for run in box.runs(shape)]
+        assert len(runs) == len(boxes), "each is contiguous"
+        assert [0, *(stop for _, stop in runs)] == [*(start for start, _ in runs), prod(shape)]
+        lengths = [stop - start for start, stop in runs]
+        row = prod(shape[next((d for d, n in enumerate(shape) if n > 1), 0) + 1 :])
+        assert max(lengths) - min(lengths) <= row
+        sizes += [4 * n for n in lengths]
+    owners = deal(sizes, count)
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == i) for i in range(count)]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def _cannot_share() -> list[bool]:
+    """Whether replicas of a mesh with this process group share tensors in host memory."""
+    tensors = placed("replicated on 2", drawn)
+    return [exchange.group_of(tensor) is not None for tensor in tensors.values()]
+
+
+def test_only_contiguous_dtensors_with_elements_are_shared() -> None:
+    (found, same) = run_ranks(2, _cannot_share)
+    expected = [name for name in [*TENSORS, "turned", "plain"] if name not in ("none", "turned", "plain")]
+    assert [name for name, shares in zip([*TENSORS, "turned", "plain"], found, strict=True) if shares] == expected
+    assert found == same
+
+
+def _of_the_other_device() -> None:
+    """A mesh whose groups serve CUDA tensors only, as NCCL's do, and tensors in host memory: cpu_offload."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("cuda:gloo", store=dist.FileStore("store", world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    tensor = DTensor.from_local(torch.zeros(4), mesh, [Replicate()], run_check=False)
+    assert tensor.to_local().device.type == "cpu"
+    assert exchange.group_of(tensor) is None
+
+
+def test_tensors_in_host_memory_are_not_shared_over_groups_of_another_device() -> None:
+    run_ranks(2, _of_the_other_device, init_process_group=False)
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _refused(folder: str, changes: list[tuple[str, int]]) -> list[str]:
+    """What a shared load with one byte of the data changed raises, for each of the changes."""
+    small_pieces()
+    found, ranks = [], noting()
+    for name, offset in changes:
+        path = Path(folder, "a.ckpt", name)
+        intact = path.read_bytes()
+        begin = 8 + int.from_bytes(intact[:8], "little")
+        at = begin + offset % (len(intact) - begin)
+        dist.barrier()
+        if ranks.rank == 0:
+            path.write_bytes(intact[:at] + bytes([intact[at] ^ 4]) + intact[at + 1 :])
+        dist.barrier()
+        with pytest.raises(CorruptionError, match=r"failed while verifying.*corrupted data") as caught:
+            load(f"{folder}/a.ckpt", "HSDP 2x1", True, Counting(), ranks)
+        found.append(str(caught.value))
+        dist.barrier()
+        if ranks.rank == 0:
+            path.write_bytes(intact)
+    dist.barrier()
+    load(f"{folder}/a.ckpt", "HSDP 2x1", True, Counting(), ranks)
+    return found
+
+
+def test_a_corrupted_byte_that_one_replica_reads_is_an_error_on_all_and_changes_nothing(tmp_path: Path) -> None:
+    run_ranks(2, save, f"{tmp_path}/a.ckpt", "replicated on 2")
+    files = sorted(path.name for path in (tmp_path / "a.ckpt").glob("*.safetensors"))
+    assert len(files) == 4
+    mine, same = run_ranks(2, _refused, str(tmp_path), [(name, at) for name in files for at in (0, 70_001, -1)])
+    assert mine == same
+    assert {message.partition(" failed")[0] for message in mine} >= {"rank 0", "rank 1"}
+
+
+def _broken_in_the_second_pass(folder: str) -> str:
+    """Rank 1 gets other bytes than rank 0 verified, when it comes to read them itself."""
+    small_pieces()
+    sharing.MEASURED_BYTES, engine.is_faster = 1, lambda reports: False  # type: ignore[attr-defined, misc]
+    save(f"{folder}/a.ckpt", "HSDP 2x1")
+    storage, ranks = Counting(), noting()
+    storage.is_broken = lambda: ranks.rank == 1 and ranks.phases.count("verifying") == 2
+    with pytest.raises(CorruptionError, match=r"rank 1 failed while verifying.*corrupted data") as caught:
+        load(f"{folder}/a.ckpt", "HSDP 2x1", None, storage, ranks)
+    assert ranks.phases[-1] == "verifying"
+    return str(caught.value)
+
+
+def test_each_rank_verifies_what_it_reads_after_all(tmp_path: Path) -> None:
+    mine, same = run_ranks(2, _broken_in_the_second_pass, str(tmp_path))
+    assert mine == same
+
+
+# ── through the Trainer ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _resumed(folder: str) -> list[Any]:
+    hsdp, path = {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2}, f"{folder}/a.ckpt"
+    tiny.fit(
+        {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}, 3, save=path
+    )
+    exchanged: list[int] = []
+    found, exchange_of = [], sharing.exchange
+
+    def noted(group: dist.ProcessGroup, shares: Any) -> None:
+        exchanged.append(group.size())
+        exchange_of(group, shares)
+
+    sharing.exchange = noted  # type: ignore[attr-defined]
+    for share in (False, None, True):
+        found.append(tiny.fit(hsdp, 5, resume=path, plugins=[ShardCkptIO(share_reads=share)]))
+        assert exchanged == ([2] if share else [])
+    alone, default, shared = found
+    assert tiny.differences(alone["state"], shared["state"]) == tiny.differences(alone["state"], default["state"]) == []
+    assert alone["losses"] == shared["losses"]
+    return [shared["step"], shared["lr"]]
+
+
+def test_a_run_resumes_the_same_when_replicas_share_the_reading(tmp_path: Path) -> None:
+    found = run_ranks(4, _resumed, str(tmp_path))
+    assert all(one == found[0] and one[0] == 5 for one in found)
