@@ -18,11 +18,12 @@ import torch
 
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.loading import Live, Load
+from lightning_shardckpt.opening import assemble, opened
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About, Save
 from lightning_shardckpt.sharing import Sharing, is_faster
-from lightning_shardckpt.sources import Target, assemble, opened
+from lightning_shardckpt.sources import Target
 from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.storage.local import LocalStorage

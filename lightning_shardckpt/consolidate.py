@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -85,11 +86,12 @@ def _write(folder: str, file: BinaryIO) -> None:
     import torch  # it takes two seconds, which a mistyped path should not
 
     from lightning_shardckpt import torchfile
-    from lightning_shardckpt.sources import ShardedSource, assemble
+    from lightning_shardckpt.opening import assemble
+    from lightning_shardckpt.sources import ShardedSource
     from lightning_shardckpt.staging import TORCH_DTYPES
 
     source = ShardedSource(LocalStorage(), folder)
-    components = source.checkpoint.root.components
+    components = source.components()
     keys: dict[int, tuple[str, str]] = {}
 
     def stand_in(component: str, key: str) -> torch.Tensor:
@@ -99,11 +101,11 @@ def _write(folder: str, file: BinaryIO) -> None:
         return tensor
 
     plain = torchfile.Plain()
-    with source.checkpoint:
+    with closing(source):
         checkpoint = plain.of(assemble(source, stand_in))
         archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
         with progress(sum(region.nbytes for region in archive.regions)) as advance:
-            fill(file.fileno(), archive.regions, source.checkpoint, archive.head, advance)
+            fill(file.fileno(), archive.regions, source.tensors, archive.head, advance)
         archive.finish(file)
     _tell(plain.changed)
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy
 
@@ -21,7 +21,6 @@ from lightning_shardckpt.header import DTYPE_BYTES, checksum
 from lightning_shardckpt.index import ShardEntry
 from lightning_shardckpt.pages import pages
 from lightning_shardckpt.plan import Overlap, byte_runs
-from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.protocol import Reader
 
 _WINDOW_BYTES = 4 << 20  # of one read with checksums, at least a block; still in the cache when they are computed
@@ -31,6 +30,13 @@ _GAP_BYTES = 16 << 10  # between rows: reading so much is no slower than a call
 _GAP_SHARE = 16  # and of neighbouring tensors' bytes, one in so many
 _THREADED_BYTES = 32 << 20  # less is not worth a thread
 _ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # numpy types; only their size matters
+
+
+class Files(Protocol):
+    """An opened checkpoint, of any format."""
+
+    path: str
+    reader: Reader
 
 
 class Request(NamedTuple):
@@ -59,7 +65,7 @@ def single_run(overlap: Overlap, local_shape: Shape, itemsize: int) -> tuple[int
     return first if next(runs, None) is None else None
 
 
-def fetch(checkpoint: Checkpoint, requests: Iterable[Request], *, verify: bool, keep: bool) -> None:
+def fetch(files: Files, requests: Iterable[Request], *, verify: bool, keep: bool) -> None:
     """Read what the requests need; compare it with the checksums, put it into their targets, or both in one pass.
 
     With ``verify`` every block that a request touches is read whole. Without ``keep`` the targets are left alone. If
@@ -69,7 +75,7 @@ def fetch(checkpoint: Checkpoint, requests: Iterable[Request], *, verify: bool, 
         CorruptionError: naming the file, the tensor and the rank that wrote it.
     """
     if verify or keep:
-        _Fetch(checkpoint, verify, keep).run(sorted(requests, key=lambda r: (r.entry.file, r.entry.begin)))
+        _Fetch(files, verify, keep).run(sorted(requests, key=lambda r: (r.entry.file, r.entry.begin)))
 
 
 class _Slice(NamedTuple):
@@ -136,22 +142,22 @@ _Task: TypeAlias = "list[_Slice] | Request"
 class _Fetch:
     """One call of ``fetch``."""
 
-    def __init__(self, checkpoint: Checkpoint, verify: bool, keep: bool) -> None:
-        self._checkpoint, self._verify, self._keep = checkpoint, verify, keep
+    def __init__(self, files: Files, verify: bool, keep: bool) -> None:
+        self._files, self._verify, self._keep = files, verify, keep
         self._lock, self._failures = threading.Lock(), list[BaseException]()
         self._tasks: Iterator[_Task] = iter(())
 
     def run(self, requests: Sequence[Request]) -> None:
         self._tasks = self._tasks_of(requests)
         if sum(request.nbytes for request in requests) < _THREADED_BYTES:
-            self._work(self._checkpoint.reader)
+            self._work(self._files.reader)
         else:
             self._with_thread()
         if self._failures:
             raise self._failures[0]
 
     def _with_thread(self) -> None:
-        twin, done = self._checkpoint.reader.twin(), threading.Event()
+        twin, done = self._files.reader.twin(), threading.Event()
 
         def work() -> None:
             try:
@@ -163,7 +169,7 @@ class _Fetch:
         try:
             with suppress(RuntimeError):  # the system gives no more threads: then without
                 other.start()
-            self._work(self._checkpoint.reader)
+            self._work(self._files.reader)
         except BaseException as error:
             self._failures.append(error)
         while other.ident is not None and not done.is_set():
@@ -312,7 +318,7 @@ class _Fetch:
         try:
             reader.read_into(request.entry.file, offset, target)
         except (EOFError, FileNotFoundError) as error:
-            where = f"checkpoint {self._checkpoint.path!r}, file {request.entry.file}"
+            where = f"checkpoint {self._files.path!r}, file {request.entry.file}"
             raise CorruptionError(f"{where}: {error}") from None
 
     def _compare(self, request: Request, data: memoryview, low: int) -> None:
@@ -323,7 +329,7 @@ class _Fetch:
             block = data[i : i + entry.block]
             if checksum(block) != entry.checksums[number]:
                 raise CorruptionError(
-                    f"checkpoint {self._checkpoint.path!r}: corrupted data of {request.key!r} in {entry.file}, written "
+                    f"checkpoint {self._files.path!r}: corrupted data of {request.key!r} in {entry.file}, written "
                     f"by rank {request.overlap.writer}, bytes {low + i} to {low + i + len(block)}"
                 )
             number += 1

@@ -19,10 +19,9 @@ from typing import Any
 
 from lightning_shardckpt.box import Shape
 from lightning_shardckpt.crc import PiecewiseCRC
-from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.durable import naming
 from lightning_shardckpt.storage.outputs import write_at
-from lightning_shardckpt.whole import Source, Span, Stored, Wholes, Windows, spans
+from lightning_shardckpt.whole import Source, Span, Stored, Tensors, Windows, spans
 
 _WINDOW_BYTES = 4 << 20  # of each thread, twice; smaller ones stay in a cache, larger ones take fewer calls
 _MOST_THREADS = 4  # one at a time can write to a file, and that is about half of the work
@@ -54,22 +53,20 @@ class Region:
         return self.begin + self.nbytes
 
 
-def fill(
-    file: int, regions: Sequence[Region], checkpoint: Checkpoint, head: Head, advance: Callable[[int], Any]
-) -> None:
+def fill(file: int, regions: Sequence[Region], tensors: Tensors, head: Head, advance: Callable[[int], Any]) -> None:
     """Write the regions, which ascend, and their heads.
 
     Args:
         file: a descriptor; nothing is synced.
         regions: what to write.
-        checkpoint: has the tensors; nobody else may use it meanwhile.
+        tensors: where their bytes are; nobody else may use it meanwhile.
         head: what stands before each region.
         advance: told of the bytes of regions as they are written, by one thread at a time.
 
     Raises:
         CorruptionError: naming file, tensor and rank; the first error of any thread, when all have ended.
     """
-    work = _Work(file, regions, checkpoint, head, advance)
+    work = _Work(file, regions, tensors, head, advance)
     helpers = [threading.Thread(target=work.do, name="shardckpt-filler") for _ in range(_thread_count(regions) - 1)]
     try:
         with _not_interrupted():
@@ -121,13 +118,13 @@ class _Work:
     """What is to be done, and what is done."""
 
     def __init__(
-        self, file: int, regions: Sequence[Region], checkpoint: Checkpoint, head: Head, advance: Callable[[int], Any]
+        self, file: int, regions: Sequence[Region], tensors: Tensors, head: Head, advance: Callable[[int], Any]
     ) -> None:
-        self._file, self._checkpoint, self._head, self._advance = file, checkpoint, head, advance
+        self._file, self._tensors, self._head, self._advance = file, tensors, head, advance
         self._lock = threading.Condition(threading.Lock())
         self._writing = threading.Lock()
         self._busy, self._is_over = 0, False
-        self._tasks = self._planned(regions, Wholes(checkpoint))
+        self._tasks = self._planned(regions)
         self._shared: list[tuple[Windows, _Task]] = []
         self._crcs: dict[int, PiecewiseCRC] = {}
         self.error: BaseException | None = None
@@ -166,10 +163,10 @@ class _Work:
 
     def _take_part(self) -> None:
         try:
-            with naming(self._checkpoint.path):
-                reader = self._checkpoint.reader.twin()
+            with naming(self._tensors.path):
+                reader = self._tensors.reader.twin()
             try:
-                source = Source(self._checkpoint.path, reader, _WINDOW_BYTES)
+                source = Source(self._tensors.path, reader, _WINDOW_BYTES)
                 while (task := self._next()) is not None:
                     while self.error is None and task(source):
                         pass
@@ -188,11 +185,11 @@ class _Work:
 
     # ── what there is to do ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _planned(self, regions: Sequence[Region], wholes: Wholes) -> Iterator[_Task]:
+    def _planned(self, regions: Sequence[Region]) -> Iterator[_Task]:
         """Planned as it comes up, one call at a time: small regions side by side, large ones in pieces."""
         small: list[_Item] = []
         for number, region in enumerate(regions):
-            item = self._located(number, region, wholes)
+            item = self._located(number, region)
             if small and region.end - small[0].region.first > _WINDOW_BYTES - _ALIGNMENT:
                 yield partial(self._write_small, small)
                 small = []
@@ -204,10 +201,10 @@ class _Work:
         if small:
             yield partial(self._write_small, small)
 
-    def _located(self, number: int, region: Region, wholes: Wholes) -> _Item:
+    def _located(self, number: int, region: Region) -> _Item:
         if isinstance(region.content, memoryview):
             return _Item(number, region, (), [])
-        return _Item(number, region, wholes.spec(*region.content).shape, wholes.boxes(*region.content))
+        return _Item(number, region, self._tensors.spec(*region.content).shape, self._tensors.boxes(*region.content))
 
     def _large(self, item: _Item) -> Iterator[_Task]:
         content = item.region.content

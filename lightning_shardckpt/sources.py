@@ -1,43 +1,35 @@
 """Where does stored state come from?
 
-A source is a sharded checkpoint or a plain file of torch, such as one that was consolidated. Both describe their
-tensors by the same specs, so comparing and planning do not know which one it is.
+A source is a checkpoint of this package, or one of another format, see ``formats``. All describe their tensors by the
+same specs, so comparing and planning do not know which one it is; ``opening`` finds out.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from lightning_shardckpt.box import Box, Shape
-from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.fetch import Request, fetch, single_run
+from lightning_shardckpt.fetch import Files, Request, fetch, single_run
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.layout import Part
 from lightning_shardckpt.pages import pages
 from lightning_shardckpt.plan import Overlap, plan_load
-from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.staging import bytes_of, is_host_memory
 from lightning_shardckpt.state.documents import checked
 from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
-from lightning_shardckpt.state.model import model_leaves
-from lightning_shardckpt.state.optimizer import StoredOptimizer, merge_optimizers, optimizer_leaves
-from lightning_shardckpt.state.snapshot import Leaves, specs_of
-from lightning_shardckpt.state.tree import decode, decode_small
+from lightning_shardckpt.state.optimizer import merge_optimizers
+from lightning_shardckpt.state.tree import decode
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.whole import Tensors, Wholes
 
-_LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
 _HELD_BYTES = 24 << 20  # of what was verified and is not in its place yet
 _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own
 
@@ -75,6 +67,13 @@ class Source(Protocol):
 
     path: str
 
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors as bytes in files, for who copies them as a whole."""
+
+    def close(self) -> None:
+        """Release the files."""
+
     def components(self) -> Mapping[str, Component]:
         """Tensors by component."""
 
@@ -107,6 +106,15 @@ class ShardedSource:
         self._requests: dict[int, list[Request]] = {}  # by id of the target, as is what is held
         self._held: dict[int, memoryview] = {}
         self._rest: list[Target] = []
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors as bytes in shard files."""
+        return Wholes(self.checkpoint)
+
+    def close(self) -> None:
+        """Release the files."""
+        self.checkpoint.close()
 
     def components(self) -> Mapping[str, Component]:
         """Tensors by component, from the root index."""
@@ -169,31 +177,7 @@ class ShardedSource:
         self._into(self._rest, verify=False)
 
     def _into(self, targets: list[Target], *, verify: bool) -> None:
-        """Where the memory is not the host's, through copies of local tensors, a batch of them at a time.
-
-        For a GPU these are pinned and copied in the order of the current stream, while the next batch is read; that has
-        not been run by the tests.
-        """
-        batch: list[tuple[torch.Tensor, torch.Tensor]] = []
-        requests: list[Request] = []
-        for target in targets:
-            local, found = target.local, self._requests[id(target)]
-            if not is_host_memory(local):
-                if sum(host.nbytes for _, host in batch) + local.nbytes > _BATCH_BYTES:
-                    self._flush(batch, requests, verify)
-                host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                batch.append((local, host))
-                memory = bytes_of(host)
-                found = [request._replace(target=memory) for request in found]
-            requests += found
-        self._flush(batch, requests, verify)
-
-    def _flush(self, batch: list[tuple[torch.Tensor, torch.Tensor]], requests: list[Request], verify: bool) -> None:
-        fetch(self.checkpoint, requests, verify=verify, keep=True)
-        for local, host in batch:
-            local.copy_(host, non_blocking=local.is_cuda)  # torch gives pinned memory out again when that is done
-        batch.clear()
-        requests.clear()
+        fetch_into(self.checkpoint, [(t.local, self._requests[id(t)]) for t in targets], verify=verify)
 
     def _plan(self, target: Target) -> list[Request]:
         """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
@@ -227,6 +211,41 @@ class ShardedSource:
         return self._overlaps[kind][0]
 
 
+def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]], *, verify: bool) -> None:
+    """Fill local tensors; where the memory is not the host's, through copies, a batch of them at a time.
+
+    For a GPU these are pinned and copied in the order of the current stream, while the next batch is read; that has
+    not been run by the tests.
+
+    Args:
+        files: where the requests' boxes are.
+        wanted: local tensors with their requests, whose targets are their memory where that is the host's.
+        verify: see ``fetch``.
+    """
+    batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+    requests: list[Request] = []
+    for local, found in wanted:
+        if not is_host_memory(local):
+            if sum(host.nbytes for _, host in batch) + local.nbytes > _BATCH_BYTES:
+                _flush(files, batch, requests, verify)
+            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            batch.append((local, host))
+            memory = bytes_of(host)
+            found = [request._replace(target=memory) for request in found]
+        requests += found
+    _flush(files, batch, requests, verify)
+
+
+def _flush(
+    files: Files, batch: list[tuple[torch.Tensor, torch.Tensor]], requests: list[Request], verify: bool
+) -> None:
+    fetch(files, requests, verify=verify, keep=True)
+    for local, host in batch:
+        local.copy_(host, non_blocking=local.is_cuda)  # torch gives pinned memory out again when that is done
+    batch.clear()
+    requests.clear()
+
+
 def _spare_memory(targets: list[Target], room: int) -> dict[int, memoryview]:
     """Memory for as many live targets as there is room for, the smallest first, by their ids."""
     live = [target for target in targets if not target.fresh and is_host_memory(target.local)]
@@ -235,122 +254,3 @@ def _spare_memory(targets: list[Target], room: int) -> dict[int, memoryview]:
     count = bisect(ends, room)
     memory = memoryview(pages(ends[count - 1] if count else 0))
     return {of: memory[end - size : end] for (size, of), end in zip(sizes[:count], ends[:count], strict=True)}
-
-
-class PlainSource:
-    """A file of ``torch.save`` with Lightning's keys, memory-mapped: each rank copies its slices out of it."""
-
-    def __init__(self, path: str, weights_only: bool = True) -> None:
-        self.path = path
-        self._checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        self._leaves: dict[str, Leaves] = {}
-        self._documents: dict[str, Any] = {}
-        if not isinstance(self._checkpoint, dict) or "state_dict" not in self._checkpoint:
-            raise CheckpointNotFoundError(f"{path!r} is a file, but no Lightning checkpoint: it has no state_dict")
-        self._leaves["model"], self._documents["model"] = model_leaves(self._checkpoint["state_dict"])
-        if "optimizer_states" in self._checkpoint:
-            states = self._checkpoint["optimizer_states"]
-            self._leaves["optimizer"], self._documents["optimizer"] = optimizer_leaves(states)
-
-    def components(self) -> Mapping[str, Component]:
-        """Tensors by component, each whole."""
-        return {n: Component(specs_of(n, leaves, ((0, 1),)), leaves.aliases) for n, leaves in self._leaves.items()}
-
-    def document(self, role: str, rank: int = 0) -> Any:
-        """The JSON of "model" or "optimizer"."""
-        return self._documents.get(role)
-
-    def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """Everything but model and optimizers, as it was pickled."""
-        return {k: v for k, v in self._checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """Its shape: torch has mapped the tensor."""
-        return tuple(self._leaves[component].tensors[key].shape)
-
-    def verify(self, targets: list[Target]) -> int:
-        """Nothing to compare with: such a file has no checksums that torch would verify."""
-        return 0
-
-    def fill(self, targets: list[Target]) -> None:
-        """Copy the slices."""
-        for target in targets:
-            full = self._leaves[target.component].tensors[target.key]
-            for part in target.parts(this_rank()):
-                view_at(target.local, part.local).copy_(view_at(full, part.box))
-
-
-@contextmanager
-def opened(
-    path: str, *, ranks: Ranks, storage: Storage, verify: bool = True, weights_only: bool = True
-) -> Iterator[Source]:
-    """What is at ``path``, the same on all ranks.
-
-    Collective: every rank of ``ranks`` must enter it.
-
-    Until they see the same, the ranks look again for as long as the storage may take to show all of them one change.
-
-    Raises:
-        CheckpointNotFoundError: if there is no complete checkpoint.
-        MismatchError: if the ranks see different checkpoints at the path.
-    """
-    source: Source | None = None
-    deadline = time.monotonic() + storage.visible_within_s
-
-    def look() -> dict[str, str]:
-        nonlocal source
-        if os.path.isfile(path):
-            source = PlainSource(path, weights_only)
-            return {"id": "plain file"}
-        try:
-            sharded = ShardedSource(storage, path, verify)
-        except CheckpointNotFoundError as error:
-            return {"missing": str(error)}
-        source = sharded
-        return {"id": sharded.checkpoint.root.save_id}
-
-    def same(views: list[dict[str, str]]) -> bool:
-        if all(view == views[0] for view in views) and "id" in views[0]:
-            return True
-        missing = [rank for rank, view in enumerate(views) if "missing" in view]
-        if len(missing) < len(views) and time.monotonic() < deadline:
-            return False
-        if missing:
-            others = f" (on ranks {missing} of {len(views)})" if len(views) > 1 else ""
-            raise CheckpointNotFoundError(views[missing[0]]["missing"] + others)
-        save_ids = [view["id"] for view in views]
-        raise MismatchError(f"the ranks see different checkpoints at {path!r}: {save_ids}; is the path shared?")
-
-    try:
-        while not ranks.step(f"opening checkpoint {path!r}", look, same):
-            _close(source)
-            source = None
-            time.sleep(_LOOK_AGAIN_S)
-        assert source is not None
-        yield source
-    finally:
-        _close(source)
-
-
-def _close(source: Source | None) -> None:
-    if isinstance(source, ShardedSource):
-        source.checkpoint.close()
-
-
-def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True) -> dict[str, Any]:
-    """Lightning's checkpoint dict with whole tensors; ``tensor`` gives the one of a component and key."""
-    components = source.components()
-    tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
-    found = source.trainer(lambda key: tensor("trainer", key))
-    if "model" in components:
-        state: dict[str, Any] = {key: tensor("model", key) for key in components["model"].tensors}
-        state |= {alias: state[of] for alias, of in components["model"].aliases.items()}
-        state |= {name: decode_small(value) for name, value in (source.document("model") or {}).items()}
-        found["state_dict"] = state
-    document = source.document("optimizer") if optimizers else None
-    if document is not None:
-        component = components.get("optimizer")
-        whole = {key: tensor("optimizer", key) for key in component.tensors} if component is not None else {}
-        stored = [StoredOptimizer(i, document[str(i)], component) for i in range(len(document))]
-        found["optimizer_states"] = [one.state_dict(whole) for one in stored]
-    return found

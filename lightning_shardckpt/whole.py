@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
+from typing import Protocol
 
 import numpy
 import xxhash
@@ -51,7 +52,10 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
 
 
 class Blocks:
-    """Compares the bytes of a stored box with its checksums as they come by, in order, in pieces of any size."""
+    """Compares the bytes of a stored box with its checksums as they come by, in order, in pieces of any size.
+
+    A box without checksums, of another format, is taken as it is.
+    """
 
     def __init__(self, entry: ShardEntry) -> None:
         self.at = 0
@@ -74,7 +78,7 @@ class Blocks:
                 self._digest.update(piece)
                 found = self._digest.hexdigest()
                 self._digest.reset()
-            if found != entry.checksums[number]:
+            if entry.checksums and found != entry.checksums[number]:
                 yield entry.begin + number * block, entry.begin + self.at
 
 
@@ -102,6 +106,23 @@ class Stored:
         return self.place.overlap.stored
 
 
+class Tensors(Protocol):
+    """Stored tensors of any format, each as boxes of bytes in files. For one thread at a time."""
+
+    path: str
+    reader: Reader
+
+    def spec(self, component: str, key: str) -> TensorSpec:
+        """What is known of a tensor."""
+
+    def boxes(self, component: str, key: str) -> list[Stored]:
+        """Its boxes, which tile it, in the order in which they begin in it; without checksums where there are none.
+
+        Raises:
+            ShardCkptError: naming file and tensor, if they cannot be there.
+        """
+
+
 class Wholes:
     """The tensors of a checkpoint as a whole: where their boxes lie, and whether the files are those that were saved.
 
@@ -110,6 +131,7 @@ class Wholes:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
+        self.path, self.reader = checkpoint.path, checkpoint.reader
         self._plans: dict[tuple[TensorSpec, int | None], list[Place]] = {}
 
     def spec(self, component: str, key: str) -> TensorSpec:
@@ -235,6 +257,8 @@ class Source:
     def _verify(self, stored: Stored, at: int, data: memoryview) -> None:
         """Compare whole blocks, which begin ``at`` in a box, with what was saved."""
         block, checksums = stored.entry.block, stored.entry.checksums
+        if not checksums:
+            return
         for number, begin in enumerate(range(0, len(data), block), at // block):
             if xxhash.xxh3_64_hexdigest(data[begin : begin + block]) != checksums[number]:
                 first = stored.entry.begin + at + begin

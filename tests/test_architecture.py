@@ -25,14 +25,14 @@ ROWS = [
     {"write", "read"},
     {"fetch", "planning"},
     {"locate", "whole"},
-    {"shardfile", "processes", "regions"},
+    {"shardfile", "processes", "regions", "foreign"},
     {"staging", "ranks"},
     {"state"},
     {"torchfile", "sources", "background", "exchange"},
-    {"joining"},
+    {"formats"},
+    {"joining", "opening"},
     {"saving", "loading", "sharing"},
     {"checkpoint"},
-    {"convert"},
     {"consolidate", "inspect", "verify"},
     {"parallel"},
     {"checkpoint_io"},
@@ -46,7 +46,7 @@ ROWS = [
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "box", "text", "crc", "layout", "header", "index", "plan"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
-BYTES_ONLY |= {"regions", "shardfile"}
+BYTES_ONLY |= {"regions", "shardfile", "foreign"}
 LIGHT_START = BYTES_ONLY | {"inspect", "verify", "consolidate", "cli", "__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
 DOORS |= {"pytorch", "fabric"}

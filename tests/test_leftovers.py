@@ -558,13 +558,13 @@ class LateStorage(LocalStorage):
 def load_late(directory: str, late: int, looks: int, before: str, visible_within_s: float) -> tuple[str, int]:
     import torch.distributed as dist
 
-    from lightning_shardckpt import sources
+    from lightning_shardckpt import opening
     from lightning_shardckpt.ranks import Ranks
 
     rank = dist.get_rank()
     storage = LateStorage(looks if rank == late else 0, f"{directory}/{before}", visible_within_s)
     try:
-        with sources.opened(f"{directory}/new", ranks=Ranks.of_default_group(), storage=storage) as source:
+        with opening.opened(f"{directory}/new", ranks=Ranks.of_default_group(), storage=storage) as source:
             return source.checkpoint.root.save_id, storage.opened  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", storage.opened

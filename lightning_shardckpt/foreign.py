@@ -1,0 +1,124 @@
+"""Where are the tensors of another format? In files, as boxes of bytes that tile each of them. No torch.
+
+A whole tensor in a file of safetensors is one box; a shard of torch's distributed checkpoint is another; a tensor that
+is put together from several stored ones has a box for each. Such files have no checksums that could be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from lightning_shardckpt.box import Box, Shape, uncovered
+from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import Component, ShardEntry, TensorSpec
+from lightning_shardckpt.layout import REPLICATED, Part
+from lightning_shardckpt.plan import Overlap
+from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.whole import Place, Stored
+
+_STEP_BYTES = 1 << 20  # of reading a box that has no checksum blocks
+
+
+class ForeignBox(NamedTuple):
+    """A region of a tensor and where its bytes begin: row-major, in one piece."""
+
+    box: Box
+    file: str
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """A tensor of another format; its dtype is named as in safetensors."""
+
+    dtype: str
+    shape: Shape
+    boxes: tuple[ForeignBox, ...]
+
+
+class ForeignTensors:
+    """The tensors of a checkpoint of another format: ``whole.Tensors``, and what a rank needs of them.
+
+    Args:
+        path: of the checkpoint, for messages.
+        reader: of its files.
+        tensors: by component ("model", "optimizer", "trainer") and key, as in a checkpoint of this package.
+        aliases: by component, further names of tensors.
+
+    Raises:
+        FormatError: if the boxes of a tensor do not tile it.
+        CorruptionError: if a file is too short for a box, or missing.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        reader: Reader,
+        tensors: Mapping[str, Mapping[str, ForeignTensor]],
+        aliases: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self.path, self.reader = path, reader
+        self._tensors = {name: dict(found) for name, found in tensors.items()}
+        sizes: dict[str, int] = {}
+        for found in self._tensors.values():
+            for key, tensor in found.items():
+                self._check(key, tensor, sizes)
+        specs = {name: {k: _spec(t) for k, t in found.items()} for name, found in self._tensors.items()}
+        also = aliases or {}
+        self.components = {name: Component(found, dict(also.get(name, {}))) for name, found in specs.items()}
+
+    def _check(self, key: str, tensor: ForeignTensor, sizes: dict[str, int]) -> None:
+        wrong = uncovered(tensor.shape, (box for box, _, _ in tensor.boxes))
+        if wrong is not None:
+            raise FormatError(f"{self.path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {wrong}")
+        for box, file, begin in tensor.boxes:
+            if file not in sizes:
+                sizes[file] = self._size(file)
+            end = begin + box.numel * DTYPE_BYTES[tensor.dtype]
+            if not 0 <= begin <= end <= sizes[file]:
+                where = f"{self.path!r}, file {file}"
+                raise CorruptionError(f"{where}: {key!r} is to be at bytes {begin} to {end} of {sizes[file]}")
+
+    def _size(self, file: str) -> int:
+        try:
+            return self.reader.size(file)
+        except FileNotFoundError:
+            raise CorruptionError(f"{self.path!r}, file {file}: the file is missing") from None
+
+    def spec(self, component: str, key: str) -> TensorSpec:
+        """Its dtype and shape."""
+        return self.components[component].tensors[key]
+
+    def boxes(self, component: str, key: str) -> list[Stored]:
+        """Its boxes, in the order in which they begin in it."""
+        tensor, found = self._tensors[component][key], list[Stored]()
+        for one in tensor.boxes:
+            if one.box.numel:
+                entry = _entry(tensor, one)
+                runs = list(islice(one.box.runs(tensor.shape), 2))
+                begin = runs[0][0] * DTYPE_BYTES[tensor.dtype]
+                overlap = Overlap(0, one.box, one.box, one.box)
+                found.append(Stored(key, Place(overlap, begin, entry.nbytes, len(runs) == 1), entry))
+        return sorted(found, key=lambda stored: stored.place.begin)
+
+    def meeting(self, component: str, key: str, wanted: tuple[Part, ...]) -> Iterator[tuple[Overlap, ShardEntry]]:
+        """The boxes that meet the wanted parts of a tensor."""
+        tensor = self._tensors[component][key]
+        for one in tensor.boxes:
+            for want in wanted:
+                common = one.box.intersect(want.box)
+                if common is not None and common.numel:
+                    local = common.within(want.box).shift(want.at)
+                    yield Overlap(0, one.box, common, local), _entry(tensor, one)
+
+
+def _spec(tensor: ForeignTensor) -> TensorSpec:
+    return TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
+
+
+def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
+    return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, ())

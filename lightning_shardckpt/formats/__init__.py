@@ -1,0 +1,1 @@
+"""Checkpoints of other formats as sources of tensors. None runs code of theirs."""

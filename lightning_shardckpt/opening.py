@@ -1,0 +1,95 @@
+"""What is at a path, and how is it read? The same on all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
+from lightning_shardckpt.formats.plain import PlainSource
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.sources import ShardedSource, Source
+from lightning_shardckpt.state.optimizer import StoredOptimizer
+from lightning_shardckpt.state.tree import decode_small
+from lightning_shardckpt.storage.protocol import Storage
+
+_LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
+
+
+@contextmanager
+def opened(
+    path: str, *, ranks: Ranks, storage: Storage, verify: bool = True, weights_only: bool = True
+) -> Iterator[Source]:
+    """What is at ``path``, the same on all ranks.
+
+    Collective: every rank of ``ranks`` must enter it.
+
+    Until they see the same, the ranks look again for as long as the storage may take to show all of them one change.
+
+    Raises:
+        CheckpointNotFoundError: if there is no complete checkpoint.
+        MismatchError: if the ranks see different checkpoints at the path.
+    """
+    source: Source | None = None
+    deadline = time.monotonic() + storage.visible_within_s
+
+    def look() -> dict[str, str]:
+        nonlocal source
+        if os.path.isfile(path):
+            source = PlainSource(path, weights_only)
+            return {"id": "plain file"}
+        try:
+            sharded = ShardedSource(storage, path, verify)
+        except CheckpointNotFoundError as error:
+            return {"missing": str(error)}
+        source = sharded
+        return {"id": sharded.checkpoint.root.save_id}
+
+    def same(views: list[dict[str, str]]) -> bool:
+        if all(view == views[0] for view in views) and "id" in views[0]:
+            return True
+        missing = [rank for rank, view in enumerate(views) if "missing" in view]
+        if len(missing) < len(views) and time.monotonic() < deadline:
+            return False
+        if missing:
+            others = f" (on ranks {missing} of {len(views)})" if len(views) > 1 else ""
+            raise CheckpointNotFoundError(views[missing[0]]["missing"] + others)
+        save_ids = [view["id"] for view in views]
+        raise MismatchError(f"the ranks see different checkpoints at {path!r}: {save_ids}; is the path shared?")
+
+    try:
+        while not ranks.step(f"opening checkpoint {path!r}", look, same):
+            if source is not None:
+                source.close()
+            source = None
+            time.sleep(_LOOK_AGAIN_S)
+        assert source is not None
+        yield source
+    finally:
+        if source is not None:
+            source.close()
+
+
+def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True) -> dict[str, Any]:
+    """Lightning's checkpoint dict with whole tensors; ``tensor`` gives the one of a component and key."""
+    components = source.components()
+    tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
+    found = source.trainer(lambda key: tensor("trainer", key))
+    if "model" in components:
+        state: dict[str, Any] = {key: tensor("model", key) for key in components["model"].tensors}
+        state |= {alias: state[of] for alias, of in components["model"].aliases.items()}
+        state |= {name: decode_small(value) for name, value in (source.document("model") or {}).items()}
+        found["state_dict"] = state
+    document = source.document("optimizer") if optimizers else None
+    if document is not None:
+        component = components.get("optimizer")
+        whole = {key: tensor("optimizer", key) for key in component.tensors} if component is not None else {}
+        stored = [StoredOptimizer(i, document[str(i)], component) for i in range(len(document))]
+        found["optimizer_states"] = [one.state_dict(whole) for one in stored]
+    return found
