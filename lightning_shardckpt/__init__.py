@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
+    from lightning_shardckpt.lazy import load_keys, metadata, open
     from lightning_shardckpt.pytorch import ShardedStrategy
 
-__all__ = ["ShardedStrategy", "ShardCkptIO", "load_from_checkpoint"]
+__all__ = ["ShardedStrategy", "ShardCkptIO", "load_from_checkpoint", "load_keys", "metadata", "open"]
+
+_WITHOUT_LIGHTNING = ("load_keys", "metadata", "open")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # one module knows all public names; importing it also makes strategy="sharded" known to Lightning
+    if name in _WITHOUT_LIGHTNING:
+        return getattr(import_module("lightning_shardckpt.lazy"), name)
+    # one module knows the other names; importing it also makes strategy="sharded" known to Lightning
     return getattr(import_module("lightning_shardckpt.pytorch"), name)

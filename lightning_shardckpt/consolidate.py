@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import described, did_you_mean
+from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.regions import fill
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.outputs import new_file
@@ -90,7 +91,7 @@ def _write(folder: str, file: BinaryIO) -> None:
     from lightning_shardckpt.sources import ShardedSource
     from lightning_shardckpt.staging import TORCH_DTYPES
 
-    source = ShardedSource(LocalStorage(), folder)
+    source = ShardedSource(Checkpoint(LocalStorage(), folder))
     components = source.components()
     keys: dict[int, tuple[str, str]] = {}
 

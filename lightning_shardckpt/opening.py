@@ -14,6 +14,7 @@ import torch
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.formats.plain import PlainSource
 from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.sources import ShardedSource, Source
 from lightning_shardckpt.state.optimizer import StoredOptimizer
 from lightning_shardckpt.state.tree import decode_small
@@ -45,7 +46,7 @@ def opened(
             source = PlainSource(path, weights_only)
             return {"id": "plain file"}
         try:
-            sharded = ShardedSource(storage, path, verify)
+            sharded = ShardedSource(Checkpoint(storage, path), verify)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
         source = sharded

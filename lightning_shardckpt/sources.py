@@ -27,7 +27,6 @@ from lightning_shardckpt.state.documents import checked
 from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.optimizer import merge_optimizers
 from lightning_shardckpt.state.tree import decode
-from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.whole import Tensors, Wholes
 
 _HELD_BYTES = 24 << 20  # of what was verified and is not in its place yet
@@ -42,7 +41,8 @@ class Target:
     """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``.
 
     ``fresh``: it was allocated for this load, so that nobody minds what is in it if the load fails. ``region``: of the
-    local tensor, if that is to be filled alone; ``local`` is its memory then.
+    local tensor, if that is to be filled alone; ``local`` is its memory then. ``box``: of the stored tensor, if a plain
+    tensor takes just that.
     """
 
     component: str
@@ -50,6 +50,7 @@ class Target:
     tensor: torch.Tensor
     fresh: bool = False
     region: Box | None = None
+    box: Box | None = None
     local: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +59,8 @@ class Target:
 
     def parts(self, rank: int) -> tuple[Part, ...]:
         """The boxes to fill, and where they lie in ``local``; ``rank``: this one's."""
+        if self.box is not None:
+            return (Part(self.box, (0,) * len(self.box.start)),)
         found = parts_of(self.tensor, rank)
         return found if self.region is None else parts_within(found, self.region)
 
@@ -99,8 +102,8 @@ class Source(Protocol):
 class ShardedSource:
     """A checkpoint directory of this package."""
 
-    def __init__(self, storage: Storage, path: str, verify: bool = True) -> None:
-        self.path, self.checkpoint, self._verify = path, Checkpoint(storage, path), verify
+    def __init__(self, checkpoint: Checkpoint, verify: bool = True) -> None:
+        self.path, self.checkpoint, self._verify = checkpoint.path, checkpoint, verify
         self._rank = this_rank()
         self._overlaps: dict[tuple[Any, ...], tuple[_Overlaps, tuple[Part, ...]]] = {}
         self._requests: dict[int, list[Request]] = {}  # by id of the target, as is what is held

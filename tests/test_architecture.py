@@ -33,7 +33,7 @@ ROWS = [
     {"joining", "opening"},
     {"saving", "loading", "sharing"},
     {"checkpoint"},
-    {"consolidate", "inspect", "verify"},
+    {"consolidate", "inspect", "verify", "lazy"},
     {"parallel"},
     {"checkpoint_io"},
     {"adapt"},
@@ -47,7 +47,7 @@ ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "box", "text", "crc", "layout", "header", "index", "plan"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
 BYTES_ONLY |= {"regions", "shardfile", "foreign"}
-LIGHT_START = BYTES_ONLY | {"inspect", "verify", "consolidate", "cli", "__main__", "__init__"}
+LIGHT_START = BYTES_ONLY | {"inspect", "verify", "lazy", "consolidate", "cli", "__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
 DOORS |= {"pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}

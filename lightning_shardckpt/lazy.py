@@ -1,0 +1,251 @@
+"""What is in a checkpoint, and how is a part of it read? Without a process group; names and shapes without torch.
+
+Tensors of the model have their own names; others begin with ``optimizer/`` or ``trainer/``, as in
+``optimizer/0/head.weight/exp_avg``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
+from lightning_shardckpt.locate import open_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_shardckpt.sources import Source
+
+_NEAR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A stored tensor as a whole: ``dtype`` as in safetensors (``BF16``), ``nbytes`` of its data."""
+
+    dtype: str
+    shape: Shape
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a checkpoint says of itself. ``tensors`` by name, those of the model first; ties have an entry each.
+
+    ``step``, ``epoch``, ``world_size``, ``topology`` and ``software`` inform people; only checkpoints of this package
+    have them.
+    """
+
+    tensors: dict[str, TensorInfo]
+    step: int | None = None
+    epoch: int | None = None
+    world_size: int | None = None
+    topology: Mapping[str, int] | None = None
+    software: Mapping[str, str] | None = None
+
+
+def metadata(path: str | os.PathLike[str]) -> Metadata:
+    """What is in a checkpoint; reads its root index only, and does not import torch.
+
+    Args:
+        path: a checkpoint of this package, or another one that can be loaded; that takes torch.
+
+    Raises:
+        CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
+    """
+    with open(path) as checkpoint:
+        return checkpoint.metadata
+
+
+def load_keys(
+    path: str | os.PathLike[str], keys: Iterable[str], *, verify: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors by name, one after the other in the order of ``keys``; nothing else is read.
+
+    Args:
+        path: see ``metadata``.
+        keys: names, see there; the same may come twice.
+        verify: whether to compare checksums, where the format has some.
+
+    Yields:
+        Name and tensor, on the CPU; nobody else refers to it.
+
+    Raises:
+        KeyError: listing all names that are not there with the nearest ones that are, before anything is read.
+        CorruptionError: naming file, tensor and rank.
+    """
+    wanted = list(keys)
+    with open(path, verify=verify) as checkpoint:
+        missing = [_unknown(key, checkpoint) for key in dict.fromkeys(wanted) if key not in checkpoint]
+        if missing:
+            raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
+        for key in wanted:
+            yield key, checkpoint[key][...]
+
+
+def open(path: str | os.PathLike[str], *, verify: bool = True) -> OpenCheckpoint:
+    """A checkpoint as a mapping from names to tensors that are read where they are sliced. Close it after use.
+
+    Args:
+        path: see ``metadata``.
+        verify: whether to compare checksums, where the format has some. A block of them is read whole.
+
+    Raises:
+        CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
+    """
+    return OpenCheckpoint(os.fspath(path), verify)
+
+
+class LazyTensor:
+    """A stored tensor: its shape is known, its values are read by slicing. See ``OpenCheckpoint``."""
+
+    def __init__(self, opened: OpenCheckpoint, name: str, component: str, key: str, spec: TensorSpec) -> None:
+        self.name, self.dtype, self.shape = name, spec.dtype, spec.shape
+        self._opened, self._component, self._key = opened, component, key
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its values."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.name!r} has no dims, so it has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.name!r}, {self.dtype} {self.shape}>"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The values of a slice as a new tensor on the CPU. Only the checksum blocks that it touches are read, now.
+
+        Args:
+            index: integers, slices with positive steps, and one ``...``, as for a tensor; ``[...]`` is all of it.
+
+        Raises:
+            IndexError: if it is not in the tensor.
+            CorruptionError: naming file, tensor and rank.
+        """
+        box, rest = region(index, self.shape, self.name)
+        return self._opened.read(self._component, self._key, self.dtype, box)[rest]
+
+
+class OpenCheckpoint(Mapping[str, LazyTensor]):
+    """What ``open`` returns: names and lazy tensors, those of the model first. For one thread at a time."""
+
+    def __init__(self, path: str, verify: bool) -> None:
+        self.path, self._verify = path, verify
+        self._source: Source | None = None
+        self._checkpoint = open_checkpoint(path)
+        self._components: Mapping[str, Component] = self._checkpoint.root.components
+        self._where: dict[str, tuple[str, str]] = {}
+        for component in filter(self._components.__contains__, COMPONENTS):
+            found = self._components[component]
+            prefix = "" if component == "model" else f"{component}/"
+            keys = {**dict(zip(found.tensors, found.tensors, strict=True)), **found.aliases}
+            self._where |= {prefix + name: (component, key) for name, key in keys.items()}
+
+    @property
+    def metadata(self) -> Metadata:
+        """See ``metadata``."""
+        root = self._checkpoint.root
+        tensors = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}
+        return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
+
+    def read(self, component: str, key: str, dtype: str, box: Box) -> torch.Tensor:
+        """The values in a box of a stored tensor."""
+        import torch  # names and shapes are there without it
+
+        from lightning_shardckpt.sources import ShardedSource, Target
+        from lightning_shardckpt.staging import TORCH_DTYPES
+
+        if self._source is None:
+            self._source = ShardedSource(self._checkpoint, self._verify)
+        if box.numel:
+            self._source.backed(component, key)
+        target = Target(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), fresh=True, box=box)
+        self._source.verify([target])
+        self._source.fill([target])
+        return target.tensor
+
+    def close(self) -> None:
+        """Release the files."""
+        self._checkpoint.close()
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if name not in self._where:
+            raise KeyError(f"{self.path!r} does not have {_unknown(name, self)}")
+        component, key = self._where[name]
+        return LazyTensor(self, name, component, key, self._components[component].tensors[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+
+def region(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...]]:
+    """The smallest box that an index needs of a tensor, and the index that remains to be applied to that.
+
+    Pure.
+
+    >>> box, rest = region((slice(1, 8, 3), ..., -1), (10, 4, 5), "w")
+    >>> box.start, box.stop, rest
+    ((1, 0, 4), (8, 4, 5), (slice(None, None, 3), slice(None, None, None), 0))
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    holes = [at for at, item in enumerate(items) if item is ...]
+    if len(holes) > 1 or len(items) - len(holes) > len(shape):
+        raise IndexError(f"too many indices for {name!r} of shape {shape}: {index}")
+    at = holes[0] if holes else len(items)
+    full = (slice(None),) * (len(shape) - len(items) + len(holes))
+    start, stop, rest = [], [], list[Any]()
+    for dim, item in enumerate((*items[:at], *full, *items[at + 1 :])):
+        low, high, left = _range(item, shape[dim], f"{name!r} of shape {shape}, dim {dim}")
+        start.append(low)
+        stop.append(high)
+        rest.append(left)
+    return Box(tuple(start), tuple(stop)), tuple(rest)
+
+
+def _range(item: Any, length: int, where: str) -> tuple[int, int, Any]:
+    """(start, stop, what remains) of one index."""
+    if isinstance(item, slice):
+        low, high, step = item.indices(length)
+        if step < 0:
+            raise IndexError(f"{where}: steps must be positive, got {item}")
+        return low, max(low, high), slice(None, None, step if step > 1 else None)
+    try:
+        number = item.__index__()
+    except (AttributeError, TypeError):
+        raise IndexError(f"{where}: only integers, slices and ... are understood, got {item!r}") from None
+    if not -length <= number < length:
+        raise IndexError(f"{where}: {number} is out of range")
+    return number % length, number % length + 1, 0
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=_NEAR, cutoff=0.7)
+    return f"{name!r}" + (f" (but {', '.join(map(repr, near))})" if near else "")
