@@ -18,6 +18,7 @@ import torch
 
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.loading import Live, Load
+from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.opening import assemble, opened
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
@@ -41,6 +42,7 @@ def save(
     size_per_shard: float,
     storage: Storage = _LOCAL,
     plans: Plans | None = None,
+    also: Also | None = None,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
@@ -55,6 +57,7 @@ def save(
         size_per_shard: limit of a shard file in MB (2^20 bytes).
         storage: where ``path`` is; the local file system by default.
         plans: of earlier saves by the same caller; what still holds of them is not planned again.
+        also: a format in which the model is written a second time, into the same directory, by the same ranks.
 
     Returns:
         On rank 0, sentences for the user about what earlier saves left there; see ``Draft.notes``.
@@ -63,7 +66,7 @@ def save(
         FileExistsError: if another process is saving to the path, or what is there is no checkpoint.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
-    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans())
+    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
     with _no_garbage_collection():
         with job.discarded_on_error():
             agreed = _agreed(job, describe, ranks)
@@ -80,6 +83,7 @@ def save_async(
     background: Background,
     storage: Storage = _LOCAL,
     plans: Plans | None = None,
+    also: Also | None = None,
     overlap_copy: bool = False,
 ) -> Future[list[str]]:
     """Like ``save``, but return when everything is copied to host memory; ``background`` writes and commits it.
@@ -96,6 +100,7 @@ def save_async(
         background: of this rank; it writes what it was given earlier first.
         storage: see ``save``.
         plans: see ``save``.
+        also: see ``save``.
         overlap_copy: return before parameters and optimizer state are copied. Nobody may change them before
             ``background.wait_for_copies``; if somebody does, the save fails.
 
@@ -108,7 +113,7 @@ def save_async(
             then. Else as ``save`` does.
     """
     background.settle(ranks, room_for=path)
-    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans())
+    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
     with _no_garbage_collection(), job.discarded_on_error():
         agreed = _agreed(job, describe, ranks)
         memory = background.memory()

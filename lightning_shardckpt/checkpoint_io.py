@@ -23,6 +23,7 @@ from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.loading import Live
+from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
@@ -63,6 +64,9 @@ class ShardCkptIO(CheckpointIO):
             norms under tensor parallelism) each read and verify a share of it and exchange the shares. That spares a
             network file system, or storage slower than the interconnect; from a page cache each is faster alone. By
             default it is measured where there is much to share; True or False says it.
+        also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
+            files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
+            when it is committed. For a LightningModule that has a Hugging Face model.
     """
 
     def __init__(
@@ -74,16 +78,20 @@ class ShardCkptIO(CheckpointIO):
         overlap_copy: bool = False,
         sync_files: bool = True,
         share_reads: bool | None = None,
+        also: Also | None = None,
     ) -> None:
         if size_per_shard <= 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
         if max_pending < 0:
             raise ValueError(f"max_pending is a number of saves and can't be negative, got {max_pending}")
+        if also not in (None, "huggingface"):
+            raise ValueError(f'also is "huggingface" or None, got {also!r}')
         if overlap_copy and not use_async:
             raise ValueError("overlap_copy is about asynchronous saves: set use_async=True, too")
         self.size_per_shard = size_per_shard
         self.verify = verify
         self.share_reads = share_reads
+        self.also = also
         self.overlap_copy = overlap_copy
         self.use_async, self.max_pending = use_async, max_pending
         self._background: Background | None = None
@@ -154,7 +162,7 @@ class ShardCkptIO(CheckpointIO):
             background = self._behind(Ranks.alone())
         about = About(checkpoint.get("global_step"), checkpoint.get("epoch"), self._topology)
         common: dict[str, Any] = {"ranks": self._ranks, "about": about, "size_per_shard": self.size_per_shard}
-        common |= {"storage": self.storage, "plans": self._plans}
+        common |= {"storage": self.storage, "plans": self._plans, "also": self.also}
         overlap = self.overlap_copy and self._module is not None  # else nobody would call wait_for_copies
         if background is None:
             notes = engine.save(os.fspath(path), describe, **common)

@@ -123,7 +123,11 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class RootIndex:
-    """The whole checkpoint. ``documents`` are JSON files with the state that is not tensors."""
+    """The whole checkpoint. ``documents`` are JSON files with the state that is not tensors.
+
+    ``mirror`` are files with the model a second time, as Hugging Face has it; of those with tensors, the checksum is
+    that of the header.
+    """
 
     save_id: str
     world_size: int
@@ -133,6 +137,7 @@ class RootIndex:
     epoch: int | None = None
     topology: dict[str, int] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
+    mirror: dict[str, FileInfo] = field(default_factory=dict)
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,7 +220,7 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     ``tables``: of its components, where that is known already.
     """
     tables = tables or tables_to_text(root.components)
-    head = {
+    head: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "save_id": root.save_id,
@@ -230,6 +235,8 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
         indexes = {str(rank): [f.name, f.nbytes, f.checksum] for rank, f in component.indexes.items()}
         components.append(f'{_text(name)}:{tables.components[name][:-1]},"indexes":{_text(indexes)}}}')
     documents = {f.name: [f.nbytes, f.checksum] for f in root.documents.values()}
+    if root.mirror:
+        head["mirror"] = {f.name: [f.nbytes, f.checksum] for f in root.mirror.values()}
     parts = [_text(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
     body = f'{",".join(parts)},"documents":{_text(documents)}}}'.encode()
     check_json_size(body, "the root index")
@@ -348,6 +355,7 @@ def _root(value: dict[str, Any]) -> RootIndex:
         epoch=None if value["epoch"] is None else check_size(value["epoch"]),
         topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
         software={check_text(k): check_text(v) for k, v in value["software"].items()},
+        mirror={name: _file(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
     )
 
 

@@ -17,6 +17,7 @@ from lightning_shardckpt.index import (
     root_to_json,
     tables_to_text,
 )
+from lightning_shardckpt.mirror import Exported, Mirror
 from lightning_shardckpt.plan import check_cover, plan_save
 from lightning_shardckpt.write import FilePlan, plan_files
 
@@ -60,6 +61,7 @@ class Plans:
 
     digest: Last[Tables, str] = field(default_factory=Last)
     plan: Last[tuple[Tables, int, int, float], Plan] = field(default_factory=Last)
+    mirror: Last[tuple[list[Exported], int], Mirror] = field(default_factory=Last)
 
 
 def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> Plan:

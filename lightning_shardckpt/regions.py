@@ -19,8 +19,7 @@ from typing import Any
 
 from lightning_shardckpt.box import Shape
 from lightning_shardckpt.crc import PiecewiseCRC
-from lightning_shardckpt.storage.durable import naming
-from lightning_shardckpt.storage.outputs import write_at
+from lightning_shardckpt.storage.durable import naming, write_at
 from lightning_shardckpt.whole import Source, Span, Stored, Tensors, Windows, spans
 
 _WINDOW_BYTES = 4 << 20  # of each thread, twice; smaller ones stay in a cache, larger ones take fewer calls

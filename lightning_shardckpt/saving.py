@@ -27,6 +27,8 @@ from lightning_shardckpt.index import (
 )
 from lightning_shardckpt.joining import check_held, check_ties, check_trainer, held_by, joined_tables, table_of
 from lightning_shardckpt.layout import REPLICATED
+from lightning_shardckpt.mirror import plan_mirror
+from lightning_shardckpt.mirroring import Also, Mirroring
 from lightning_shardckpt.plan import table_digest
 from lightning_shardckpt.planning import Plan, Plans, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.ranks import Ranks
@@ -35,7 +37,7 @@ from lightning_shardckpt.state.geometry import local_tensor, view_at
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tree import references, union
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.write import write_component
+from lightning_shardckpt.write import MB, write_component
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,18 @@ class Save:
     """One save on one rank: what it knows at each step."""
 
     def __init__(
-        self, path: str, ranks: Ranks, about: About, size_per_shard: float, storage: Storage, plans: Plans
+        self,
+        path: str,
+        ranks: Ranks,
+        about: About,
+        size_per_shard: float,
+        storage: Storage,
+        plans: Plans,
+        also: Also | None = None,
     ) -> None:
         self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
-        self._size_per_shard, self._plans = size_per_shard, plans
+        self._size_per_shard, self._plans, self._also = size_per_shard, plans, also
+        self._mirroring: Mirroring | None = None
         self._draft: Draft | None = None
         self.notes: list[str] = []
         self._agreed: dict[str, Any] = {}
@@ -98,7 +108,10 @@ class Save:
             groups.setdefault(wish["digest"], []).append(rank)
         save_id = uuid.uuid4().hex
         self._begin(save_id)
-        return {"save_id": save_id, "groups": list(groups.values())}
+        agreed = {"save_id": save_id, "groups": list(groups.values())}
+        if self._also is not None:
+            agreed["huggingface"] = checked_document(self._snapshot.documents.get("huggingface"))
+        return agreed
 
     def table(self, agreed: dict[str, Any]) -> dict[str, Any] | None:
         """On the first rank of every group: its tables, as a root index without files, and its trainer's state."""
@@ -172,6 +185,10 @@ class Save:
             tables = {**tables, "trainer": trainer}
         about = tables, rank, self._ranks.world, self._size_per_shard
         self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
+        if self._also is not None:
+            wanted = exported(table_of(tables, "model"), agreed["huggingface"]), int(self._size_per_shard * MB)
+            mirror = self._plans.mirror.of(wanted, lambda: plan_mirror(*wanted))
+            self._mirroring = Mirroring(mirror, companions(agreed["huggingface"]) if rank == 0 else {})
         tensors: dict[int, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
         for component, files in self._plan.files.items():
@@ -200,6 +217,9 @@ class Save:
         for name, content in staged.documents.items():
             draft.write(name, [content])
             documents.append(_info_to_json(FileInfo(name, len(content), checksum(content))))
+        if self._mirroring is not None:
+            pieces = [piece for file in self._plan.files.get("model", ()) for piece in file.pieces]
+            self._mirroring.write(draft, pieces, lambda p: host_bytes(staged.tensors[id(p)]))
         if self.copies is not None:
             self.copies.check()
             self.copies.forget()
@@ -230,6 +250,7 @@ class Save:
         if written != expected:
             raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")
         documents = [FileInfo(*info) for report in reports for info in report["documents"]]
+        assert self._draft is not None
         root = RootIndex(
             save_id=self._agreed["save_id"],
             world_size=self._ranks.world,
@@ -239,8 +260,8 @@ class Save:
             epoch=self._about.epoch,
             topology=self._about.topology,
             software=_software(),
+            mirror={} if self._mirroring is None else self._mirroring.finish(self._draft),
         )
-        assert self._draft is not None
         content = root_to_json(root, self._plan.text)
         check_new_parts(root)
         self._draft.write(ROOT_NAME, [content])

@@ -22,7 +22,7 @@ ROWS = [
     {"index"},
     {"plan"},
     {"storage"},
-    {"write", "read"},
+    {"write", "read", "mirror"},
     {"fetch", "planning"},
     {"locate", "whole"},
     {"shardfile", "processes", "regions", "foreign"},
@@ -31,6 +31,7 @@ ROWS = [
     {"torchfile", "sources", "background", "exchange"},
     {"formats"},
     {"joining", "opening"},
+    {"mirroring"},
     {"saving", "loading", "sharing"},
     {"checkpoint"},
     {"consolidate", "inspect", "verify", "lazy"},
@@ -44,7 +45,7 @@ ROWS = [
     {"__main__", "__init__"},
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
-PURE = {"errors", "box", "text", "crc", "layout", "header", "index", "plan"}
+PURE = {"errors", "box", "text", "crc", "layout", "header", "index", "plan", "mirror"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
 BYTES_ONLY |= {"regions", "shardfile", "foreign"}
 LIGHT_START = BYTES_ONLY | {"inspect", "verify", "lazy", "consolidate", "cli", "__main__", "__init__"}

@@ -27,6 +27,7 @@ from lightning_shardckpt.storage.durable import (
     naming,
     rename_at_once,
     sync_directory,
+    write_at,
     write_parts,
 )
 from lightning_shardckpt.storage.protocol import Bytes
@@ -258,6 +259,21 @@ class LocalDraft:
         try:
             with naming(path):
                 write(file, parts)
+        finally:
+            os.close(file)
+        self._sync(self._directory)
+
+    def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
+        """Write pieces of a file that ranks make together; sync it and its entry, unless syncs are left out."""
+        path = os.path.join(self._directory, name)
+        file = create(path, None if self._seen else self._visible_within_s, shared=True)
+        self._seen = True
+        try:
+            with naming(path):
+                for offset, data in pieces:
+                    write_at(file, memoryview(data), offset)
+                if self._sync_files:
+                    os.fsync(file)
         finally:
             os.close(file)
         self._sync(self._directory)

@@ -53,6 +53,12 @@ class Draft(Protocol):
         It is durable on return, as is what ``publish`` did, unless the backend was told to leave out syncs.
         """
 
+    def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
+        """Write pieces of a file that other ranks write pieces of, too, each at its offset; else like ``write``.
+
+        Raises ValueError where the backend can write whole files only.
+        """
+
     def publish(self) -> None:
         """Make the checkpoint appear at its path, in place of one that is there.
 

@@ -10,13 +10,15 @@ from contextlib import suppress
 _PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
-def create(path: str, visible_within_s: float | None) -> int:
+def create(path: str, visible_within_s: float | None, *, shared: bool = False) -> int:
     """Open a new file; waits until this machine sees its directory, unless it did before: then None.
+
+    ``shared``: another rank may have made it.
 
     Raises:
         FileNotFoundError: if it does not within ``visible_within_s``.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if shared else os.O_EXCL)
     directory, pause = os.path.dirname(path), _PAUSE_S
     deadline = time.monotonic() + (visible_within_s or 0.0)
     while True:
