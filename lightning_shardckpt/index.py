@@ -10,15 +10,24 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.files import (
+    FileInfo,
+    document_name,
+    documents_by_rank,
+    file_info,
+    from_columns,
+    rank_index_name,
+    to_columns,
+)
 from lightning_shardckpt.header import (
     DTYPE_BYTES,
     Stored,
     bytes_in,
-    check_digest,
     check_digests,
     check_dtype,
     check_file_name,
@@ -34,35 +43,15 @@ from lightning_shardckpt.header import (
 from lightning_shardckpt.layout import MAX_RANKS, Axis, Cut, Holders, Layout
 
 FORMAT = "lightning-shardckpt"
-VERSION = 1
+VERSION = 2
+"""The highest that is read. What has the same words in version 1 is written as that."""
+MANY_RANKS = 256
+"""Worlds of more have a root index of version 2, which does not repeat names that follow from the rank."""
 ROOT_NAME = "checkpoint.index.json"
 MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
 COMPONENTS = ("model", "optimizer", "trainer")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 _T = TypeVar("_T")
-
-
-def shard_file_name(component: str, rank: int, number: int) -> str:
-    """Name of a rank's shard file; numbers count from 1.
-
-    >>> shard_file_name("model", 3, 1)
-    'model-dist-00003-shard-00001.safetensors'
-    """
-    return f"{component}-dist-{rank:05d}-shard-{number:05d}.safetensors"
-
-
-def rank_index_name(component: str, rank: int) -> str:
-    """Name of the index that a rank writes for a component."""
-    return f"{component}-meta-dist-{rank:05d}.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """A file by its base name, with its size and the xxh3-64 of its content (of its header, for a shard file)."""
-
-    name: str
-    nbytes: int
-    checksum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +144,7 @@ def rank_index_to_json(index: RankIndex) -> bytes:
         metadata[key] = {**first, "more": more} if more else first
     content = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": 1,
         "save_id": index.save_id,
         "component": index.component,
         "rank": index.rank,
@@ -222,7 +211,7 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     tables = tables or tables_to_text(root.components)
     head: dict[str, Any] = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": 2 if root.world_size > MANY_RANKS else 1,
         "save_id": root.save_id,
         "step": root.step,
         "epoch": root.epoch,
@@ -232,9 +221,14 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     }
     components = []
     for name, component in root.components.items():
-        indexes = {str(rank): [f.name, f.nbytes, f.checksum] for rank, f in component.indexes.items()}
+        indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
+        if head["version"] == 2:
+            indexes = to_columns(component.indexes)
         components.append(f'{_text(name)}:{tables.components[name][:-1]},"indexes":{_text(indexes)}}}')
-    documents = {f.name: [f.nbytes, f.checksum] for f in root.documents.values()}
+    single, by_rank = (root.documents, {}) if head["version"] == 1 else documents_by_rank(root.documents)
+    documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
+    if head["version"] == 2:
+        head["documents_by_rank"] = {stem: to_columns(files) for stem, files in by_rank.items()}
     if root.mirror:
         head["mirror"] = {f.name: [f.nbytes, f.checksum] for f in root.mirror.values()}
     parts = [_text(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
@@ -290,7 +284,7 @@ def _decoded(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) ->
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
-    files = {name: _file(name, n, c) for name, (n, c) in value["files"].items()}
+    files = {name: file_info(name, n, c) for name, (n, c) in value["files"].items()}
     left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     boxes: dict[str, _Extent] = {}
@@ -345,33 +339,41 @@ def _root(value: dict[str, Any]) -> RootIndex:
     for name, item in value["components"].items():
         if name not in COMPONENTS:
             raise FormatError(f"unknown component {shown(name)}")
-        components[name] = _component(item, layouts, world)
+        components[name] = _component(name, item, layouts, world, value["version"])
+    documents = {name: file_info(name, n, c) for name, (n, c) in value["documents"].items()}
+    for stem, columns in value["documents_by_rank"].items() if value["version"] == 2 else ():
+        found = from_columns(columns, partial(document_name, stem), world)
+        documents |= {info.name: info for info in found.values()}
     return RootIndex(
         save_id=check_save_id(value["save_id"]),
         world_size=world,
         components=components,
-        documents={name: _file(name, n, c) for name, (n, c) in value["documents"].items()},
+        documents=documents,
         step=None if value["step"] is None else check_size(value["step"]),
         epoch=None if value["epoch"] is None else check_size(value["epoch"]),
         topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
         software={check_text(k): check_text(v) for k, v in value["software"].items()},
-        mirror={name: _file(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
+        mirror={name: file_info(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
     )
 
 
-def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int) -> Component:
+def _component(
+    component: str, item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int, version: int
+) -> Component:
     specs: dict[str, TensorSpec] = {}  # one for all tensors that are alike: what was found of it once need not be again
     tensors = {check_text(key): _spec_once(spec, layouts, specs) for key, spec in item["tensors"].items()}
     aliases = {check_text(alias): check_text(of) for alias, of in item["aliases"].items()}
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:
             raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
+    if version == 2:
+        return Component(tensors, aliases, from_columns(item["indexes"], partial(rank_index_name, component), world))
     indexes = {}
     for rank, (name, nbytes, digest) in item["indexes"].items():
         number = int(rank)
         if str(number) != rank or not 0 <= number < world:
             raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
-        indexes[number] = _file(name, nbytes, digest)
+        indexes[number] = file_info(name, nbytes, digest)
     return Component(tensors, aliases, indexes)
 
 
@@ -401,7 +403,3 @@ def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:
         raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
     bytes_in(shape, dtype)
     return TensorSpec(dtype, shape, layout, holders, len(item) > 3)
-
-
-def _file(name: Any, nbytes: Any, digest: Any) -> FileInfo:
-    return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
+from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import FileInfo
 from lightning_shardckpt.mirror import INDEX_NAME, Mirror, Run, runs_by_file
 from lightning_shardckpt.plan import Piece
 from lightning_shardckpt.storage.protocol import Draft

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import MAX_HEADER_BYTES, Entry, checksum, decode, plan_header, shown
-from lightning_shardckpt.index import (
-    ROOT_NAME,
-    FileInfo,
-    RankIndex,
-    RootIndex,
-    ShardEntry,
-    rank_index_from_json,
-    root_from_json,
-)
+from lightning_shardckpt.index import ROOT_NAME, RankIndex, RootIndex, ShardEntry, rank_index_from_json, root_from_json
 from lightning_shardckpt.plan import Overlap, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 

@@ -15,16 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import FormatError, MismatchError
+from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import check_json_size, checksum
-from lightning_shardckpt.index import (
-    ROOT_NAME,
-    Component,
-    FileInfo,
-    RootIndex,
-    TensorSpec,
-    root_from_json,
-    root_to_json,
-)
+from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_from_json, root_to_json
 from lightning_shardckpt.joining import check_held, check_ties, check_trainer, held_by, joined_tables, table_of
 from lightning_shardckpt.layout import REPLICATED
 from lightning_shardckpt.mirror import plan_mirror

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import (
     MAX_HEADER_BYTES,
     Stored,
@@ -16,7 +17,7 @@ from lightning_shardckpt.header import (
     parse_json,
     shown,
 )
-from lightning_shardckpt.index import FileInfo, ShardEntry
+from lightning_shardckpt.index import ShardEntry
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.text import one_line
 from lightning_shardckpt.whole import Blocks

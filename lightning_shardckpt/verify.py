@@ -16,8 +16,9 @@ from typing import Any
 
 from lightning_shardckpt.box import Box, uncovered
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
+from lightning_shardckpt.files import FileInfo, shard_file_name
 from lightning_shardckpt.header import parse_json, shown
-from lightning_shardckpt.index import ROOT_NAME, FileInfo, RankIndex, TensorSpec, shard_file_name
+from lightning_shardckpt.index import ROOT_NAME, RankIndex, TensorSpec
 from lightning_shardckpt.layout import Part
 from lightning_shardckpt.locate import open_checkpoint
 from lightning_shardckpt.plan import check_cover, choose_replicas, plan_load

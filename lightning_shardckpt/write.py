@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.files import FileInfo, rank_index_name, shard_file_name
 from lightning_shardckpt.header import Entry, Header, checksum, plan_header
-from lightning_shardckpt.index import (
-    FileInfo,
-    RankIndex,
-    ShardEntry,
-    rank_index_name,
-    rank_index_to_json,
-    shard_file_name,
-)
+from lightning_shardckpt.index import RankIndex, ShardEntry, rank_index_to_json
 from lightning_shardckpt.plan import Piece, split_into_files
 from lightning_shardckpt.storage.protocol import Draft
 

@@ -19,6 +19,7 @@ ROWS = [
     {"errors"},
     {"box", "text", "crc", "pages"},
     {"layout", "header"},
+    {"files"},
     {"index"},
     {"plan"},
     {"storage"},
@@ -45,7 +46,7 @@ ROWS = [
     {"__main__", "__init__"},
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
-PURE = {"errors", "box", "text", "crc", "layout", "header", "index", "plan", "mirror"}
+PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "mirror"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
 BYTES_ONLY |= {"regions", "shardfile", "foreign"}
 LIGHT_START = BYTES_ONLY | {"inspect", "verify", "lazy", "consolidate", "cli", "__main__", "__init__"}

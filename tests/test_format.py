@@ -15,6 +15,7 @@ import torch
 
 from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.files import FileInfo, to_columns
 from lightning_shardckpt.header import DTYPE_BYTES, Entry, checksum, plan_header
 from lightning_shardckpt.index import ROOT_NAME, TensorSpec
 from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, parts_of_rank
@@ -159,8 +160,8 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F2", flip(ROOT_NAME, 100), CorruptionError, "checkpoint.index.json: the root index is damaged"),
     ("F2", flip(ROOT_NAME, 3), FormatError, "checkpoint.index.json: not a root index"),
     ("F3", with_root("format", "other"), FormatError, "not an index of lightning-shardckpt"),
-    ("F3", with_root("version", 2), FormatError, "format version 2, .* use a newer lightning-shardckpt"),
-    ("F3", with_index("version", 2), FormatError, f"{INDEX}: format version 2"),
+    ("F3", with_root("version", 3), FormatError, "format version 3, .* use a newer lightning-shardckpt"),
+    ("F3", with_index("version", 3), FormatError, f"{INDEX}: format version 3"),
     ("F4", with_root("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 5afe"),
     ("F4", with_index("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 0000"),
     ("F4", with_header(lambda h: h.replace(b"5afe", b"0000")), CorruptionError, f"{SHARD}: belongs to save 0000"),
@@ -314,7 +315,9 @@ def test_every_rule_has_a_test() -> None:
 
 
 def test_the_example_is_what_is_written() -> None:
-    root, index = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", SPECIFICATION, re.S))
+    root, index, columns = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", SPECIFICATION, re.S))
+    infos = zip((0, 1, 5), columns["sizes"], re.findall(".{16}", columns["checksums"]), strict=True)
+    assert to_columns({rank: FileInfo("x", nbytes, digest) for rank, nbytes, digest in infos}) == columns
     files = saved()
     line, _, rest = files[ROOT_NAME].partition(b"\n")
     assert line == b'{"checksum":"' + checksum(rest).encode() + b'",'

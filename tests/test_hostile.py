@@ -298,7 +298,7 @@ CASES = [
     # the rest of the indexes
     Case("aliases in a circle", root(("components/model/aliases", {"x": "y", "y": "x"})), "not a stored tensor"),
     Case("unknown component", root(("components/code", {})), "unknown component"),
-    Case("version 2", root(("version", 2)), "newer lightning-shardckpt"),
+    Case("version 3", root(("version", 3)), "newer lightning-shardckpt"),
     Case("version true", root(("version", True)), "version True"),
     Case("save id of another kind", root(("save_id", "../../x")), "not a save id"),
     Case("save id of a rank index", index("save_id", "0" * 31), "not a save id"),

@@ -9,23 +9,21 @@ import pytest
 
 from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.files import FileInfo, document_name, rank_index_name, shard_file_name
 from lightning_shardckpt.header import checksum
 from lightning_shardckpt.index import (
     MAX_BLOCK_BYTES,
     Component,
-    FileInfo,
     RankIndex,
     RootIndex,
     ShardEntry,
     TensorSpec,
     rank_index_from_json,
-    rank_index_name,
     rank_index_to_json,
     root_from_json,
     root_to_json,
-    shard_file_name,
 )
-from lightning_shardckpt.layout import MAX_RANKS, REPLICATED, Cut
+from lightning_shardckpt.layout import MAX_RANKS, REPLICATED, Axis, Cut, Layout
 from tests.worlds import mesh
 
 FSDP = mesh(2, 2, cuts=(Cut(1, 0), Cut(0, 0, 3)))
@@ -135,7 +133,7 @@ def sealed(value: dict[str, Any]) -> bytes:
 
 ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("format", "other", "not an index of lightning-shardckpt"),
-    ("version", 2, "newer lightning-shardckpt"),
+    ("version", 3, "newer lightning-shardckpt"),
     ("version", True, "version True"),
     ("version", 0, "version 0"),
     ("version", DELETED, "version None"),
@@ -194,7 +192,7 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
 ]
 RANK_EDITS: list[tuple[str, Any, str]] = [
     ("format", None, "not an index"),
-    ("version", 2, "newer"),
+    ("version", 3, "newer"),
     ("rank", -1, "-1 is not a size"),
     ("files", [], "AttributeError"),
     ("files", {"../x": [1, SUM]}, "not a file name"),
@@ -242,3 +240,43 @@ def test_what_is_no_root_index_is_refused(text: bytes) -> None:
 def test_the_root_index_of_a_later_minor_addition_is_still_read() -> None:
     value = {**json.loads(root_to_json(a_root())), "comment": "readers pass over keys that they do not know"}
     assert root_from_json(sealed(value), "x") == a_root()
+
+
+def a_large_root() -> RootIndex:
+    """Of 300 ranks, some of which have no index."""
+    indexes = {r: FileInfo(rank_index_name("model", r), 100 + r, f"{r:016x}") for r in (*range(7), *range(9, 300, 3))}
+    documents = [FileInfo(document_name("trainer-state", r), r, f"{r:016x}") for r in range(300)]
+    documents += [FileInfo("trainer-state.json", 5, SUM), FileInfo("other-dist-7.json", 5, SUM)]
+    tensors = {"a": TensorSpec("F32", (600,), Layout((Axis("shard", 300, 1),), (Cut(0, 0),)), ((0, 300),))}
+    return RootIndex("5afe" * 8, 300, {"model": Component(tensors, {}, indexes)}, {d.name: d for d in documents})
+
+
+def test_a_large_world_comes_back_as_it_was_with_half_of_the_bytes_for_each_file() -> None:
+    root = a_large_root()
+    content = root_to_json(root)
+    assert root_from_json(content, "x") == root
+    count = len(root.documents) + len(root.components["model"].indexes)
+    assert len(content) < 26 * count, f"{len(content)} bytes for {count} files"
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "words"),
+    [
+        ("components/model/indexes/ranks", [[0, 7], [5, 9]], "ranks .* in a world of 300"),
+        ("components/model/indexes/ranks", [[0, 7, 9]], "ranks .* in a world of 300"),
+        ("components/model/indexes/ranks", [[0, 301]], "ranks .* in a world of 300"),
+        ("components/model/indexes/ranks", [[0, 1 << 62]], "ranks .* in a world of 300"),
+        ("components/model/indexes/ranks", [[0, 7]], "sizes and .* digits of checksums for 7 ranks"),
+        ("components/model/indexes/sizes", [], "0 sizes"),
+        ("components/model/indexes/sizes/0", -1, "-1 is not a size"),
+        ("components/model/indexes/checksums", 7, "part is missing or malformed"),
+        ("components/model/indexes/checksums", "x" * 104 * 16, "is not a checksum"),
+        ("components/model/indexes", {"0": ["x.json", 1, SUM]}, "part is missing or malformed"),
+        ("documents_by_rank", DELETED, "part is missing or malformed"),
+        ("documents_by_rank", {"../x": {"ranks": [[0, 1]], "sizes": [1], "checksums": SUM}}, "is not a file name"),
+    ],
+)
+def test_edited_columns_are_refused(path: str, new: Any, words: str) -> None:
+    value = json.loads(root_to_json(a_large_root()))
+    with pytest.raises(FormatError, match=words):
+        root_from_json(sealed(edited(value, path, new)), "x")

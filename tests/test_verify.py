@@ -15,8 +15,9 @@ import pytest
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import ShardCkptError
+from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import ROOT_NAME, FileInfo, root_from_json, root_to_json
+from lightning_shardckpt.index import ROOT_NAME, root_from_json, root_to_json
 from lightning_shardckpt.storage import local
 from lightning_shardckpt.verify import verify
 from tests import zoo

@@ -12,8 +12,9 @@ import numpy
 
 from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.fetch import Request, fetch, single_run
+from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, root_to_json
+from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_to_json
 from lightning_shardckpt.layout import Axis, Cut, Layout, Part, parts_of_rank
 from lightning_shardckpt.plan import Piece, plan_load, plan_save
 from lightning_shardckpt.read import Checkpoint

@@ -15,8 +15,9 @@ from turns import MB, Facts, Row
 
 from lightning_shardckpt import layout as layout_module
 from lightning_shardckpt import plan as plan_module
+from lightning_shardckpt.files import FileInfo, document_name, rank_index_name
 from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import Component, FileInfo, RootIndex, TensorSpec, rank_index_name, root_to_json
+from lightning_shardckpt.index import Component, RootIndex, TensorSpec, root_to_json
 from lightning_shardckpt.layout import Axis, Cut, Layout, parts_of_rank
 from lightning_shardckpt.plan import choose_replicas, plan_load, plan_save, table_digest
 
@@ -88,7 +89,9 @@ def _facts(world: int, layout: Layout) -> Facts:
     wrote = {"indexes": files, "documents": [], "elements": 1 << 40}
     sent = len(json.dumps(wish)) + len(json.dumps(wrote))
     infos = {name: {r: FileInfo(rank_index_name(name, r), 123456, "0" * 16) for r in range(world)} for name in tables}
-    root = RootIndex("0" * 32, world, {n: Component(t, {}, infos[n]) for n, t in tables.items()}, {})
+    states = [FileInfo(document_name("trainer-state", r), 34567, "0" * 16) for r in range(world)]
+    components = {n: Component(t, {}, infos[n]) for n, t in tables.items()}
+    root = RootIndex("0" * 32, world, components, {info.name: info for info in states})
     return {"save_s": save_s, "load_s": load_s, "sent_b": sent, "root_mb": len(root_to_json(root)) / MB}
 
 

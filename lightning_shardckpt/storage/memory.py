@@ -70,7 +70,7 @@ class MemoryDraft:
     def publish(self) -> None:
         """Show the files at the path."""
         for name, content in self._pieces.items():
-            self.write(name, [content])
+            self.write(name, [bytes(content)])
         self._storage.checkpoints[self._path], self._files, self._pieces = self._files, {}, {}
 
     def discard(self) -> None:
