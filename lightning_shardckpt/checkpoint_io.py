@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -27,6 +28,7 @@ from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
+from lightning_shardckpt.state.huggingface import HuggingFace
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
@@ -100,6 +102,7 @@ class ShardCkptIO(CheckpointIO):
         self._told_of_waiting = False
         self.storage: Storage = LocalStorage(sync_files=sync_files)
         self._plans = Plans()
+        self._hugging_face = HuggingFace()
         self._ranks = Ranks.alone()
         self._module: nn.Module | None = None
         self._topology: dict[str, int] = {}
@@ -154,7 +157,8 @@ class ShardCkptIO(CheckpointIO):
 
         def describe() -> Snapshot:
             rest = {k: v for k, v in checkpoint.items() if k != RANK_STATE}
-            taken.append(snapshot(rest, self._module, checkpoint.get(RANK_STATE), self.names))
+            found = snapshot(rest, self._module, checkpoint.get(RANK_STATE), self.names)
+            taken.append(self._with_hugging_face(found))
             return taken[0]
 
         background = self._background
@@ -170,6 +174,14 @@ class ShardCkptIO(CheckpointIO):
             engine.save_async(os.fspath(path), describe, **common, background=background, overlap_copy=overlap)
             notes = self._notes_of(background)
         self._warn([*taken[0].notes, *(["\n".join(notes)] if notes else [])])
+
+    def _with_hugging_face(self, found: Snapshot) -> Snapshot:
+        """With what the module knows about Hugging Face, on the rank that stores it."""
+        if self._module is None or self._ranks.rank != 0 or "model" not in found.leaves:
+            return found
+        document, notes = self._hugging_face.document(self._module, self.names.state)
+        documents = found.documents if document is None else {**found.documents, "huggingface": document}
+        return replace(found, documents=documents, notes=(*found.notes, *notes))
 
     def _notes_of(self, background: Background) -> list[str]:
         notes = background.notes()

@@ -26,6 +26,7 @@ from lightning_shardckpt.plan import table_digest
 from lightning_shardckpt.planning import Plan, Plans, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.staging import CopiesBehind, HostMemory, copy_all, dtype_name, host_bytes
+from lightning_shardckpt.state.documents import HUGGING_FACE
 from lightning_shardckpt.state.geometry import local_tensor, view_at
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tree import references, union
@@ -222,7 +223,7 @@ class Save:
         rank, found = self._ranks.rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
-            names["trainer"] = "trainer-state.json"
+            names |= {"trainer": "trainer-state.json", "huggingface": HUGGING_FACE}
             found["trainer"] = found.get("trainer") if self._trainer is None else self._trainer
         if any(rank == group[0] for group in agreed["groups"]):
             names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer")}

@@ -23,7 +23,7 @@ from lightning_shardckpt.pages import pages
 from lightning_shardckpt.plan import Overlap, plan_load
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.staging import bytes_of, is_host_memory
-from lightning_shardckpt.state.documents import checked
+from lightning_shardckpt.state.documents import HUGGING_FACE, checked
 from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.optimizer import merge_optimizers
 from lightning_shardckpt.state.tree import decode
@@ -126,8 +126,10 @@ class ShardedSource:
     def document(self, role: str, rank: int = 0) -> Any:
         """The JSON of a role; of "model" and "optimizer" the union of what groups of ranks stored."""
         known = self.checkpoint.root.documents
-        if role in ("trainer", "rank"):
-            name = "trainer-state.json" if role == "trainer" else f"trainer-state-dist-{rank:05d}.json"
+        single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
+        single["huggingface"] = HUGGING_FACE
+        if role in single:
+            name = single[role]
             names = [name] if name in known else []
         else:
             names = sorted(n for n in known if n.startswith(f"{role}-state-dist-"))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import zlib
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import parse_json, shown
+from lightning_shardckpt.header import check_file_name, check_shape, check_text, parse_json, shown
+
+HUGGING_FACE = "huggingface.json"
+TEXT_BYTES = 64 << 10
+"""A file of the Hugging Face document that is no longer than this, and UTF-8, is there as it is; others compressed."""
 
 _PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
+_COMPANIONS = ("json", "txt", "model", "jinja", "vocab", "bpe", "spm", "tiktoken")
+_MOST_COMPANIONS = 64
+_COMPANION_BYTES = 1 << 27
 
 
 def checked(role: str, content: bytes, where: str) -> Any:
-    """The JSON of a document of a role: "trainer", "rank", "model" or "optimizer".
+    """The JSON of a document of a role: "trainer", "rank", "model", "optimizer" or "huggingface".
 
     Raises:
         FormatError: naming ``where`` and what is wrong.
@@ -21,6 +30,8 @@ def checked(role: str, content: bytes, where: str) -> Any:
     try:
         if role == "optimizer":
             _optimizers(value)
+        elif role == "huggingface":
+            _hugging_face(value)
         elif role != "rank":
             _object(value, "")
     except FormatError as error:
@@ -70,3 +81,75 @@ def _params(value: Any, place: str, numbered: bool) -> None:
     for name in _list(value, place):
         if not isinstance(name, str) or (numbered and not _PARAM_NUMBER.fullmatch(name)):
             raise FormatError(f"{place} has {shown(name)}, which names no parameter")
+
+
+# ── Hugging Face ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_companion(path: str) -> bool:
+    """Whether a file may stand beside a model's weights: a relative path of plain names, and data alone."""
+    try:
+        parts = [check_file_name(part) for part in path.split("/")]
+    except FormatError:
+        return False
+    return len(parts) <= 3 and parts[-1].rpartition(".")[2] in _COMPANIONS and not parts[-1].endswith(".index.json")
+
+
+def _hugging_face(value: Any) -> None:
+    _object(value, "", "models", "files")
+    _files(value["files"], "files")
+    for number, model in enumerate(_list(value["models"], "models")):
+        place = f"models/{number}"
+        _object(model, place, "prefix", "class", "adapter", "ties", "ignored", "names", "files")
+        texts = [model["prefix"], model["class"], *_list(model["ties"], f"{place}/ties")]
+        texts += _list(model["ignored"], f"{place}/ignored")
+        for text in texts if model["adapter"] is None else [*texts, model["adapter"]]:
+            check_text(text)
+        _files(model["files"], f"{place}/files")
+        if not isinstance(parse_json(check_text(model["files"].get("config.json")).encode(), "config.json"), dict):
+            raise FormatError(f"{place}/files/config.json is not an object")
+        for name, parts in _object(model["names"], f"{place}/names").items():
+            for part in _list(parts, f"{place}/names/{shown(name)}"):
+                _part(part, f"{place}/names/{shown(name)}")
+
+
+def _part(part: Any, place: str) -> None:
+    if not isinstance(part, list) or len(part) != 4 or not all(isinstance(one, list) for one in part[1:]):
+        raise FormatError(f"{place} has {shown(part)}, expected a name, start, stop and shape")
+    check_text(part[0])
+    start, stop, _ = (check_shape(one) for one in part[1:])
+    if len(start) != len(stop) or any(a > b for a, b in zip(start, stop, strict=True)):
+        raise FormatError(f"{place} has {shown(part)}, which is no box")
+
+
+def _files(value: Any, place: str) -> None:
+    if len(_object(value, place)) > _MOST_COMPANIONS:
+        raise FormatError(f"{place} has {len(value)} files, more than {_MOST_COMPANIONS}")
+    for name, content in value.items():
+        if not is_companion(name):
+            raise FormatError(f"{place} has {shown(name)}, which is not a file that may stand beside a model")
+        if isinstance(content, str):
+            check_text(content)
+            continue
+        check_text(_object(content, f"{place}/{name}", "zlib", "bytes")["zlib"])
+        nbytes = content["bytes"]
+        if type(nbytes) is not int or not 0 <= nbytes <= _COMPANION_BYTES:
+            raise FormatError(f"{place}/{name} has {shown(nbytes)} bytes, expected at most {_COMPANION_BYTES}")
+
+
+def unpacked(content: Any, where: str) -> bytes:
+    """A file of the Hugging Face document, which was checked; in memory that its size bounds.
+
+    Raises:
+        FormatError: naming ``where``, if it is damaged.
+    """
+    if isinstance(content, str):
+        return content.encode()
+    stream = zlib.decompressobj()
+    try:
+        found = stream.decompress(base64.b64decode(content["zlib"], validate=True), content["bytes"] + 1)
+    except (ValueError, zlib.error) as error:
+        raise FormatError(f"{where} is damaged: {error}") from None
+    if len(found) != content["bytes"] or not stream.eof:
+        raise FormatError(f"{where} does not have {content['bytes']} bytes")
+    return found

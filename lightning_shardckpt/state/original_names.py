@@ -1,0 +1,184 @@
+"""How are a model's weights named in the files of ``from_pretrained``, where that differs from its state dict?
+
+Transformers 5 keeps, for instance, all experts of a layer in one parameter, and takes it apart when it saves. What it
+does to names and shapes is observed here by having it do that to tensors without memory: each result is a box of an
+entry of the state dict. Torch only; what is called is transformers' own function, if that is there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_shardckpt.box import Shape
+from lightning_shardckpt.state.model import canonical_name
+
+Parts: TypeAlias = "list[list[Any]]"
+"""Of one entry of a state dict: name, start and stop of the box, shape, of each tensor that it becomes."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+
+
+def original_names(model: nn.Module) -> dict[str, Parts]:
+    """What the entries of a model's state dict become, by name, where it is not the entry itself.
+
+    The numbers of layers are ``#`` where all layers are alike, so that it is of other pipeline stages, too.
+
+    Raises:
+        ValueError: if a tensor is more than a box of one entry, such as a transposed one.
+    """
+    module = sys.modules.get("transformers.core_model_loading")
+    revert: Any = getattr(module, "revert_weight_conversion", None)
+    if revert is None:
+        return {}
+    entries = {canonical_name(name): tensor for name, tensor in _state(model)}
+    stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in entries.items()}
+    lineage = _Lineage(stand_ins)
+    with lineage:
+        found: dict[str, Tensor] = revert(model, dict(stand_ins))
+    parts: dict[str, Parts] = {}
+    for name, tensor in found.items():
+        entry, start, stop = lineage.box(name, tensor)
+        parts.setdefault(entry, []).append([name, start, stop, list(tensor.shape)])
+    same = {name: [[name, [0] * t.ndim, list(t.shape), list(t.shape)]] for name, t in stand_ins.items()}
+    return _by_pattern({name: sorted(found) for name, found in parts.items()}, same)
+
+
+def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; without the calls of hooks, which may gather."""
+    found: list[tuple[str, Tensor]] = list(model.named_parameters())
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return found
+
+
+def _by_pattern(parts: dict[str, Parts], same: dict[str, Parts]) -> dict[str, Parts]:
+    """The parts by patterns of names, where all names that match have the same; else by the names themselves."""
+    patterns: dict[str, list[tuple[str, Parts]]] = {}
+    for name, found in parts.items():
+        patterns.setdefault(_NUMBER.sub("#", name), []).append((name, found))
+    chosen: dict[str, Parts] = {}
+    for pattern, names in patterns.items():
+        if all(found == same[name] for name, found in names):
+            continue
+        general = [_general(name, found) for name, found in names]
+        if all(one == general[0] and applied(pattern, one, n) == f for one, (n, f) in zip(general, names, strict=True)):
+            chosen[pattern] = general[0]
+        else:
+            chosen |= {name: found for name, found in names if found != same[name]}
+    return chosen
+
+
+def _general(name: str, found: Parts) -> Parts:
+    """The parts of a name with ``#`` for the numbers that the name has, in its order."""
+    numbers = _NUMBER.findall(name)
+    general: Parts = []
+    for to, *box in found:
+        left = list(numbers)
+
+        def replaced(match: re.Match[str], left: list[str] = left) -> str:
+            return "#" if left and left.pop(0) == match[0] else match[0]
+
+        text = _NUMBER.sub(replaced, to)
+        general.append([text, *box])
+    return general
+
+
+def applied(pattern: str, parts: Parts, name: str) -> Parts | None:
+    """The parts of ``name``, if the pattern, a name with ``#`` for numbers, is one of it.
+
+    >>> applied("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")
+    [['layers.7.0.w', [0], [2], [2]]]
+    """
+    if "#" not in pattern:
+        return parts if pattern == name else None
+    numbers = _NUMBER.findall(name)
+    if _NUMBER.sub("#", name) != pattern:
+        return None
+    return [[_filled(to, numbers), *box] for to, *box in parts]
+
+
+def _filled(text: str, numbers: list[str]) -> str:
+    pieces = text.split("#")
+    return "".join(a + b for a, b in zip(pieces, [*numbers, *[""] * len(pieces)], strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a storage on the meta device stands for: a box of an entry, from ``start`` on.
+
+    ``dims``: of the entry, which each dim of the tensor ``shape`` in the storage runs along.
+    """
+
+    entry: str
+    start: Shape
+    shape: Shape
+    dims: Shape
+
+
+class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Remembers what copies of views of stand-ins are copies of."""
+
+    def __init__(self, stand_ins: dict[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._alive: list[Tensor] = list(stand_ins.values())  # so that no address comes twice
+        self._origins = {
+            _storage(t): _Origin(name, (0,) * t.ndim, tuple(t.shape), tuple(range(t.ndim)))
+            for name, t in stand_ins.items()
+        }
+        self._ndim = {name: t.ndim for name, t in stand_ins.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default and found.is_contiguous():
+            origin = self._origin(args[0])
+            if origin is not None:
+                self._alive.append(found)
+                self._origins[_storage(found)] = origin
+        return found
+
+    def box(self, name: str, tensor: Tensor) -> tuple[str, list[int], list[int]]:
+        """The entry that a tensor is a box of, and where that starts and stops."""
+        origin = self._origin(tensor)
+        if origin is None:
+            raise ValueError(f"{name} is not a part of one entry of the state dict")
+        stop = [at + 1 for at in origin.start]
+        for length, dim in zip(origin.shape, origin.dims, strict=True):
+            stop[dim] = origin.start[dim] + length
+        return origin.entry, list(origin.start), stop
+
+    def _origin(self, tensor: Tensor) -> _Origin | None:
+        """What a view of a storage stands for; None if its elements are in another order, or of no stand-in."""
+        base = self._origins.get(_storage(tensor))
+        if base is None:
+            return None
+        strides = torch.empty(base.shape, device="meta").stride()
+        rest, start, dims = int(tensor.storage_offset()), list(base.start), list[int]()
+        for dim, (length, stride) in enumerate(zip(base.shape, strides, strict=True)):
+            at, rest = divmod(rest, stride) if length else (0, rest)
+            start[base.dims[dim]] += at
+        behind = 0
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            while behind < len(strides) and not _runs_along(base.shape[behind], strides[behind], length, stride):
+                behind += 1
+            if behind == len(strides):
+                return None
+            dims.append(base.dims[behind])
+            behind += 1
+        return _Origin(base.entry, tuple(start), tuple(tensor.shape), tuple(dims))
+
+
+def _runs_along(own_length: int, own_stride: int, length: int, stride: int) -> bool:
+    return own_length >= length and (stride == own_stride or length == own_length == 1)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

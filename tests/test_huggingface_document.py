@@ -1,0 +1,205 @@
+"""What a checkpoint keeps of what a model knows about Hugging Face. Oracle: what save_pretrained writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.inspect import inspect
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.state.documents import checked, unpacked
+from lightning_shardckpt.state.huggingface import HuggingFace, packed
+from lightning_shardckpt.state.original_names import applied
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.verify import verify
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+class Words:
+    """Behaves like a tokenizer; counts how often it is saved."""
+
+    def __init__(self, *files: tuple[str, bytes]) -> None:
+        self.files, self.saves, self.chat_template = dict(files), 0, "plain"
+
+    def __repr__(self) -> str:
+        return f"Words({sorted(self.files)})"
+
+    def save_pretrained(self, folder: str) -> None:
+        self.saves += 1
+        for name, content in self.files.items():
+            os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+            Path(folder, name).write_bytes(content)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model: nn.Module, **more: Any) -> None:
+        super().__init__()
+        self.model = model
+        for name, value in more.items():
+            setattr(self, name, value)
+
+
+def llama(**more: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA, **more))
+
+
+def saved(module: nn.Module, path: Path) -> dict[str, Any]:
+    io = ShardCkptIO()
+    io.attach(Ranks.alone(), module, {})
+    io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 0, "epoch": 0}, path)
+    return document(path)
+
+
+def document(path: Path) -> dict[str, Any]:
+    with Checkpoint(LocalStorage(), str(path)) as checkpoint:
+        return checked("huggingface", checkpoint.document("huggingface.json"), "it")
+
+
+def test_a_checkpoint_has_the_files_that_save_pretrained_writes(tmp_path: Path) -> None:
+    tokenizer = Words(("tokenizer.json", b"{}"), ("spiece.model", bytes(range(256))), ("merges.txt", b"a b\n" * 50_000))
+    module = Wrapped(llama(tie_word_embeddings=True), tokenizer=tokenizer)
+    found = saved(module, tmp_path / "a.ckpt")
+    (model,) = found["models"]
+    module.model.save_pretrained(tmp_path / "judge")
+    expected = {name: json.loads((tmp_path / "judge" / name).read_text()) for name in model["files"]}
+    assert expected.keys() == {"config.json", "generation_config.json"}
+    del expected["config.json"]["dtype"]  # of the tensors, which an export may convert
+    assert {name: json.loads(text) for name, text in model["files"].items()} == expected
+    assert (model["prefix"], model["class"], model["ties"]) == ("model.", "LlamaForCausalLM", ["lm_head.weight"])
+    assert {name: unpacked(content, name) for name, content in found["files"].items()} == tokenizer.files
+    assert verify(tmp_path / "a.ckpt").findings == ()
+    assert "huggingface.json" in [file["name"] for file in inspect(tmp_path / "a.ckpt")["files"]]
+
+
+def test_a_module_without_transformers_writes_no_such_document(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        saved(Wrapped(nn.Linear(2, 2), tokenizer=Words(("tokenizer.json", b"{}"))), tmp_path / "a.ckpt")
+
+
+def test_a_tokenizer_is_serialised_once_and_a_changed_config_is_seen() -> None:
+    tokenizer = Words(("tokenizer.json", b"{}"))
+    module, known = Wrapped(llama(), tokenizer=tokenizer), HuggingFace()
+    first, _ = known.document(module)
+    module.model.config.rms_norm_eps = 0.5
+    second, _ = known.document(module)
+    assert first is not None and second is not None and tokenizer.saves == 1
+    assert json.loads(second["models"][0]["files"]["config.json"])["rms_norm_eps"] == 0.5
+    tokenizer.chat_template = "another"
+    known.document(module)
+    assert tokenizer.saves == 2
+
+
+def test_what_cannot_be_saved_is_a_note_and_the_checkpoint_is_there(tmp_path: Path) -> None:
+    class Broken(Words):
+        def save_pretrained(self, folder: str) -> None:
+            raise RuntimeError("no vocabulary")
+
+    module = Wrapped(llama(), tokenizer=Broken(), processor=Words(("a.py", b"import os"), ("p.json", b"{}")))
+    with pytest.warns(UserWarning) as caught:
+        found = saved(module, tmp_path / "a.ckpt")
+    said = [str(warning.message) for warning in caught]
+    assert ["tokenizer, a Broken, is not in the checkpoint: RuntimeError: no vocabulary" in text for text in said] == [
+        True,
+        False,
+    ]
+    assert "a.py, of processor" in said[1] and found["files"].keys() == {"p.json"}
+
+
+def test_a_config_that_raises_does_not_fail_a_save(tmp_path: Path) -> None:
+    module = Wrapped(llama())
+    module.model.config.to_json_string = lambda: 1 / 0
+    with pytest.warns(UserWarning, match="is not in the checkpoint: ZeroDivisionError"), pytest.raises(KeyError):
+        saved(module, tmp_path / "a.ckpt")
+    assert verify(tmp_path / "a.ckpt").findings == ()
+
+
+def test_several_models_are_recorded_with_their_prefixes_and_a_peft_model_by_its_base() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import peft
+
+        adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
+        module = Wrapped(llama(), teacher=torch.compile(llama()), adapted=adapted)
+    found, notes = HuggingFace().document(module)
+    assert found is not None and notes == ()
+    assert [(m["prefix"], m["adapter"]) for m in found["models"]] == [
+        ("model.", None),
+        ("teacher.", None),
+        ("adapted.base_model.model.", "lora_"),
+    ]
+
+
+def test_the_experts_of_a_layer_have_the_names_and_the_boxes_that_transformers_gives_them(tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    config = transformers.MixtralConfig(**LLAMA, num_local_experts=3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    found, notes = HuggingFace().document(model)
+    assert found is not None and notes == ()
+    patterns, expected, made = found["models"][0]["names"], {}, {}
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        boxes = [part for p, parts in patterns.items() for part in applied(p, parts, name) or ()]
+        for to, start, stop, shape in boxes or [[name, [0] * tensor.ndim, tensor.shape, tensor.shape]]:
+            made[to] = tensor[tuple(map(slice, start, stop))].reshape(shape)
+    assert len(patterns) == 3 and made.keys() == expected.keys()
+    assert [k for k, t in expected.items() if not torch.equal(t, made[k])] == []
+
+
+def good() -> dict[str, Any]:
+    model = {"prefix": "", "class": "A", "adapter": None, "ties": [], "ignored": [], "names": {}}
+    return {"models": [{**model, "files": {"config.json": "{}"}}], "files": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.pop("files"), "not an object with models, files"),
+        (lambda d: d.update(files={"../x.json": ""}), "may stand beside"),
+        (lambda d: d.update(files={"/etc/x.json": ""}), "may stand beside"),
+        (lambda d: d.update(files={"x.bin": ""}), "may stand beside"),
+        (lambda d: d.update(files={"model.safetensors.index.json": ""}), "may stand beside"),
+        (lambda d: d.update(files={"x.json": 3}), "not an object with zlib"),
+        (lambda d: d.update(files={"x.json": {"zlib": "", "bytes": 1 << 40}}), "expected at most"),
+        (lambda d: d.update(files={f"{i}.json": "" for i in range(65)}), "more than 64"),
+        (lambda d: d.update(models={}), "not a list"),
+        (lambda d: d["models"][0].update(prefix=1), "not text"),
+        (lambda d: d["models"][0].update(ties="abc"), "not a list"),
+        (lambda d: d["models"][0].update(adapter=[]), "not text"),
+        (lambda d: d["models"][0]["files"].clear(), "not text"),
+        (lambda d: d["models"][0]["files"].update({"config.json": "[1]"}), "not an object"),
+        (lambda d: d["models"][0].update(names={"a": [["b", [0], [1]]]}), "expected a name, start, stop and shape"),
+        (lambda d: d["models"][0].update(names={"a": [["b", [2], [1], [1]]]}), "no box"),
+        (lambda d: d["models"][0].update(names={"a": [["b", [-1], [1], [1]]]}), "not a size"),
+    ],
+)
+def test_a_hostile_document_is_refused(change: Any, words: str) -> None:
+    value = good()
+    checked("huggingface", json.dumps(value).encode(), "x")
+    change(value)
+    with pytest.raises(FormatError, match=words):
+        checked("huggingface", json.dumps(value).encode(), "x")
+
+
+def test_a_compressed_file_takes_no_more_memory_than_it_says() -> None:
+    content = packed(bytes(1 << 22))
+    for wrong in ({**content, "bytes": 100}, {**content, "zlib": "@@"}, {**content, "zlib": content["zlib"][:40]}):
+        with pytest.raises(FormatError, match="x"):
+            unpacked(wrong, "x")
+    assert unpacked(content, "x") == bytes(1 << 22)
