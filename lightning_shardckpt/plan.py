@@ -213,15 +213,19 @@ def check_plausible(component: Component, where: str) -> None:
     """
     room = sum(info.nbytes for info in component.indexes.values())
     most = room // _CHECKSUM_BYTES * MAX_BLOCK_BYTES
+    sizes: dict[int, int] = {}  # tensors that are alike share their spec
     for key, spec in component.tensors.items():
-        nbytes = prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+        seen = id(spec) in sizes
+        if not seen:
+            sizes[id(spec)] = prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+        nbytes = sizes[id(spec)]
         if nbytes > most:
             raise FormatError(
                 f"{where}: the checksums of {shown(key)}, {spec.dtype} {spec.shape}, do not fit into indexes of {room} "
                 "bytes"
             )
         most -= nbytes
-        count = filled_shards(spec.layout, spec.shape)
+        count = 0 if seen else filled_shards(spec.layout, spec.shape)
         if count > len(component.indexes):
             raise FormatError(
                 f"{where}: the {count} shards of {shown(key)}, {spec.dtype} {spec.shape}, cannot have been written by "
