@@ -7,17 +7,27 @@ The files are durable before the root index lists them, and ``verify`` compares 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import checksum
+from lightning_shardckpt.hub import one_model
 from lightning_shardckpt.mirror import INDEX_NAME, Mirror, Run, runs_by_file
 from lightning_shardckpt.plan import Piece
+from lightning_shardckpt.state.documents import unpacked
 from lightning_shardckpt.storage.protocol import Draft
 from lightning_shardckpt.write import Stage
 
 Also = Literal["huggingface"]
 """Formats in which a save can write the model a second time."""
+
+
+def companions(document: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """The files that stand beside the weights, of the one model that a Hugging Face document has; none without one."""
+    if document is None:
+        return {}
+    files = {**document["files"], **one_model(document)["files"]}
+    return {name: unpacked(content, name) for name, content in files.items() if "/" not in name}
 
 
 class Mirroring:

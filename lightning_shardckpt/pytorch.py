@@ -362,7 +362,8 @@ class ShardedStrategy(ParallelStrategy):
 
         def lead(parts: list[tuple[int, tuple[int, int]]]) -> None:
             model, optimizer = map(sum, zip(*dict(parts).values(), strict=True))
-            check_room(trainer.checkpoint_callbacks, model, optimizer)
+            twice = self.checkpoint_io.also is not None
+            check_room(trainer.checkpoint_callbacks, model * 2 if twice else model, optimizer)
 
         self._ranks.step("checking the room for checkpoints", part, lead)
 

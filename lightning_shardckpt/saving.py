@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.errors import FormatError, MismatchError
 from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import check_json_size, checksum
+from lightning_shardckpt.hub import exported, one_model
 from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_from_json, root_to_json
 from lightning_shardckpt.joining import check_held, check_ties, check_trainer, held_by, joined_tables, table_of
 from lightning_shardckpt.layout import REPLICATED
 from lightning_shardckpt.mirror import plan_mirror
-from lightning_shardckpt.mirroring import Also, Mirroring
+from lightning_shardckpt.mirroring import Also, Mirroring, companions
 from lightning_shardckpt.plan import table_digest
 from lightning_shardckpt.planning import Plan, Plans, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.ranks import Ranks
@@ -100,12 +101,13 @@ class Save:
         groups: dict[str, list[int]] = {}
         for rank, wish in enumerate(wishes):
             groups.setdefault(wish["digest"], []).append(rank)
+        mirror = {}
+        if self._also is not None:
+            document = self._snapshot.documents.get("huggingface")
+            mirror = {key: value for key, value in one_model(document).items() if key != "files"}
         save_id = uuid.uuid4().hex
         self._begin(save_id)
-        agreed = {"save_id": save_id, "groups": list(groups.values())}
-        if self._also is not None:
-            agreed["huggingface"] = checked_document(self._snapshot.documents.get("huggingface"))
-        return agreed
+        return {"save_id": save_id, "groups": list(groups.values()), "mirror": mirror}
 
     def table(self, agreed: dict[str, Any]) -> dict[str, Any] | None:
         """On the first rank of every group: its tables, as a root index without files, and its trainer's state."""
@@ -180,9 +182,9 @@ class Save:
         about = tables, rank, self._ranks.world, self._size_per_shard
         self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
         if self._also is not None:
-            wanted = exported(table_of(tables, "model"), agreed["huggingface"]), int(self._size_per_shard * MB)
+            wanted = exported(table_of(tables, "model"), agreed["mirror"]), int(self._size_per_shard * MB)
             mirror = self._plans.mirror.of(wanted, lambda: plan_mirror(*wanted))
-            self._mirroring = Mirroring(mirror, companions(agreed["huggingface"]) if rank == 0 else {})
+            self._mirroring = Mirroring(mirror, companions(self._snapshot.documents.get("huggingface")))
         tensors: dict[int, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
         for component, files in self._plan.files.items():

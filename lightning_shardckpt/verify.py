@@ -21,6 +21,7 @@ from lightning_shardckpt.header import parse_json, shown
 from lightning_shardckpt.index import ROOT_NAME, RankIndex, TensorSpec
 from lightning_shardckpt.layout import Part
 from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.mirrored import check_mirror
 from lightning_shardckpt.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.shardfile import Finding, ShardFile, check_shard_file
@@ -67,6 +68,7 @@ def verify(
                 job.findings.append(Finding(ROOT_NAME, f"{name}: {_short(error, ROOT_NAME)}"))
         job.check_shard_files(advance)
         job.check_documents()
+        job.findings += check_mirror(checkpoint, quick=quick)
         job.check_names()
         return Report(tuple(job.findings), len(job.known), sum(info.nbytes for _, _, info in job.files))
 
@@ -78,7 +80,7 @@ class _Verification:
         self._checkpoint, self._root, self._quick = checkpoint, checkpoint.root, quick
         self.findings: list[Finding] = []
         self.files: list[tuple[str, RankIndex, FileInfo]] = []
-        self.known = {ROOT_NAME, *self._root.documents}
+        self.known = {ROOT_NAME, *self._root.documents, *self._root.mirror}
         self._unknown_shards: set[str] = set()
 
     def _find(self, file: str, problem: str, tensor: str | None = None, rank: int | None = None) -> None:

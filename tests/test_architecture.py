@@ -24,7 +24,7 @@ ROWS = [
     {"plan"},
     {"storage"},
     {"write", "read", "mirror"},
-    {"fetch", "planning"},
+    {"fetch", "planning", "hub"},
     {"locate", "whole"},
     {"shardfile", "processes", "regions", "foreign"},
     {"staging", "ranks"},
@@ -32,7 +32,7 @@ ROWS = [
     {"torchfile", "sources", "background", "exchange"},
     {"formats"},
     {"joining", "opening"},
-    {"mirroring"},
+    {"mirroring", "mirrored"},
     {"saving", "loading", "sharing"},
     {"checkpoint"},
     {"consolidate", "inspect", "verify", "lazy"},
@@ -46,10 +46,10 @@ ROWS = [
     {"__main__", "__init__"},
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
-PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "mirror"}
+PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "mirror", "hub"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
 BYTES_ONLY |= {"regions", "shardfile", "foreign"}
-LIGHT_START = BYTES_ONLY | {"inspect", "verify", "lazy", "consolidate", "cli", "__main__", "__init__"}
+LIGHT_START = BYTES_ONLY | {"mirrored", "inspect", "verify", "lazy", "consolidate", "cli", "__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
 DOORS |= {"pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}

@@ -10,19 +10,15 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shardckpt.box import Shape
+from lightning_shardckpt.hub import NUMBER, Parts, applied
 from lightning_shardckpt.state.model import canonical_name
-
-Parts: TypeAlias = "list[list[Any]]"
-"""Of one entry of a state dict: name, start and stop of the box, shape, of each tensor that it becomes."""
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
 def original_names(model: nn.Module) -> dict[str, Parts]:
@@ -64,7 +60,7 @@ def _by_pattern(parts: dict[str, Parts], same: dict[str, Parts]) -> dict[str, Pa
     """The parts by patterns of names, where all names that match have the same; else by the names themselves."""
     patterns: dict[str, list[tuple[str, Parts]]] = {}
     for name, found in parts.items():
-        patterns.setdefault(_NUMBER.sub("#", name), []).append((name, found))
+        patterns.setdefault(NUMBER.sub("#", name), []).append((name, found))
     chosen: dict[str, Parts] = {}
     for pattern, names in patterns.items():
         if all(found == same[name] for name, found in names):
@@ -79,7 +75,7 @@ def _by_pattern(parts: dict[str, Parts], same: dict[str, Parts]) -> dict[str, Pa
 
 def _general(name: str, found: Parts) -> Parts:
     """The parts of a name with ``#`` for the numbers that the name has, in its order."""
-    numbers = _NUMBER.findall(name)
+    numbers = NUMBER.findall(name)
     general: Parts = []
     for to, *box in found:
         left = list(numbers)
@@ -87,28 +83,9 @@ def _general(name: str, found: Parts) -> Parts:
         def replaced(match: re.Match[str], left: list[str] = left) -> str:
             return "#" if left and left.pop(0) == match[0] else match[0]
 
-        text = _NUMBER.sub(replaced, to)
+        text = NUMBER.sub(replaced, to)
         general.append([text, *box])
     return general
-
-
-def applied(pattern: str, parts: Parts, name: str) -> Parts | None:
-    """The parts of ``name``, if the pattern, a name with ``#`` for numbers, is one of it.
-
-    >>> applied("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")
-    [['layers.7.0.w', [0], [2], [2]]]
-    """
-    if "#" not in pattern:
-        return parts if pattern == name else None
-    numbers = _NUMBER.findall(name)
-    if _NUMBER.sub("#", name) != pattern:
-        return None
-    return [[_filled(to, numbers), *box] for to, *box in parts]
-
-
-def _filled(text: str, numbers: list[str]) -> str:
-    pieces = text.split("#")
-    return "".join(a + b for a, b in zip(pieces, [*numbers, *[""] * len(pieces)], strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,198 @@
+"""Checkpoints that transformers loads as they are. Oracles: from_pretrained, save_pretrained, and the shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shardckpt import ShardCkptIO, load_keys
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.storage.local import LocalDraft
+from lightning_shardckpt.verify import verify
+from tests import tiny
+from tests.pool import run_ranks
+from tests.test_hugging_face import LLAMA, SIZES, TP
+
+TP_FSDP = {**TP, "data_parallel_shard_size": 2}
+PP = {"pipeline_parallel_size": 2}
+MOE = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def config(kind: str) -> Any:
+    import transformers
+
+    return {
+        "llama": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=False),
+        "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
+        "mixtral": lambda: transformers.MixtralConfig(**MOE, tie_word_embeddings=False),
+        "bert": lambda: transformers.BertConfig(**SIZES, intermediate_size=24, max_position_embeddings=32),
+    }[kind]()
+
+
+class Causal(pl.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_model(self) -> None:
+        import transformers
+
+        if not hasattr(self, "model"):
+            auto = transformers.AutoModelForMaskedLM if self.kind == "bert" else transformers.AutoModelForCausalLM
+            self.model = auto.from_config(config(self.kind))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        (tokens,) = batch
+        more = {} if self.kind == "bert" else {"use_cache": False}
+        return self.model(input_ids=tokens, labels=tokens, **more).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def trained(kind: str, strategy: dict[str, Any], path: str, options: dict[str, Any]) -> None:
+    pl.seed_everything(1)
+    io = ShardCkptIO(also="huggingface", **options)
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0, plugins=[io])
+    run.fit(Causal(kind), tiny.loader())
+    run.save_checkpoint(path)
+
+
+def hub_weights(folder: Path) -> dict[str, Tensor]:
+    """What transformers loads from a directory, which must have all that the model needs and nothing else."""
+    import transformers
+
+    kind = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, dtype="auto")
+    assert {name: found for name, found in info.items() if found} == {}
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy", "options"),
+    [
+        ("llama", 2, {}, {}),
+        ("llama-tied", 4, TP_FSDP, {"size_per_shard": 0.004}),
+        pytest.param("mixtral", 2, {}, {"use_async": True}, marks=pytest.mark.slow),
+        pytest.param("llama", 2, PP, {"use_async": True, "size_per_shard": 0.01}, marks=pytest.mark.slow),
+        pytest.param("bert", 2, {}, {"sync_files": False}, marks=pytest.mark.slow),
+    ],
+    ids=["llama fsdp2", "tied llama fsdp2 tp2", "mixtral fsdp2", "llama pp2", "bert fsdp2"],
+)
+def test_transformers_loads_the_checkpoint_as_it_is(
+    tmp_path: Path, kind: str, world: int, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    path = tmp_path / "a.ckpt"
+    run_ranks(world, trained, kind, strategy, str(path), options)
+    found = hub_weights(path)
+    expected = dict(load_keys(path, [f"model.{name}" for name in found]))
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[f"model.{name}"])] == []
+    assert (len(list(path.glob("model-0*-of-0*.safetensors"))) > 1) == ("size_per_shard" in options)
+    assert verify(path).findings == ()
+    judge = tmp_path / "judge"
+    restored = hub_model(path)
+    restored.save_pretrained(judge)
+    again = {name for file in judge.glob("*.safetensors") for name in names_in(file)}
+    assert {name for file in hub_files(path) for name in names_in(file)} == again
+
+
+def hub_model(folder: Path) -> Any:
+    import transformers
+
+    kind = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, kind).from_pretrained(folder)
+
+
+def hub_files(path: Path) -> list[Path]:
+    return [file for file in path.glob("model*.safetensors") if "-dist-" not in file.name]
+
+
+def names_in(file: Path) -> set[str]:
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    return json.loads(file.read_bytes()[8 : 8 + length]).keys() - {"__metadata__"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks in several files; tests must not change it."""
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    run_ranks(2, trained, "llama-tied", {}, str(path), {"size_per_shard": 0.004})
+    return path
+
+
+def damaged(saved: Path, copy: Path, name: str, at: int) -> list[str]:
+    shutil.copytree(saved, copy)
+    content = bytearray((copy / name).read_bytes())
+    content[at] ^= 4
+    (copy / name).write_bytes(content)
+    return [str(finding) for finding in verify(copy).findings]
+
+
+def test_verify_compares_the_files_with_the_shards(saved: Path, tmp_path: Path) -> None:
+    file = sorted(hub_files(saved))[0].name
+    (found,) = damaged(saved, tmp_path / "a", file, -1)
+    assert found.startswith(f"{file}: '") and found.endswith("are not those of the shards")
+    (found,) = damaged(saved, tmp_path / "b", file, 20)
+    assert found.startswith(f"{file}: ") and "header is damaged" in found
+    assert "config.json" in damaged(saved, tmp_path / "c", "config.json", 5)[0]
+    copy = Path(shutil.copytree(saved, tmp_path / "d"))
+    (copy / file).unlink()
+    assert [str(finding) for finding in verify(copy, quick=True).findings] == [f"{file}: the file is missing"]
+
+
+def test_the_checkpoint_resumes_and_is_listed_as_any_other(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved), "--json"]) == 0
+    listed = {file["name"]: file["bytes"] for file in json.loads(capsys.readouterr().out)["files"]}
+    assert listed == {file.name: file.stat().st_size for file in saved.iterdir()}
+    run_ranks(1, resumed, str(saved))
+
+
+def resumed(path: str) -> None:
+    run = tiny.trainer({}, max_steps=3, limit_val_batches=0)
+    run.fit(Causal("llama-tied"), tiny.loader(), ckpt_path=path)
+    assert run.global_step == 3
+
+
+def test_a_module_without_a_model_of_transformers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    io = ShardCkptIO(also="huggingface")
+    module = torch.nn.Linear(2, 2)
+    io.attach(Ranks.alone(), module, {})
+    with pytest.raises(StateError, match=r"one model of transformers .* found none"):
+        io.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="also is"):
+        ShardCkptIO(also="onnx")  # type: ignore[arg-type]
+
+
+def test_a_disk_that_is_full_for_the_second_copy_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    path = tmp_path / "a.ckpt"
+    module = torch.nn.Module()
+    module.model = transformers.AutoModelForCausalLM.from_config(config("llama"))
+    io = ShardCkptIO(also="huggingface")
+    io.attach(Ranks.alone(), module, {})
+    io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 1}, path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+
+    def full(draft: LocalDraft, name: str, pieces: Any) -> None:
+        raise OSError(28, "No space left on device", name)
+
+    monkeypatch.setattr(LocalDraft, "write_pieces", full)
+    with pytest.raises(OSError, match=r"No space left on device.*model\.safetensors"):
+        io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 2}, path)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
+
+
