@@ -132,8 +132,8 @@ def test_python_and_bash_blocks_run_in_order_and_print_what_is_shown(tmp_path: P
 
 
 def run_python(block: Block, folder: Path) -> None:
-    if block.code.startswith("# model.py"):
-        (folder / "model.py").write_text(block.code)
+    if named := re.match(r"# (\w+\.py)\n", block.code):
+        (folder / named[1]).write_text(block.code)
         return
     run_ranks(block.world, execute, "\n" * (block.line - 1) + block.code, str(folder))
 
