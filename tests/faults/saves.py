@@ -20,16 +20,21 @@ from lightning_shardckpt import whole as whole_tensors
 from lightning_shardckpt.checkpoint import load_full, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
+from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage import direct
 from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.verify import verify
 from tests.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
 SMALL_WINDOW_BYTES = 300  # of an archive of some KB
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
+_CAUSAL = {"prefix": "", "class": "Net", "adapter": None, "ties": [], "ignored": [], "names": {}}
+HUB = {"models": [{**_CAUSAL, "files": {"config.json": "{}"}}], "files": {}}
 
 
 @contextmanager
@@ -77,10 +82,18 @@ def of_rank(step: int, ranks: Ranks, *, large: bool = False) -> dict[str, Any]:
     return found
 
 
-def save_step(path: str, step: int, ranks: Ranks, *, large: bool = False, sync_files: bool = True) -> None:
+def save_step(
+    path: str, step: int, ranks: Ranks, *, large: bool = False, sync_files: bool = True, also: Also | None = None
+) -> None:
     """Collective: every rank of ``ranks`` must call it."""
     state, storage = of_rank(step, ranks, large=large), LocalStorage(sync_files=sync_files)
-    save(path, lambda: snapshot(state), ranks=ranks, about=About(step), size_per_shard=SIZE_PER_SHARD, storage=storage)
+
+    def describe() -> Snapshot:
+        found = snapshot(state)
+        return replace(found, documents={**found.documents, "huggingface": HUB} if also else found.documents)
+
+    common: dict[str, Any] = {"ranks": ranks, "about": About(step), "size_per_shard": SIZE_PER_SHARD}
+    save(path, describe, **common, storage=storage, also=also)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -147,6 +160,19 @@ def _save_large(root: str, ranks: Ranks, step: int) -> None:
 
 def _save_large_again(root: str) -> None:
     _save_large(root, Ranks.alone(), NEW)
+
+
+def _save_mirrored(root: str, ranks: Ranks, step: int) -> None:
+    save_step(_one(root), step, ranks, also="huggingface")
+
+
+def _save_mirrored_again(root: str) -> None:
+    _save_mirrored(root, Ranks.alone(), NEW)
+
+
+def _mirrored(root: str) -> Found:
+    """The files for Hugging Face are of the step that the shards are of."""
+    return _replaced(root) if not verify(_one(root)).findings else "mixed"
 
 
 def _save_unsynced(root: str, ranks: Ranks, step: int) -> None:
@@ -286,6 +312,14 @@ _UNSYNCED = Scenario(
     _save_unsynced_again,
     durable=False,
 )
+_MIRRORED = Scenario(
+    "save for Hugging Face, too, over an older one",
+    1,
+    partial(_save_mirrored, step=OLD),
+    partial(_save_mirrored, step=NEW),
+    _mirrored,
+    _save_mirrored_again,
+)
 _ROTATE = Scenario("rotation", 1, lambda r, k: save_step(_step(r, OLD), OLD, k), _rotate, _newest, _rotate_again)
 _LINK = Scenario(
     "rotation with a link", 1, _save_and_link, _rotate_and_link, _linked, _rotate_and_link_again, named=False
@@ -300,7 +334,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
     """Every kind of action, of checkpoints by worlds of these sizes."""
     for world in worlds:
         by = f", {world} rank{'s' * (world > 1)}"
-        for kind in (_FIRST, _REPLACE, _LARGE, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
+        for kind in (_FIRST, _REPLACE, _LARGE, _MIRRORED, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
         for kind in (_REPLACE, _OVER_LINK):
             yield replace(kind, name=f"{kind.name} by two renames{by}", world=world, exchange=False)
