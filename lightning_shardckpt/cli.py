@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.errors import ShardCkptError
+from lightning_shardckpt.options import Format, OptimizerKeys, Split, make_options
 from lightning_shardckpt.text import count_text, progress, size_text
 
 _PROG = "python -m lightning_shardckpt"
@@ -64,14 +65,32 @@ def _parser() -> ArgumentParser:
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
     tools.add_subcommand("verify", verify, help="whether a checkpoint is whole")
 
-    consolidate = ArgumentParser(description="Converts a checkpoint to a single file that `torch.load()` reads.")
-    consolidate.add_argument("checkpoint_folder", type=str, help="the checkpoint directory")
-    consolidate.add_argument(
-        "--output_file",
-        type=str,
-        help="must not exist yet; by default the name of the checkpoint with '.consolidated' appended",
+    tools.add_subcommand("consolidate", _consolidate_parser(), help="files for torch.load, safetensors, transformers")
+    return parser
+
+
+def _consolidate_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors."
     )
-    tools.add_subcommand("consolidate", consolidate, help="one file for torch.load")
+    add = parser.add_argument
+    add("checkpoint_folder", type=str, help="the checkpoint directory")
+    default = "by default the name of the checkpoint with '.consolidated' appended"
+    add("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")
+    add("--overwrite", action="store_true", help="replace what an earlier run wrote there, at once")
+    known = "for torch.load; whole tensors; a directory for transformers' from_pretrained"
+    add("--format", type=Format, default="torch", help=known)
+    add("--split", type=Split | None, help="of safetensors; chunks have an index; huggingface: chunks, else one_file")
+    add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
+    add("--optimizer", type=bool | None, help="whether to write optimizers; by default with torch alone")
+    add("--dtype", type=str, help="float64, float32, float16 or bfloat16: of all floating tensors of the model")
+    add("--include", action="append", type=str, metavar="PATTERN", help="take only such names; repeatable")
+    add("--exclude", action="append", type=str, metavar="PATTERN", help="leave such names out; repeatable")
+    mapping = "a file of JSON or YAML, old name: new name, or REGEX=REPLACEMENT; repeatable, the first that fits counts"
+    add("--key_mapping", action="append", type=str, metavar="FILE|RULE", help=mapping)
+    add("--strip_prefix", type=str, help="take this from names that begin so; for huggingface, which of several models")
+    add("--add_prefix", type=str, help="put this before every name")
+    add("--optimizer_keys", type=OptimizerKeys, default="fqn", help="parameters by name, or as torch numbers them")
     return parser
 
 
@@ -98,7 +117,13 @@ def _verify(arguments: Namespace) -> int:
 
 
 def _consolidate(arguments: Namespace) -> int:
-    from lightning_shardckpt.consolidate import consolidate
+    from lightning_shardckpt.consolidate import consolidate_as
 
-    consolidate(arguments.checkpoint_folder, arguments.output_file)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    folder, output = given.pop("checkpoint_folder"), given.pop("output_file", None)
+    try:
+        options = make_options(**given)
+    except ValueError as error:
+        _consolidate_parser().error(str(error))  # ends the process with status 2
+    consolidate_as(folder, output, options)
     return 0

@@ -1,8 +1,9 @@
-"""From a sharded checkpoint to one file for ``torch.load``: ``python -m lightning_shardckpt.consolidate DIR``.
+"""From a sharded checkpoint to files that other programs read: ``python -m lightning_shardckpt.consolidate DIR``.
 
-The same arguments, messages and exit codes as Lightning's ``lightning.pytorch.utilities.consolidate_checkpoint``. The
-file has Lightning's keys with whole tensors; it loads with ``torch.load``'s defaults, so it holds no type that carries
-code: see ``torchfile.Plain``. Memory does not grow with the checkpoint. No GPU, process group, user code or unpickling.
+By default one file for ``torch.load``, with the same arguments, messages and exit codes as Lightning's
+``lightning.pytorch.utilities.consolidate_checkpoint``. The file has Lightning's keys with whole tensors; it loads with
+``torch.load``'s defaults, so it holds no type that carries code: see ``torchfile.Plain``. Else files of safetensors, or
+a directory for transformers. Memory does not grow with the checkpoint. No GPU, process group, user code or unpickling.
 """
 
 from __future__ import annotations
@@ -10,57 +11,216 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.exporting import Stored, is_replaceable, nbytes, plan_export, write_directory, write_file
+from lightning_shardckpt.header import parse_json
+from lightning_shardckpt.index import ROOT_NAME, Component
 from lightning_shardckpt.locate import described, did_you_mean
+from lightning_shardckpt.options import Format, KeyMapping, OptimizerKeys, Options, Split, make_options
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.regions import fill
+from lightning_shardckpt.state.documents import HUGGING_FACE, checked
 from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.storage.outputs import new_file
+from lightning_shardckpt.storage.outputs import new_directory, new_file
 from lightning_shardckpt.text import progress
+from lightning_shardckpt.whole import Wholes
 
 if TYPE_CHECKING:
-    import torch
+    from lightning_shardckpt.sources import Source
 
 _log = logging.getLogger(__name__)
 _LISTED = 10
 
 
-def consolidate(checkpoint_folder: str | os.PathLike[str], output_file: str | os.PathLike[str] | None = None) -> Path:
-    """Write the checkpoint in a folder as one file that ``torch.load`` reads, and return its path.
+def consolidate(
+    checkpoint_folder: str | os.PathLike[str],
+    output_file: str | os.PathLike[str] | None = None,
+    *,
+    format: Format = "torch",
+    split: Split | None = None,
+    size_per_shard: float | None = None,
+    optimizer: bool | None = None,
+    dtype: str | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    key_mapping: KeyMapping | None = None,
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    optimizer_keys: OptimizerKeys = "fqn",
+    overwrite: bool = False,
+) -> Path:
+    """Write the checkpoint in a folder for other programs, and return the path of the file or directory.
 
-    The file appears when it is complete and durable; an error leaves nothing behind.
+    It appears when it is complete and durable; an error leaves nothing behind.
 
     Args:
-        checkpoint_folder: a checkpoint of this package.
-        output_file: must not exist yet; the folder's name with ``.consolidated`` appended by default.
+        checkpoint_folder: a checkpoint.
+        output_file: by default the folder's name with ``.consolidated`` appended, and ``.safetensors`` for such a file.
+        format: "torch", one file for ``torch.load``; "safetensors", whole tensors, of the model or the optimizers too;
+            "huggingface", a directory for ``from_pretrained``, if the module that was saved has such a model.
+        split: "one_file", "one_file_per_tensor" or "chunks", several files with an index. For transformers "chunks",
+            which are one file if all fits; else "one_file".
+        size_per_shard: limit of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor is a file of its own.
+        optimizer: whether optimizers are in the output; by default for torch alone. With safetensors, what is not
+            tensors goes to ``optimizer.json``.
+        dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
+        include: patterns (``*``, ``?``, ``[…]``); only tensors whose name matches one are taken.
+        exclude: patterns of names that are not taken.
+        key_mapping: new names: a mapping, a function, the path of a file of JSON or YAML with a mapping, or rules
+            ``REGEX=REPLACEMENT``, of which the first that is found in a name changes it.
+        strip_prefix: taken away from names that begin with it; for "huggingface", says which of several models.
+        add_prefix: put before all names.
+        optimizer_keys: "fqn" for parameters by name, "id" by number, as torch's own optimizers number them.
+        overwrite: replace what an earlier call wrote there; at every moment the path has the old or the new.
 
     Raises:
+        ValueError: for options that do not go together, names that collide, or patterns that match nothing.
         CheckpointNotFoundError: if the folder is no checkpoint; says what it is instead.
-        FileExistsError: if the output file exists.
+        FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
     """
+    options = make_options(
+        format=format,
+        split=split,
+        size_per_shard=size_per_shard,
+        optimizer=optimizer,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        key_mapping=key_mapping,
+        strip_prefix=strip_prefix,
+        add_prefix=add_prefix,
+        optimizer_keys=optimizer_keys,
+        overwrite=overwrite,
+    )
+    return consolidate_as(checkpoint_folder, output_file, options)
+
+
+def consolidate_as(
+    checkpoint_folder: str | os.PathLike[str], output_file: str | os.PathLike[str] | None, options: Options
+) -> Path:
+    """Do what ``consolidate`` does, with options that were made sense of."""
     folder = Path.cwd() / checkpoint_folder
     folder = folder if folder.name not in ("", "..") else folder.resolve()
+    suffix = ".consolidated" + (".safetensors" if options.is_file and options.format == "safetensors" else "")
+    output = Path(output_file) if output_file is not None else folder.with_name(folder.name + suffix)
+    with ExitStack() as stack:
+        if options.format == "torch" or options.optimizer:
+            stored = stack.enter_context(_opened_with_torch(folder, Path(checkpoint_folder)))
+            _check_output(output, folder, options)
+            _write_torch(stored, output, options) if options.format == "torch" else _export(stored, output, options)
+        else:
+            light = stack.enter_context(_opened(folder, Path(checkpoint_folder)))
+            _check_output(output, folder, options)
+            _export(light, output, options)
+    return output
+
+
+# ── what is read ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Model:
+    """What an export of the model needs of a checkpoint of ours; without torch."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.tensors = Wholes(checkpoint)
+
+    def components(self) -> dict[str, Component]:
+        """Tensors by component."""
+        return self._checkpoint.root.components
+
+    def document(self, role: str) -> Any:
+        """The document about Hugging Face; of the role "model" what names it has."""
+        known, where = self._checkpoint.root.documents, f"checkpoint {self._checkpoint.path!r}"
+        if role == "huggingface":
+            content = self._checkpoint.document(HUGGING_FACE) if HUGGING_FACE in known else None
+            return checked(role, content, f"{where}, {HUGGING_FACE}") if content is not None else None
+        names = sorted(name for name in known if name.startswith(f"{role}-state-dist-"))
+        parsed = [parse_json(self._checkpoint.document(name), f"{where}, {name}") for name in names]
+        return {key: None for one in parsed for key in one}
+
+
+@contextmanager
+def _opened(folder: Path, given: Path) -> Iterator[Stored]:
+    """The checkpoint in a folder, without torch if it is one of ours."""
+    try:
+        checkpoint = Checkpoint(LocalStorage(), str(folder))
+    except CheckpointNotFoundError:
+        with _opened_with_torch(folder, given) as source:
+            yield source
+        return
+    with checkpoint:
+        yield _Model(checkpoint)
+
+
+@contextmanager
+def _opened_with_torch(folder: Path, given: Path) -> Iterator[Source]:
+    """The checkpoint in a folder, of any format."""
+    ours = True
     try:
         LocalStorage().open(str(folder)).close()
     except CheckpointNotFoundError:
-        raise CheckpointNotFoundError(_what_is_wrong(Path(checkpoint_folder))) from None
-    output = Path(output_file) if output_file is not None else folder.with_name(folder.name + ".consolidated")
-    if os.path.lexists(output):
+        ours = False
+        if not folder.is_dir():
+            raise CheckpointNotFoundError(_what_is_wrong(given)) from None
+    from lightning_shardckpt.opening import opened  # torch takes two seconds, which a mistyped path should not
+    from lightning_shardckpt.ranks import Ranks
+
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(opened(str(folder), ranks=Ranks.alone(), storage=LocalStorage()))
+        except CheckpointNotFoundError:
+            if ours:
+                raise
+            raise CheckpointNotFoundError(_what_is_wrong(given)) from None
+        yield source
+
+
+# ── what is written ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_output(output: Path, folder: Path, options: Options) -> None:
+    if not os.path.lexists(output):
+        return
+    if not options.overwrite:
         raise FileExistsError(
             "The path for the converted checkpoint already exists. Choose a different path by providing"
             f" `--output_file` or move/delete the file first: {output}"
         )
-    with new_file(str(output)) as (file, notes):
-        _write(str(folder), file)
+    if options.is_file and (output.is_symlink() or output.is_file()):
+        return
+    same = output.exists() and output.samefile(folder)
+    if options.is_file or same or not output.is_dir() or output.is_symlink() or not is_replaceable(str(output)):
+        what = "a file" if options.is_file else "a directory of an earlier export"
+        raise FileExistsError(f"{output} is not {what}, so it is not replaced; choose a different path")
+
+
+def _write_torch(source: Source, output: Path, options: Options) -> None:
+    from lightning_shardckpt.torchoutput import write_torch
+
+    with new_file(str(output), overwrite=options.overwrite) as (file, notes):
+        changed = write_torch(source, options, file, lambda total: progress(total))
+    _tell(changed)
     for note in notes:
         _log.warning(note)
-    return output
+
+
+def _export(stored: Stored, output: Path, options: Options) -> None:
+    export = plan_export(stored, options)
+    if options.is_file:
+        with new_file(str(output), overwrite=options.overwrite) as (file, notes), progress(nbytes(export)) as advance:
+            write_file(stored, export, file.fileno(), advance)
+    else:
+        replaceable = is_replaceable if options.overwrite else lambda path: False
+        with new_directory(str(output), replaceable=replaceable) as (path, notes), progress(nbytes(export)) as advance:
+            write_directory(stored, export, path, advance)
+    for note in (*export.notes, *notes):
+        _log.warning(note)
 
 
 def _what_is_wrong(folder: Path) -> str:
@@ -80,35 +240,6 @@ def _what_is_wrong(folder: Path) -> str:
         "Only sharded checkpoints saved with lightning-shardckpt are supported for consolidation. The provided folder"
         f" is not in that format: {folder}; {said or f'it has no {ROOT_NAME}'}{remedy}{hint}"
     )
-
-
-def _write(folder: str, file: BinaryIO) -> None:
-    """The content of the file for a checkpoint."""
-    import torch  # it takes two seconds, which a mistyped path should not
-
-    from lightning_shardckpt import torchfile
-    from lightning_shardckpt.opening import assemble
-    from lightning_shardckpt.sources import ShardedSource
-    from lightning_shardckpt.staging import TORCH_DTYPES
-
-    source = ShardedSource(Checkpoint(LocalStorage(), folder))
-    components = source.components()
-    keys: dict[int, tuple[str, str]] = {}
-
-    def stand_in(component: str, key: str) -> torch.Tensor:
-        spec = components[component].tensors[key]
-        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
-        keys[id(tensor)] = component, key
-        return tensor
-
-    plain = torchfile.Plain()
-    with closing(source):
-        checkpoint = plain.of(assemble(source, stand_in))
-        archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
-        with progress(sum(region.nbytes for region in archive.regions)) as advance:
-            fill(file.fileno(), archive.regions, source.tensors, archive.head, advance)
-        archive.finish(file)
-    _tell(plain.changed)
 
 
 def _tell(changed: list[str]) -> None:

@@ -1,83 +1,145 @@
-"""Which tensors do the files of a Hugging Face model have, of those that a checkpoint stores? Pure, without torch.
+"""What does a Hugging Face model directory need besides tensors? Names, and the files of the checkpoint's document.
 
-The checkpoint's document ``huggingface.json`` has what the model knew when it was saved: see FORMAT.md.
+The document was written when the model was at hand, see ``state.huggingface``; so no transformers and no torch here.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 from lightning_shardckpt.box import Box
-from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.index import Component, TensorSpec
-from lightning_shardckpt.mirror import Exported
+from lightning_shardckpt.containers import Tensor
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.index import Component
+from lightning_shardckpt.state.documents import unpacked
+from lightning_shardckpt.state.patterns import applied
 
-Parts: TypeAlias = "list[list[Any]]"
-"""Of one entry of a state dict: name, start and stop of the box, shape, of each tensor that it becomes."""
+CONFIG_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""Floating dtypes by their names in safetensors, as a config has them."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_ADAPTED = ".base_layer."
 
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-"""The number of a layer in a name."""
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the document."""
+
+    recorded: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    """Files of the module around it."""
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its tensors."""
+        return str(self.recorded["prefix"])
+
+    def own(self, name: str) -> str | None:
+        """The name of a tensor within the model; None if it is none of it, or none of its weights."""
+        if not name.startswith(self.prefix):
+            return None
+        own = name.removeprefix(self.prefix)
+        return None if own in self.recorded["ignored"] else own
+
+    def check_adapter(self, names: Sequence[str]) -> None:
+        """Make sure that nothing of an adapter is among the names.
+
+        Raises:
+            ValueError: saying what to do with it.
+        """
+        mark = self.recorded["adapter"]
+        adapters = [name for name in names if mark and any(part.startswith(mark) for part in name.split("."))]
+        if adapters:
+            raise ValueError(
+                f"the model has an adapter of PEFT, such as {adapters[0]!r}, which is not merged into its weights: "
+                f"merge it before saving (merge_and_unload), or pass --exclude '*.{mark}*' for the base model alone"
+            )
+
+    def kept(self, names: Sequence[str]) -> list[str]:
+        """Under which of its names a tensor is written: as in ``save_pretrained``, without those that it ties again.
+
+        It ties no others; a tensor that the module around it tied is written once for each.
+        """
+        return [name for name in names if name not in self.recorded["ties"]] or [max(names)]
+
+    def tensors(self, component: Component) -> Iterator[Tensor]:
+        """All of the model but adapters, as ``from_pretrained`` takes them, in the order in which they are stored."""
+        names: dict[str, list[str]] = {key: [key] for key in component.tensors}
+        for alias, key in component.aliases.items():
+            names[key].append(alias)
+        mark = self.recorded["adapter"]
+        for key, spec in component.tensors.items():
+            own = [found for name in names[key] if (found := self.own(name)) is not None]
+            own = [name for name in own if not (mark and any(part.startswith(mark) for part in name.split(".")))]
+            for name in self.kept(own) if own else ():
+                yield from self.parts(Tensor(name, spec.dtype, spec.shape, ("model", key)))
+
+    def parts(self, tensor: Tensor) -> Iterator[Tensor]:
+        """What a tensor becomes in a file for ``from_pretrained``, which may name and cut it otherwise.
+
+        Raises:
+            FormatError: if the document's boxes do not tile the tensor.
+        """
+        own = tensor.name.replace(_ADAPTED, ".") if self.recorded["adapter"] else tensor.name
+        found = next((p for k, v in self.recorded["names"].items() if (p := applied(k, v, own)) is not None), None)
+        if found is None:
+            found = [[own, [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)]]
+        total = 0
+        for name, start, stop, shape in found:
+            part = Tensor(name, tensor.dtype, tuple(shape), tensor.source, Box(tuple(start), tuple(stop)))
+            fits = len(start) == len(tensor.shape) and all(b <= n for b, n in zip(stop, tensor.shape, strict=True))
+            if not fits or part.box is None or part.box.numel != prod(shape):
+                raise FormatError(f"huggingface.json: {name!r} is no part of {tensor.name!r}, {tensor.shape}")
+            if part.box == Box.whole(tensor.shape):
+                part = replace(part, box=None)
+            total += part.nbytes
+            yield part
+        if total != tensor.nbytes:
+            problem = f"what {tensor.name!r} is to become has {total} of {tensor.nbytes} bytes"
+            raise FormatError(f"huggingface.json: {problem}")
+
+    def files(self, dtype: str | None, converted: bool) -> dict[str, bytes]:
+        """The files beside the weights; the config tells ``dtype``, by its name in safetensors, if that is known."""
+        content = {**self.shared, **self.recorded["files"]}
+        found = {name: unpacked(one, f"huggingface.json, {name}") for name, one in content.items()}
+        config = json.loads(found["config.json"])
+        if dtype in CONFIG_DTYPES:
+            _set_dtype(config, CONFIG_DTYPES[dtype], everywhere=converted)
+        found["config.json"] = (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        return found
 
 
-def one_model(document: Mapping[str, Any] | None, prefix: str | None = None) -> dict[str, Any]:
-    """The only model of a document, or the one with that prefix.
+def _set_dtype(config: dict[str, Any], dtype: str, *, everywhere: bool) -> None:
+    """Have the config tell a dtype, in configs within it, too, if they do and all is converted."""
+    keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
+    config.update(dict.fromkeys(keys, dtype))
+    for inner in config.values() if everywhere else ():
+        if isinstance(inner, dict) and any(key in inner for key in _DTYPE_KEYS):
+            _set_dtype(inner, dtype, everywhere=True)
+
+
+def pick(document: Mapping[str, Any] | None, prefix: str) -> Model | None:
+    """The model of a checkpoint's document; the one of a prefix, if one is given. None if there is none.
 
     Raises:
-        StateError: if there is none, or several, naming them.
+        ValueError: listing the models, if it cannot be told which one is meant.
     """
-    models: list[dict[str, Any]] = document["models"] if document is not None else []
-    found = [model for model in models if prefix is None or model["prefix"] == prefix]
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join(f"{model['class']} under {model['prefix']!r}" for model in models) or "none"
-    raise StateError(f"one model of transformers in the LightningModule is what Hugging Face can load; found {listed}")
-
-
-def exported(component: Component, model: Mapping[str, Any]) -> list[Exported]:
-    """The tensors of the files, in the order in which they are stored.
-
-    Of a tied tensor, one name is left: not one that the model says can be left out.
-    """
-    prefix, left_out = model["prefix"], {*model["ignored"]}
-    aliases: dict[str, list[str]] = {}
-    for alias, of in component.aliases.items():
-        aliases.setdefault(of, []).append(alias)
-    found: list[Exported] = []
-    for key, spec in component.tensors.items():
-        names = [name.removeprefix(prefix) for name in (key, *aliases.get(key, ())) if name.startswith(prefix)]
-        names = [name for name in names if name not in left_out]
-        names.sort(key=lambda name: name in model["ties"])
-        if names:
-            found += _parts(names[0], key, spec, model["names"])
-    return found
-
-
-def _parts(name: str, key: str, spec: TensorSpec, patterns: Mapping[str, Parts]) -> Iterator[Exported]:
-    for pattern in (name, NUMBER.sub("#", name)):
-        parts = applied(pattern, patterns[pattern], name) if pattern in patterns else None
-        if parts is not None:
-            for to, start, stop, shape in parts:
-                yield Exported(to, tuple(shape), spec.dtype, key, Box(tuple(start), tuple(stop)))
-            return
-    yield Exported(name, spec.shape, spec.dtype, key, Box.whole(spec.shape))
-
-
-def applied(pattern: str, parts: Parts, name: str) -> Parts | None:
-    """The parts of ``name``, if the pattern, a name with ``#`` for numbers, is one of it.
-
-    >>> applied("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")
-    [['layers.7.0.w', [0], [2], [2]]]
-    """
-    if "#" not in pattern:
-        return parts if pattern == name else None
-    numbers = NUMBER.findall(name)
-    if NUMBER.sub("#", name) != pattern:
+    models = document["models"] if document is not None else []
+    chosen = [model for model in models if not prefix or model["prefix"] == prefix]
+    if document is None or not models:
         return None
-    return [[_filled(to, numbers), *box] for to, *box in parts]
-
-
-def _filled(text: str, numbers: list[str]) -> str:
-    pieces = text.split("#")
-    return "".join(a + b for a, b in zip(pieces, [*numbers, *[""] * len(pieces)], strict=False))
+    if len(chosen) != 1:
+        listed = ", ".join(f"{model['class']} under {model['prefix']!r}" for model in models)
+        problem = f"none of them is under {prefix!r}" if prefix else "say which one, by --strip_prefix"
+        raise ValueError(f"the checkpoint has the models {listed}; {problem}")
+    return Model(chosen[0], document["files"])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.containers import Tensor
 from lightning_shardckpt.errors import CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.fetch import Request, fetch, single_run
 from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import DTYPE_BYTES, MAX_HEADER_BYTES, checksum, decode_with_metadata
-from lightning_shardckpt.hub import exported, one_model
+from lightning_shardckpt.hub import pick
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.layout import Part
-from lightning_shardckpt.mirror import Exported
 from lightning_shardckpt.plan import plan_load
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.shardfile import Finding
@@ -30,8 +31,9 @@ def check_mirror(checkpoint: Checkpoint, *, quick: bool) -> Iterator[Finding]:
         return
     try:
         document = checked("huggingface", checkpoint.document(HUGGING_FACE), HUGGING_FACE)
-        expected = {one.name: one for one in exported(checkpoint.root.components["model"], one_model(document))}
-    except (ShardCkptError, OSError, LookupError) as error:
+        model = pick(document, "")
+        expected = {one.name: one for one in model.tensors(checkpoint.root.components["model"])} if model else {}
+    except (ShardCkptError, OSError, LookupError, ValueError) as error:
         yield Finding(HUGGING_FACE, f"what {sorted(files)} should be cannot be told: {error}")
         return
     unread = False
@@ -57,7 +59,7 @@ def _check_whole(checkpoint: Checkpoint, info: FileInfo) -> None:
 
 
 def _check_tensors(
-    checkpoint: Checkpoint, info: FileInfo, expected: dict[str, Exported], quick: bool
+    checkpoint: Checkpoint, info: FileInfo, expected: dict[str, Tensor], quick: bool
 ) -> Iterator[Finding]:
     """Takes the tensors that the file has out of ``expected``."""
     reader = checkpoint.reader
@@ -81,13 +83,14 @@ def _check_tensors(
             yield from _compare(checkpoint, info.name, one, there.begin)
 
 
-def _compare(checkpoint: Checkpoint, file: str, one: Exported, begin: int) -> Iterator[Finding]:
+def _compare(checkpoint: Checkpoint, file: str, one: Tensor, begin: int) -> Iterator[Finding]:
     """A tensor with the box that it is, a window at a time; a corrupted shard is a finding of its own elsewhere."""
     size, at = DTYPE_BYTES[one.dtype], begin
+    box = one.box or Box.whole(one.shape)
     memory = [memoryview(bytearray(min(one.nbytes, max(_WINDOW_BYTES, size)))) for _ in range(2)]
-    for window in windows(one.box.shape, _WINDOW_BYTES // size) if one.nbytes else ():
+    for window in windows(box.shape, _WINDOW_BYTES // size) if one.nbytes else ():
         here, there = (data[: window.numel * size] for data in memory)
-        part = Part(window.shift(one.box.start), (0,) * len(window.start))
+        part = Part(window.shift(box.start), (0,) * len(window.start))
         try:
             fetch(checkpoint, _requests(checkpoint, one, part, here), verify=True, keep=True)
         except CorruptionError as error:
@@ -100,11 +103,12 @@ def _compare(checkpoint: Checkpoint, file: str, one: Exported, begin: int) -> It
         at += len(there)
 
 
-def _requests(checkpoint: Checkpoint, one: Exported, part: Part, target: memoryview) -> Iterator[Request]:
-    spec = checkpoint.root.components["model"].tensors[one.key]
+def _requests(checkpoint: Checkpoint, one: Tensor, part: Part, target: memoryview) -> Iterator[Request]:
+    key = one.source[1]
+    spec = checkpoint.root.components["model"].tensors[key]
     replicas: Mapping[str, int | None] = checkpoint.replicas("model")
     shape = part.box.shape
-    for overlap in plan_load(spec, replicas[one.key], (part,)):
-        entry = checkpoint.entry("model", one.key, overlap)
+    for overlap in plan_load(spec, replicas[key], (part,)):
+        entry = checkpoint.entry("model", key, overlap)
         checkpoint.check_file("model", overlap.writer, entry.file)
-        yield Request(one.key, overlap, entry, shape, single_run(overlap, shape, DTYPE_BYTES[one.dtype]), target)
+        yield Request(key, overlap, entry, shape, single_run(overlap, shape, DTYPE_BYTES[one.dtype]), target)

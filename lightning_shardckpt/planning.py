@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Generic, TypeVar
 
+from lightning_shardckpt.containers import Container, Tensor
 from lightning_shardckpt.index import (
     COMPONENTS,
     ROOT_NAME,
@@ -17,7 +18,6 @@ from lightning_shardckpt.index import (
     root_to_json,
     tables_to_text,
 )
-from lightning_shardckpt.mirror import Exported, Mirror
 from lightning_shardckpt.plan import check_cover, plan_save
 from lightning_shardckpt.write import FilePlan, plan_files
 
@@ -61,7 +61,7 @@ class Plans:
 
     digest: Last[Tables, str] = field(default_factory=Last)
     plan: Last[tuple[Tables, int, int, float], Plan] = field(default_factory=Last)
-    mirror: Last[tuple[list[Exported], int], Mirror] = field(default_factory=Last)
+    mirror: Last[tuple[list[Tensor], int], list[Container]] = field(default_factory=Last)
 
 
 def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> Plan:

@@ -1,8 +1,9 @@
-"""How do several threads fill one large file? By regions: each one's place is known before a byte is read.
+"""How do several threads fill large files? By regions: each one's place is known before a byte is read.
 
-A container such as a zip archive says which tensor goes where, and what stands right before each region once its
-CRC-32 is known. What a region holds is read from a checkpoint in pieces, verified, summed and written, each piece by
-one thread; the order does not matter. Regions are begun in the order in which they lie in the file. No torch.
+A container says which tensor goes where; a zip archive also what stands right before each region once its CRC-32 is
+known. What a region holds is read from a checkpoint in pieces, verified, summed and written, each piece by one thread;
+the order does not matter. Regions are begun in the order in which they lie in a file, and in several files at a time.
+On its way a piece may be converted to another dtype, or go to several places. No torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from lightning_shardckpt.box import Shape
@@ -32,14 +36,40 @@ Head = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
+class Conversion:
+    """From elements of ``stored`` bytes to elements of ``written`` bytes; any thread calls ``convert``."""
+
+    convert: Callable[[memoryview], memoryview]
+    stored: int
+    written: int
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where ``nbytes`` of a tensor, from ``at`` on, are to be: from ``begin`` on in a file, by its number."""
+
+    at: int
+    nbytes: int
+    begin: int
+    file: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
-    """``nbytes`` of a file from ``begin`` on, right behind a head of ``head_nbytes``."""
+    """``nbytes`` of a file from ``begin`` on, right behind a head of ``head_nbytes``.
+
+    ``destinations``: those of a tensor that is to be in several, ascending in it; what is in none is read, but not
+    written. ``nbytes`` are those of the tensor then, and ``begin`` means nothing.
+    """
 
     begin: int
     nbytes: int
     head_nbytes: int
     content: memoryview | tuple[str, str]
     """The bytes, or component and key of the tensor that is stored."""
+    file: int = 0
+    conversion: Conversion | None = None
+    destinations: tuple[Destination, ...] = ()
 
     @property
     def first(self) -> int:
@@ -52,20 +82,27 @@ class Region:
         return self.begin + self.nbytes
 
 
-def fill(file: int, regions: Sequence[Region], tensors: Tensors, head: Head, advance: Callable[[int], Any]) -> None:
-    """Write the regions, which ascend, and their heads.
+def fill(
+    file: int | Sequence[int],
+    regions: Sequence[Region],
+    tensors: Tensors,
+    head: Head | None,
+    advance: Callable[[int], Any],
+) -> None:
+    """Write the regions, which ascend in each file, and their heads.
 
     Args:
-        file: a descriptor; nothing is synced.
+        file: a descriptor, or several, to which the regions refer by number; nothing is synced.
         regions: what to write.
         tensors: where their bytes are; nobody else may use it meanwhile.
-        head: what stands before each region.
+        head: what stands before each region; None if nothing does, so that nothing needs to be summed.
         advance: told of the bytes of regions as they are written, by one thread at a time.
 
     Raises:
         CorruptionError: naming file, tensor and rank; the first error of any thread, when all have ended.
     """
-    work = _Work(file, regions, tensors, head, advance)
+    files = (file,) if isinstance(file, int) else tuple(file)
+    work = _Work(files, regions, tensors, head, advance)
     helpers = [threading.Thread(target=work.do, name="shardckpt-filler") for _ in range(_thread_count(regions) - 1)]
     try:
         with _not_interrupted():
@@ -95,7 +132,7 @@ def _not_interrupted() -> Iterator[None]:
 
 def _thread_count(regions: Sequence[Region]) -> int:
     """No more than there are windows; two even on one core, since one may wait for the disk."""
-    nbytes = regions[-1].end - regions[0].first if regions else 0
+    nbytes = sum(region.head_nbytes + region.nbytes for region in regions)
     return min(max(len(os.sched_getaffinity(0)), 2), _MOST_THREADS, nbytes // _WINDOW_BYTES + 1)
 
 
@@ -117,11 +154,16 @@ class _Work:
     """What is to be done, and what is done."""
 
     def __init__(
-        self, file: int, regions: Sequence[Region], tensors: Tensors, head: Head, advance: Callable[[int], Any]
+        self,
+        files: Sequence[int],
+        regions: Sequence[Region],
+        tensors: Tensors,
+        head: Head | None,
+        advance: Callable[[int], Any],
     ) -> None:
-        self._file, self._tensors, self._head, self._advance = file, tensors, head, advance
+        self._files, self._tensors, self._head, self._advance = files, tensors, head, advance
         self._lock = threading.Condition(threading.Lock())
-        self._writing = threading.Lock()
+        self._writing = [threading.Lock() for _ in files]
         self._busy, self._is_over = 0, False
         self._tasks = self._planned(regions)
         self._shared: list[tuple[Windows, _Task]] = []
@@ -185,17 +227,40 @@ class _Work:
     # ── what there is to do ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _planned(self, regions: Sequence[Region]) -> Iterator[_Task]:
-        """Planned as it comes up, one call at a time: small regions side by side, large ones in pieces."""
-        small: list[_Item] = []
+        """Planned as it comes up, one call at a time; of several files in turn, so that several can be written to."""
+        by_file: dict[int, list[tuple[int, Region]]] = {}
         for number, region in enumerate(regions):
+            by_file.setdefault(region.file, []).append((number, region))
+        waiting = iter([self._of_file(found) for found in by_file.values()])
+        begun = deque(islice(waiting, _MOST_THREADS))
+        while begun:
+            one = begun.popleft()
+            task = next(one, None)
+            if task is not None:
+                begun.append(one)
+                yield task
+            elif (another := next(waiting, None)) is not None:
+                begun.append(another)
+
+    def _of_file(self, regions: Iterable[tuple[int, Region]]) -> Iterator[_Task]:
+        """Small regions side by side, large ones in pieces."""
+        small: list[_Item] = []
+        for number, region in regions:
             item = self._located(number, region)
-            if small and region.end - small[0].region.first > _WINDOW_BYTES - _ALIGNMENT:
+            is_small = region.end - region.first <= _WINDOW_BYTES - _ALIGNMENT or not region.nbytes
+            is_small = is_small and region.conversion is None and not region.destinations
+            if small and (
+                not is_small
+                or region.first != small[-1].region.end
+                or region.end - small[0].region.first > _WINDOW_BYTES - _ALIGNMENT
+            ):
                 yield partial(self._write_small, small)
                 small = []
-            if region.end - region.first <= _WINDOW_BYTES - _ALIGNMENT or not region.nbytes:
+            if is_small:
                 small.append(item)
             else:
-                self._crcs[number] = PiecewiseCRC(region.nbytes)
+                if self._head is not None:
+                    self._crcs[number] = PiecewiseCRC(region.nbytes)
                 yield from self._large(item)
         if small:
             yield partial(self._write_small, small)
@@ -210,7 +275,7 @@ class _Work:
         if isinstance(content, memoryview):
             for at in range(0, len(content), _WINDOW_BYTES):
                 yield partial(self._write_memory, item, at, content[at : at + _WINDOW_BYTES])
-        elif all(stored.place.in_one_piece for stored in item.boxes):
+        elif all(_is_cut_anywhere(stored, item.region) for stored in item.boxes):
             for stored in item.boxes:
                 for span in spans(stored):
                     yield partial(self._write_span, item, span)
@@ -234,8 +299,9 @@ class _Work:
             region = item.region
             if isinstance(region.content, memoryview):
                 target[:] = region.content
-            source.target[region.first - base : region.begin - base] = self._head(item.number, zlib.crc32(target))
-        self._write(source.target[first - base : end - base], first)
+            if self._head is not None:
+                source.target[region.first - base : region.begin - base] = self._head(item.number, zlib.crc32(target))
+        self._write(items[0].region.file, source.target[first - base : end - base], first)
         with self._lock:
             self._advance(sum(item.region.nbytes for item in items))
         return False
@@ -255,16 +321,40 @@ class _Work:
         return found is not None
 
     def _write_piece(self, item: _Item, at: int, data: memoryview) -> None:
-        crc, region = zlib.crc32(data), item.region
-        self._write(data, region.begin + at)
+        region, change, head = item.region, item.region.conversion, self._head
+        if change is not None:
+            at, data = at // change.stored * change.written, change.convert(data)
+        crc = zlib.crc32(data) if head is not None else 0
+        if region.destinations:
+            self._write_apart(region.destinations, at, data)
+        else:
+            self._write(region.file, data, region.begin + at)
+        total = None
         with self._lock:
-            total = self._crcs[item.number].add(at, len(data), crc)
-            if total is not None:
-                del self._crcs[item.number]
+            if head is not None:
+                total = self._crcs[item.number].add(at, len(data), crc)
+                if total is not None:
+                    del self._crcs[item.number]
             self._advance(len(data))
-        if total is not None:
-            self._write(memoryview(self._head(item.number, total)), region.first)
+        if total is not None and head is not None:
+            self._write(region.file, memoryview(head(item.number, total)), region.first)
 
-    def _write(self, data: memoryview, offset: int) -> None:
-        with self._writing:  # the kernel lets one thread at a time write to a file; the others would spin, not sleep
-            write_at(self._file, data, offset)
+    def _write_apart(self, destinations: Sequence[Destination], at: int, data: memoryview) -> None:
+        """Write what is in ``data``, a tensor's bytes from ``at`` on, to where it belongs."""
+        end = at + len(data)
+        for to in destinations[max(bisect_right(destinations, at, key=lambda to: to.at) - 1, 0) :]:
+            if to.at >= end:
+                break
+            first, last = max(to.at, at), min(to.at + to.nbytes, end)
+            if first < last:
+                self._write(to.file, data[first - at : last - at], to.begin + first - to.at)
+
+    def _write(self, file: int, data: memoryview, offset: int) -> None:
+        with self._writing[file]:  # the kernel lets one thread at a time write to a file; the others would spin
+            write_at(self._files[file], data, offset)
+
+
+def _is_cut_anywhere(stored: Stored, region: Region) -> bool:
+    """Whether spans of a box can be written as they come: it lies in one piece, and no element is cut in two."""
+    change = region.conversion
+    return stored.place.in_one_piece and (change is None or stored.entry.block % change.stored == 0)

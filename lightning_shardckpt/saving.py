@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.errors import FormatError, MismatchError
 from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import check_json_size, checksum
-from lightning_shardckpt.hub import exported, one_model
+from lightning_shardckpt.hub import CONFIG_DTYPES, Model
 from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_from_json, root_to_json
 from lightning_shardckpt.joining import check_held, check_ties, check_trainer, held_by, joined_tables, table_of
 from lightning_shardckpt.layout import REPLICATED
 from lightning_shardckpt.mirror import plan_mirror
-from lightning_shardckpt.mirroring import Also, Mirroring, companions
+from lightning_shardckpt.mirroring import Also, Mirroring, only_model
 from lightning_shardckpt.plan import table_digest
 from lightning_shardckpt.planning import Plan, Plans, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.ranks import Ranks
@@ -104,7 +104,7 @@ class Save:
         mirror = {}
         if self._also is not None:
             document = self._snapshot.documents.get("huggingface")
-            mirror = {key: value for key, value in one_model(document).items() if key != "files"}
+            mirror = {k: v for k, v in only_model(document).recorded.items() if k != "files"}
         save_id = uuid.uuid4().hex
         self._begin(save_id)
         return {"save_id": save_id, "groups": list(groups.values()), "mirror": mirror}
@@ -146,6 +146,15 @@ class Save:
         joined["trainer"] = Component({k: s for k, s in table_of(joined, "trainer").tensors.items() if k in referred})
         return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode()
 
+    def _mirror(self, table: Component, model: dict[str, Any]) -> Mirroring:
+        wanted = list(Model(model, {}).tensors(table)), int(self._size_per_shard * MB)
+        files = self._plans.mirror.of(wanted, lambda: plan_mirror(*wanted))
+        texts: dict[str, bytes] = {}
+        if self._ranks.rank == 0:
+            floating = (tensor.dtype for tensor in wanted[0] if tensor.dtype in CONFIG_DTYPES)
+            texts = only_model(self._snapshot.documents.get("huggingface")).files(next(floating, None), False)
+        return Mirroring(files, texts)
+
     def _own_specs(self) -> dict[str, TensorSpec]:
         holders = ((self._ranks.rank, self._ranks.rank + 1),)
         return {
@@ -182,9 +191,7 @@ class Save:
         about = tables, rank, self._ranks.world, self._size_per_shard
         self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
         if self._also is not None:
-            wanted = exported(table_of(tables, "model"), agreed["mirror"]), int(self._size_per_shard * MB)
-            mirror = self._plans.mirror.of(wanted, lambda: plan_mirror(*wanted))
-            self._mirroring = Mirroring(mirror, companions(self._snapshot.documents.get("huggingface")))
+            self._mirroring = self._mirror(table_of(tables, "model"), agreed["mirror"])
         tensors: dict[int, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
         for component, files in self._plan.files.items():

@@ -166,7 +166,7 @@ def test_a_module_without_a_model_of_transformers_is_refused_before_anything_is_
     io = ShardCkptIO(also="huggingface")
     module = torch.nn.Linear(2, 2)
     io.attach(Ranks.alone(), module, {})
-    with pytest.raises(StateError, match=r"one model of transformers .* found none"):
+    with pytest.raises(StateError, match=r"a model of transformers, found none"):
         io.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="also is"):

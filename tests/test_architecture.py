@@ -17,23 +17,24 @@ PACKAGE = Path(__file__).parents[1] / "lightning_shardckpt"
 # A module imports only from rows above its own. A folder (storage, state, parallel) counts as one module.
 ROWS = [
     {"errors"},
-    {"box", "text", "crc", "pages"},
-    {"layout", "header"},
+    {"box", "text", "crc", "pages", "naming"},
+    {"layout", "header", "options"},
     {"files"},
-    {"index"},
+    {"index", "containers"},
     {"plan"},
     {"storage"},
     {"write", "read", "mirror"},
-    {"fetch", "planning", "hub"},
+    {"fetch", "planning"},
     {"locate", "whole"},
     {"shardfile", "processes", "regions", "foreign"},
     {"staging", "ranks"},
     {"state"},
-    {"torchfile", "sources", "background", "exchange"},
+    {"torchfile", "sources", "background", "exchange", "converting", "hub"},
+    {"exporting"},
     {"formats"},
     {"joining", "opening"},
     {"mirroring", "mirrored"},
-    {"saving", "loading", "sharing"},
+    {"saving", "loading", "sharing", "torchoutput"},
     {"checkpoint"},
     {"consolidate", "inspect", "verify", "lazy"},
     {"parallel"},
@@ -46,10 +47,11 @@ ROWS = [
     {"__main__", "__init__"},
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
-PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "mirror", "hub"}
+PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "naming", "containers", "mirror"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
-BYTES_ONLY |= {"regions", "shardfile", "foreign"}
-LIGHT_START = BYTES_ONLY | {"mirrored", "inspect", "verify", "lazy", "consolidate", "cli", "__main__", "__init__"}
+BYTES_ONLY |= {"regions", "shardfile", "foreign", "options", "hub"}
+LIGHT_START = BYTES_ONLY | {"mirrored", "inspect", "verify", "lazy", "consolidate", "exporting", "cli"}
+LIGHT_START |= {"__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
 DOORS |= {"pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}

@@ -14,12 +14,12 @@ from torch import nn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.hub import applied
 from lightning_shardckpt.inspect import inspect
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.state.documents import checked, unpacked
 from lightning_shardckpt.state.huggingface import HuggingFace, packed
+from lightning_shardckpt.state.patterns import applied
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.verify import verify
 

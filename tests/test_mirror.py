@@ -9,10 +9,11 @@ import pytest
 import safetensors
 
 from lightning_shardckpt.box import Box
-from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.containers import Container, Tensor
+from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.index import TensorSpec
 from lightning_shardckpt.layout import REPLICATED
-from lightning_shardckpt.mirror import Exported, Mirror, plan_mirror
+from lightning_shardckpt.mirror import plan_mirror
 from lightning_shardckpt.mirroring import Mirroring
 from lightning_shardckpt.plan import plan_save
 from lightning_shardckpt.storage.local import LocalStorage
@@ -23,12 +24,12 @@ from tests.test_plan import TOPOLOGIES, table
 LIMIT = 1 << 20
 
 
-def written(mirror: Mirror, tensors: dict[str, TensorSpec], world: int) -> dict[str, bytes]:
+def written(mirror: list[Container], tensors: dict[str, TensorSpec], world: int) -> dict[str, bytes]:
     """The files that the ranks of a world make, with what each one has in its memory."""
     storage = MemoryStorage()
     draft = storage.draft("/x", worlds.SAVE_ID)
     for rank in reversed(range(world)):
-        mirroring = Mirroring(mirror, {"config.json": b"{}"} if rank == 0 else {})
+        mirroring = Mirroring(mirror, {"config.json": b"{}", "a/b.json": b"{}"} if rank == 0 else {})
         mirroring.write(
             draft,
             plan_save(tensors, rank),
@@ -42,8 +43,8 @@ def written(mirror: Mirror, tensors: dict[str, TensorSpec], world: int) -> dict[
     return found
 
 
-def whole(key: str, spec: TensorSpec) -> Exported:
-    return Exported(key.removeprefix("model."), spec.shape, spec.dtype, key, Box.whole(spec.shape))
+def whole(key: str, spec: TensorSpec) -> Tensor:
+    return Tensor(key.removeprefix("model."), spec.dtype, spec.shape, ("model", key))
 
 
 def tensors_of(topology: str) -> dict[str, TensorSpec]:
@@ -57,7 +58,7 @@ def test_ranks_of_any_topology_fill_whole_tensors(topology: str, limit: int, tmp
     exported = [whole(key, spec) for key, spec in tensors.items() if key != "model.qkv"]
     qkv = tensors["model.qkv"]
     boxes = {"q": Box((0, 0), (3, 7)), "k": Box((3, 0), (6, 7)), "v": Box((6, 2), (9, 5))}
-    exported += [Exported(name, (box.numel,), qkv.dtype, "model.qkv", box) for name, box in boxes.items()]
+    exported += [Tensor(name, qkv.dtype, (box.numel,), ("model", "model.qkv"), box) for name, box in boxes.items()]
     mirror = plan_mirror(exported, limit)
     found = written(mirror, tensors, TOPOLOGIES[topology][2])
     assert found.pop("config.json") == b"{}"
@@ -71,7 +72,7 @@ def test_ranks_of_any_topology_fill_whole_tensors(topology: str, limit: int, tmp
         assert len(parsed) == 1 or sum(len(value["data"]) for value in parsed.values()) <= limit
         if index is not None:
             assert {json.loads(index)["weight_map"][key] for key in parsed} == {name}
-    expected = {w.name: worlds.whole(w.key, tensors[w.key]) for w in exported if w.key != "model.qkv"}
+    expected = {w.name: worlds.whole(w.source[1], tensors[w.source[1]]) for w in exported if w.box is None}
     packed = worlds.whole("model.qkv", qkv)
     expected |= {name: packed[worlds.at(box)] for name, box in boxes.items()}
     assert loaded == {name: value.tobytes() for name, value in expected.items()}
@@ -84,14 +85,15 @@ def test_ranks_of_any_topology_fill_whole_tensors(topology: str, limit: int, tmp
 def test_every_tensor_is_aligned_to_its_elements() -> None:
     tensors = tensors_of("single")
     mirror = plan_mirror([whole(key, spec) for key, spec in tensors.items()], LIMIT)
-    (file,) = mirror.files
+    (file,) = mirror
     sizes = {"F64": 8, "I64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}
-    assert [tensor.name for tensor, begin in file.tensors if begin % sizes[tensor.dtype]] == []
+    places = zip(file.tensors, file.begins, strict=True)
+    assert [tensor.name for tensor, begin in places if begin % sizes[tensor.dtype]] == []
 
 
 def test_complex_numbers_that_safetensors_does_not_have_are_refused() -> None:
     spec = TensorSpec("C128", (2,), REPLICATED, ((0, 1),))
-    with pytest.raises(StateError, match="which is complex128"):
+    with pytest.raises(FormatError, match="is complex128, which safetensors lacks"):
         plan_mirror([whole("model.x", spec)], LIMIT)
 
 

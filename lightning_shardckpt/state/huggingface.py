@@ -20,10 +20,10 @@ from weakref import ref
 from torch import nn
 
 from lightning_shardckpt.header import MAX_JSON_BYTES
-from lightning_shardckpt.hub import Parts
 from lightning_shardckpt.state.documents import TEXT_BYTES, is_companion
 from lightning_shardckpt.state.model import canonical_name
 from lightning_shardckpt.state.original_names import original_names
+from lightning_shardckpt.state.patterns import Parts
 
 _TEXT_PROCESSORS = ("tokenizer", "processor", "image_processor", "feature_extractor")
 _FILES_BYTES = MAX_JSON_BYTES // 2  # of all companions: a reader takes no larger document

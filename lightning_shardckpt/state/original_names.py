@@ -7,7 +7,6 @@ entry of the state dict. Torch only; what is called is transformers' own functio
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shardckpt.box import Shape
-from lightning_shardckpt.hub import NUMBER, Parts, applied
 from lightning_shardckpt.state.model import canonical_name
+from lightning_shardckpt.state.patterns import Parts, applied, general, pattern_of
 
 
 def original_names(model: nn.Module) -> dict[str, Parts]:
@@ -60,32 +59,17 @@ def _by_pattern(parts: dict[str, Parts], same: dict[str, Parts]) -> dict[str, Pa
     """The parts by patterns of names, where all names that match have the same; else by the names themselves."""
     patterns: dict[str, list[tuple[str, Parts]]] = {}
     for name, found in parts.items():
-        patterns.setdefault(NUMBER.sub("#", name), []).append((name, found))
+        patterns.setdefault(pattern_of(name), []).append((name, found))
     chosen: dict[str, Parts] = {}
     for pattern, names in patterns.items():
         if all(found == same[name] for name, found in names):
             continue
-        general = [_general(name, found) for name, found in names]
-        if all(one == general[0] and applied(pattern, one, n) == f for one, (n, f) in zip(general, names, strict=True)):
-            chosen[pattern] = general[0]
+        alike = [general(name, found) for name, found in names]
+        if all(one == alike[0] and applied(pattern, one, n) == f for one, (n, f) in zip(alike, names, strict=True)):
+            chosen[pattern] = alike[0]
         else:
             chosen |= {name: found for name, found in names if found != same[name]}
     return chosen
-
-
-def _general(name: str, found: Parts) -> Parts:
-    """The parts of a name with ``#`` for the numbers that the name has, in its order."""
-    numbers = NUMBER.findall(name)
-    general: Parts = []
-    for to, *box in found:
-        left = list(numbers)
-
-        def replaced(match: re.Match[str], left: list[str] = left) -> str:
-            return "#" if left and left.pop(0) == match[0] else match[0]
-
-        text = NUMBER.sub(replaced, to)
-        general.append([text, *box])
-    return general
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,51 +1,127 @@
-"""How does a single file appear whole or not at all? As a checkpoint does: under a temporary name first."""
+"""How does a file or a directory of files appear whole or not at all? As a checkpoint does: first by another name."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import BinaryIO
 from uuid import uuid4
 
 from lightning_shardckpt.storage import leftovers
-from lightning_shardckpt.storage.durable import NO_REPLACE, make_directories, naming, rename_at_once, sync_directory
+from lightning_shardckpt.storage.durable import (
+    EXCHANGE,
+    NO_REPLACE,
+    make_directories,
+    naming,
+    rename_at_once,
+    sync_directory,
+)
 from lightning_shardckpt.storage.replaceable import check_name
 
 
 @contextmanager
-def new_file(output: str) -> Iterator[tuple[BinaryIO, list[str]]]:
+def new_file(output: str, *, overwrite: bool = False) -> Iterator[tuple[BinaryIO, list[str]]]:
     """A new file that appears as ``output`` at the end, durable; an error removes it.
 
-    What killed processes left beside it is removed first; the list tells of that.
+    What killed processes left beside it is removed first; the list tells of that. With ``overwrite`` it replaces a
+    regular file or a link, at once.
 
     Raises:
         FileExistsError: if there is something at ``output``, or another process is making it.
     """
+    publish = _replace_file if overwrite else _rename_new
+    with _temporary(output, _make, publish) as (unfinished, claim):
+        with os.fdopen(claim.file, "r+b", closefd=False) as file:
+            yield file, claim.notes
+        with naming(unfinished):
+            os.fsync(claim.file)
+
+
+@contextmanager
+def new_directory(
+    output: str, *, replaceable: Callable[[str], bool] = lambda path: False
+) -> Iterator[tuple[str, list[str]]]:
+    """The path of a directory to fill, which appears as ``output`` at the end; an error removes it.
+
+    It and what is in it, files and directories, is durable then. The list tells what was removed, as in ``new_file``.
+
+    Args:
+        output: where it is to be.
+        replaceable: whether the directory that is there may go; it is asked when that is about to happen.
+
+    Raises:
+        FileExistsError: if there is something else at ``output``, or another process is making it.
+    """
+
+    def publish(unfinished: str, output: str) -> str | None:
+        if not os.path.isdir(output) or os.path.islink(output) or not replaceable(output):
+            _rename_new(unfinished, output)
+            return None
+        if rename_at_once(unfinished, output, EXCHANGE):
+            return unfinished
+        doomed = leftovers.doomed_name(output)
+        os.rename(output, doomed)  # nothing is there until the next line; this file system has nothing better
+        os.rename(unfinished, output)
+        return doomed
+
+    with _temporary(output, _make_directory, publish) as (unfinished, claim):
+        yield unfinished, claim.notes
+        for folder, _, names in os.walk(unfinished, topdown=False):
+            for name in names:
+                _sync_file(os.path.join(folder, name))
+            sync_directory(folder)
+
+
+@contextmanager
+def _temporary(
+    output: str, make: Callable[[str], int], publish: Callable[[str, str], str | None]
+) -> Iterator[tuple[str, leftovers.Claim]]:
+    """What ``make`` makes, to be renamed by ``publish``, which returns where what was there before is now."""
     output = os.path.abspath(output)
     check_name(output)
     make_directories(os.path.dirname(output))
     check_name(output)  # a name that is too long is one only where its parent is there
     unfinished = leftovers.temporary_name(output, uuid4().hex)
-    claim = leftovers.claim(output, unfinished, _make)
+    claim = leftovers.claim(output, unfinished, make)
     try:
         try:
             with naming(unfinished):
-                with os.fdopen(claim.file, "r+b", closefd=False) as file:
-                    yield file, claim.notes
-                os.fsync(claim.file)
-            _rename_new(unfinished, output)
+                yield unfinished, claim
+            old = publish(unfinished, output)
         except BaseException:
             leftovers.delete(unfinished)
             raise
     finally:
         claim.release()
     sync_directory(os.path.dirname(output))
+    if old is not None:
+        claim.notes += leftovers.dispose(old)
+
+
+def _sync_file(path: str) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with naming(path):
+            os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _make(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _make_directory(path: str) -> int:
+    os.mkdir(path)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except BaseException:
+        with suppress(OSError):
+            os.rmdir(path)
+        raise
 
 
 def _rename_new(source: str, target: str) -> None:
@@ -54,3 +130,10 @@ def _rename_new(source: str, target: str) -> None:
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
     os.rename(source, target)
+
+
+def _replace_file(source: str, target: str) -> None:
+    there = check_name(target)
+    if there is not None and not (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
+        raise FileExistsError(errno.EEXIST, "no regular file is there, so it is not replaced", target)
+    os.replace(source, target)

@@ -1,0 +1,284 @@
+"""How does a checkpoint become files of safetensors, for other programs? Planned from names alone, then filled at once.
+
+No torch, unless a dtype is converted: from a checkpoint of this package, nothing else needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Protocol
+
+from lightning_shardckpt import containers, hub
+from lightning_shardckpt.containers import Container, Tensor
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import ROOT_NAME, Component
+from lightning_shardckpt.naming import Naming, unique
+from lightning_shardckpt.options import Options
+from lightning_shardckpt.regions import Conversion, Destination, Region, fill
+from lightning_shardckpt.state.documents import is_companion
+from lightning_shardckpt.whole import Tensors
+from lightning_shardckpt.write import MB
+
+_OPEN_FILES = 64  # at a time; a process may often have 1,024
+_RUNS = 1 << 20  # that the parts of one tensor may consist of
+_LISTED = 5
+_WRITTEN = (".safetensors", ".safetensors.index.json")
+
+
+class Stored(Protocol):
+    """A checkpoint of any format, opened."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors as bytes in files."""
+
+    def components(self) -> Mapping[str, Component]:
+        """Tensors by component."""
+
+    def document(self, role: str) -> Any:
+        """What was stored under a role, as JSON; None if nothing was."""
+
+
+@dataclass(slots=True)
+class Export:
+    """What is to be written: containers with their stems' indexes, other files, and what a user should know."""
+
+    containers: list[Container]
+    files: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_export(stored: Stored, options: Options) -> Export:
+    """What the files of an export are, and what is in them.
+
+    Raises:
+        ValueError: if names collide, an option names what is not there, or leaves nothing.
+        FormatError: naming a tensor that safetensors cannot hold.
+    """
+    export = Export([])
+    tensors, ties = _model_tensors(stored, options, export)
+    export.containers = _contained("model", tensors, ties, options, export)
+    if options.optimizer:
+        found, document = _optimizer_tensors(stored, options)
+        export.containers += _contained("optimizer", found, {}, options, export)
+        export.files["optimizer.json"] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+    return export
+
+
+# ── what is taken, and under what names ───────────────────────────────────────────────────────────────────────────
+
+
+def _model_tensors(stored: Stored, options: Options, export: Export) -> tuple[list[Tensor], dict[str, str]]:
+    """The tensors of the model, and further names of them: of each, the one under which it is written."""
+    component = stored.components().get("model")
+    if component is None:
+        raise ValueError("the checkpoint has no model")
+    naming = options.naming
+    names = {**{key: key for key in component.tensors}, **component.aliases}
+    taken = {name: key for name, key in names.items() if naming.takes(name)}
+    left = sorted(stored.document("model") or ())
+    if left:
+        export.notes.append(f"state of the model that is not tensors is not in the output: {_some(left)}")
+    if options.format == "huggingface":
+        model = hub.pick(stored.document("huggingface"), naming.strip_prefix)
+        if model is not None:
+            replace(naming, pairs={}, rules=()).check(names)
+            return _for_hugging_face(taken, component, model, options, export), {}
+        export.notes.append(
+            "the checkpoint does not tell of a model of transformers, so there is no config.json, and tensors have "
+            "their names in the checkpoint"
+        )
+    naming.check(names)
+    by_key: dict[str, list[str]] = {}
+    for name, key in taken.items():
+        by_key.setdefault(key, []).append(name)
+    unique((name, naming.new(name), key) for name, key in taken.items())
+    tensors, ties = list[Tensor](), dict[str, str]()
+    for key, (first, *others) in by_key.items():
+        spec = component.tensors[key]
+        tensor = Tensor(naming.new(first), options.written_as(spec.dtype), spec.shape, ("model", key))
+        tensors.append(tensor)
+        ties |= {naming.new(other): tensor.name for other in others if naming.new(other) != tensor.name}
+    return _not_nothing(tensors), ties
+
+
+def _for_hugging_face(
+    taken: Mapping[str, str], component: Component, model: hub.Model, options: Options, export: Export
+) -> list[Tensor]:
+    """The tensors as ``from_pretrained`` takes them; and the config and what belongs to it."""
+    naming = replace(options.naming, include=(), exclude=(), strip_prefix="")
+    own: dict[str, list[str]] = {}
+    for name, key in taken.items():
+        if (found := model.own(name)) is not None:
+            own.setdefault(key, []).append(found)
+    outside = [name for name in taken if not name.startswith(model.prefix)]
+    if outside:
+        export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {_some(outside)}")
+    model.check_adapter([name for names in own.values() for name in names])
+    tensors, parts = [], list[tuple[str, str, object]]()
+    for key, names in own.items():
+        spec = component.tensors[key]
+        for name in model.kept(names):
+            whole = Tensor(name, options.written_as(spec.dtype), spec.shape, ("model", key))
+            for part in model.parts(whole):
+                new = Tensor(naming.new(part.name), part.dtype, part.shape, part.source, part.box)
+                parts.append((part.name, new.name, (key, part.box, name)))
+                tensors.append(new)
+    naming.check([name for name, _, _ in parts])
+    unique(parts)
+    floating = (tensor.dtype for tensor in tensors if tensor.dtype in hub.CONFIG_DTYPES)
+    export.files |= model.files(next(floating, None), options.dtype is not None)
+    return _not_nothing(tensors)
+
+
+def _not_nothing(tensors: list[Tensor]) -> list[Tensor]:
+    if not tensors:
+        raise ValueError("no tensor of the model is left to write")
+    return tensors
+
+
+def _optimizer_tensors(stored: Stored, options: Options) -> tuple[list[Tensor], dict[str, Any]]:
+    """The state of optimizers that is tensors, ``<n>/<name>/<state>``, and the rest, as FORMAT.md has it."""
+    component, document = stored.components().get("optimizer"), stored.document("optimizer")
+    if document is None:
+        raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
+    naming = options.naming
+    if naming.changes_something and any(one["numbered"] for one in document.values()):
+        raise ValueError("the optimizers have numbers for their parameters, so names cannot be chosen or changed")
+    tensors, names = [], list[tuple[str, str, object]]()
+    for key, spec in component.tensors.items() if component is not None else ():
+        number, _, rest = key.partition("/")
+        param, _, state = rest.rpartition("/")
+        if naming.takes(param):
+            tensors.append(Tensor(f"{number}/{naming.new(param)}/{state}", spec.dtype, spec.shape, ("optimizer", key)))
+            names.append((key, tensors[-1].name, key))
+    unique(names)
+    return tensors, {number: _renamed(one, naming) for number, one in document.items()}
+
+
+def _renamed(optimizer: Mapping[str, Any], naming: Naming) -> dict[str, Any]:
+    """An optimizer's document with the new names of the parameters that are taken."""
+
+    def new(item: Mapping[str, Any]) -> dict[str, Any]:
+        return {**item, "params": [naming.new(param) for param in item["params"] if naming.takes(param)]}
+
+    groups = {number: new(group) for number, group in optimizer["groups"].items()}
+    values = {name: [new(item) for item in shared] for name, shared in optimizer["values"].items()}
+    return {**optimizer, "groups": groups, "values": values}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(map(repr, names[:_LISTED])) + more
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _contained(
+    stem: str, tensors: list[Tensor], ties: Mapping[str, str], options: Options, export: Export
+) -> list[Container]:
+    """The files of a model or an optimizer; their index, if there may be several, becomes one of the other files."""
+    if options.split == "chunks":
+        groups = containers.chunks(tensors, int(options.size_per_shard * MB)) or [[]]
+        names = containers.chunk_names(stem, len(groups))
+    elif options.split == "one_file":
+        groups, names = [tensors], [f"{stem}.safetensors"]
+    else:
+        groups = [[tensor] for tensor in tensors]
+        names = [containers.file_name(stem, tensor.name) for tensor in tensors]
+    found = []
+    for name, group in zip(names, groups, strict=True):
+        here = {tensor.name for tensor in group}
+        also = {other: of for other, of in ties.items() if of in here and other != "format"}
+        found.append(containers.container(name, group, {"format": "pt", **also}))
+    if len(found) > 1 or options.split == "one_file_per_tensor":
+        export.files[f"{stem}.safetensors.index.json"] = containers.index_json(found)
+    return found
+
+
+def write_file(stored: Stored, export: Export, file: int, advance: Callable[[int], Any]) -> None:
+    """Fill the one file of an export."""
+    fill(file, _regions(stored, export.containers), stored.tensors, None, advance)
+
+
+def write_directory(stored: Stored, export: Export, folder: str, advance: Callable[[int], Any]) -> None:
+    """Write all files of an export into an empty directory; nothing is synced."""
+    ours = {one.name for one in export.containers}
+    for name, content in export.files.items():
+        if name in ours:
+            raise FormatError(f"two files would be called {name!r}")
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+        with open(os.path.join(folder, name), "xb") as file:
+            file.write(content)
+    for first in range(0, len(export.containers), _OPEN_FILES):
+        batch = export.containers[first : first + _OPEN_FILES]
+        with ExitStack() as stack:
+            files = []
+            for one in batch:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                files.append(os.open(os.path.join(folder, one.name), flags, 0o666))
+                stack.callback(os.close, files[-1])
+            fill(files, _regions(stored, batch), stored.tensors, None, advance)
+
+
+def nbytes(export: Export) -> int:
+    """How much there is to write, but for headers and small files."""
+    return sum(tensor.nbytes for one in export.containers for tensor in one.tensors)
+
+
+def _regions(stored: Stored, batch: Sequence[Container]) -> list[Region]:
+    """What goes where in some files, by their number."""
+    regions: list[Region] = []
+    apart: dict[tuple[str, str], list[tuple[Tensor, int, int]]] = {}
+    tensors = stored.tensors
+    for number, one in enumerate(batch):
+        regions.append(Region(0, len(one.header), 0, memoryview(one.header), number))
+        for tensor, begin in zip(one.tensors, one.begins, strict=True):
+            if tensor.box is not None:
+                apart.setdefault(tensor.source, []).append((tensor, begin, number))
+                continue
+            change = _conversion(tensors.spec(*tensor.source).dtype, tensor)
+            regions.append(Region(begin, tensor.nbytes, 0, tensor.source, number, change))
+    for source, parts in apart.items():
+        spec, dtype = tensors.spec(*source), parts[0][0].dtype
+        to = sorted(_destinations(spec.shape, parts), key=lambda one: one.at)
+        size = prod(spec.shape) * DTYPE_BYTES[dtype]
+        regions.append(Region(0, size, 0, source, to[0].file, _conversion(spec.dtype, parts[0][0]), tuple(to)))
+    return regions
+
+
+def _conversion(stored: str, tensor: Tensor) -> Conversion | None:
+    if stored == tensor.dtype or not prod(tensor.shape):
+        return None
+    from lightning_shardckpt.converting import conversion  # torch: it takes two seconds, and nothing else needs it
+
+    return conversion(stored, tensor.dtype)
+
+
+def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[Tensor, int, int]]) -> Iterator[Destination]:
+    """Where the runs of a stored tensor belong that is written in parts."""
+    count = 0
+    for tensor, begin, number in parts:
+        assert tensor.box is not None
+        size, at = DTYPE_BYTES[tensor.dtype], begin
+        for first, last in tensor.box.runs(shape):
+            count += 1
+            if count > _RUNS:
+                raise FormatError(f"{tensor.source[1]!r} is to be written in more than {_RUNS} pieces")
+            yield Destination(first * size, (last - first) * size, at, number)
+            at += (last - first) * size
+
+
+def is_replaceable(folder: str) -> bool:
+    """Whether a directory holds nothing but what an export may have written."""
+    files = [os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names]
+    if ROOT_NAME in files or not all(is_companion(n) or n.endswith(_WRITTEN) for n in files):
+        return False
+    return not files or any(name.startswith(("model.", "model-")) for name in files)

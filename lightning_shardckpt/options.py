@@ -1,0 +1,158 @@
+"""What may a user ask ``consolidate`` for? Which options there are, their defaults, and what cannot go together."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from lightning_shardckpt.naming import Naming
+
+Format = Literal["torch", "safetensors", "huggingface"]
+Split = Literal["one_file", "one_file_per_tensor", "chunks"]
+OptimizerKeys = Literal["fqn", "id"]
+KeyMapping: TypeAlias = (
+    "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str] | Callable[[str], str]"
+)
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+SIZE_PER_SHARD = 5000.0
+"""Of chunks, in MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is asked for, made sense of; ``dtype`` as safetensors calls it, ``size_per_shard`` in MB."""
+
+    format: Format
+    split: Split
+    size_per_shard: float
+    optimizer: bool
+    dtype: str | None
+    naming: Naming
+    optimizer_keys: OptimizerKeys
+    overwrite: bool
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the result is a file, not a directory."""
+        return self.format == "torch" or (
+            self.format == "safetensors" and self.split == "one_file" and not self.optimizer
+        )
+
+    def written_as(self, dtype: str) -> str:
+        """The dtype that a model's tensor has in the output, by their names in safetensors."""
+        floating = dtype.startswith(("F", "BF"))
+        return self.dtype if self.dtype is not None and floating else dtype
+
+
+def make_options(
+    *,
+    format: Format = "torch",
+    split: Split | None = None,
+    size_per_shard: float | None = None,
+    optimizer: bool | None = None,
+    dtype: str | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    key_mapping: KeyMapping | None = None,
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    optimizer_keys: OptimizerKeys = "fqn",
+    overwrite: bool = False,
+) -> Options:
+    """The options of ``consolidate``, with the defaults of the format.
+
+    Raises:
+        ValueError: saying which do not go together, or what a value may be.
+    """
+    for name, value, known in (
+        ("format", format, get_args(Format)),
+        ("split", split, (None, *get_args(Split))),
+        ("dtype", dtype, (None, *DTYPES)),
+        ("optimizer_keys", optimizer_keys, get_args(OptimizerKeys)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is one of {', '.join(str(k) for k in known if k)}, got {value!r}")
+    optimizer = format == "torch" if optimizer is None else optimizer
+    _check(format, split, size_per_shard, optimizer, optimizer_keys)
+    pairs, rules, function = _mapping(key_mapping)
+    naming = Naming(
+        (include,) if isinstance(include, str) else tuple(include),
+        (exclude,) if isinstance(exclude, str) else tuple(exclude),
+        strip_prefix or "",
+        pairs,
+        rules,
+        function,
+        add_prefix or "",
+    )
+    return Options(
+        format,
+        split or ("chunks" if format == "huggingface" else "one_file"),
+        SIZE_PER_SHARD if size_per_shard is None else size_per_shard,
+        optimizer,
+        None if dtype is None else DTYPES[dtype],
+        naming,
+        optimizer_keys,
+        overwrite,
+    )
+
+
+def _check(format: Format, split: Split | None, size: float | None, optimizer: bool, keys: OptimizerKeys) -> None:
+    if format == "torch" and split not in (None, "one_file"):
+        raise ValueError(f"split {split!r} is for safetensors: a file for torch.load is one file")
+    if format == "huggingface" and split == "one_file_per_tensor":
+        raise ValueError("transformers reads one file or chunks; for one_file_per_tensor use format 'safetensors'")
+    if format == "huggingface" and optimizer:
+        raise ValueError("a Hugging Face directory has no optimizer; write that with format 'safetensors' or 'torch'")
+    if size is not None and (split or ("chunks" if format == "huggingface" else "one_file")) != "chunks":
+        raise ValueError("size_per_shard is for split 'chunks'")
+    if size is not None and not size > 0:
+        raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size}")
+    if keys == "id" and not (format == "torch" and optimizer):
+        raise ValueError("optimizer_keys 'id' is for format 'torch' with the optimizer")
+
+
+_Mapping: TypeAlias = (
+    "tuple[Mapping[str, str], tuple[tuple[re.Pattern[str], str], ...], Callable[[str], str] | None]"
+)
+
+
+def _mapping(given: KeyMapping | None) -> _Mapping:
+    """Pairs, rules and function of a mapping of names."""
+    if given is None:
+        return {}, (), None
+    if callable(given):
+        return {}, (), given
+    if isinstance(given, Mapping):
+        return dict(given), (), None
+    pairs: dict[str, str] = {}
+    rules: list[tuple[re.Pattern[str], str]] = []
+    for one in (given,) if isinstance(given, str | os.PathLike) else given:
+        if os.path.isfile(one):
+            pairs |= _pairs_in(os.fspath(one))
+            continue
+        pattern, equals, replacement = os.fspath(one).rpartition("=")
+        if not equals:
+            raise ValueError(f"key_mapping {os.fspath(one)!r} is neither a file nor REGEX=REPLACEMENT")
+        try:
+            rules.append((re.compile(pattern), replacement))
+            re.compile(pattern).sub(replacement, "")
+        except (re.error, IndexError) as error:
+            raise ValueError(f"key_mapping {os.fspath(one)!r}: {error}") from None
+    return pairs, tuple(rules), None
+
+
+def _pairs_in(path: str) -> dict[str, str]:
+    """Old name → new name, from a file of JSON or YAML."""
+    import yaml  # type: ignore[import-untyped]  # comes with jsonargparse; no stubs
+
+    with open(path, encoding="utf-8") as file:
+        try:
+            found: Any = yaml.safe_load(file)  # which reads JSON, too
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"key_mapping {path!r} is neither JSON nor YAML: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(one, str) for pair in found.items() for one in pair):
+        raise ValueError(f"key_mapping {path!r} has to be an object of names: old name → new name")
+    return found

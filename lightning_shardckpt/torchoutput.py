@@ -1,0 +1,93 @@
+"""How does a checkpoint become a file for ``torch.load``, with Lightning's keys? With filters, names and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+import torch
+
+from lightning_shardckpt import torchfile
+from lightning_shardckpt.converting import conversion
+from lightning_shardckpt.naming import Naming, unique
+from lightning_shardckpt.opening import assemble
+from lightning_shardckpt.options import Options
+from lightning_shardckpt.regions import Region, fill
+from lightning_shardckpt.sources import Source
+from lightning_shardckpt.staging import TORCH_DTYPES
+
+Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
+
+
+def write_torch(source: Source, options: Options, file: BinaryIO, progress: Progress) -> list[str]:
+    """Write a file that ``torch.load`` reads by default; returns what of the checkpoint had to become something else.
+
+    Raises:
+        ValueError: if names collide, or an option names what is not there.
+    """
+    components = source.components()
+    keys: dict[int, tuple[str, str]] = {}
+
+    def stand_in(component: str, key: str) -> torch.Tensor:
+        spec = components[component].tensors[key]
+        dtype = options.written_as(spec.dtype) if component == "model" else spec.dtype
+        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype], device="meta")
+        keys[id(tensor)] = component, key
+        return tensor
+
+    plain = torchfile.Plain()
+    checkpoint = assemble(source, stand_in, optimizers=options.optimizer)
+    _rename(checkpoint, options.naming)
+    if options.optimizer_keys == "id":
+        checkpoint["optimizer_states"] = [_numbered(one) for one in checkpoint.get("optimizer_states", ())]
+    checkpoint = plain.of(checkpoint)
+    archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
+    regions = [_converted(source, options, region) for region in archive.regions]
+    with progress(sum(region.nbytes for region in regions)) as advance:
+        fill(file.fileno(), regions, source.tensors, archive.head, advance)
+    archive.finish(file)
+    return plain.changed
+
+
+def _converted(source: Source, options: Options, region: Region) -> Region:
+    """The region, with a conversion where the tensor is stored in another dtype."""
+    if isinstance(region.content, memoryview) or region.content[0] != "model" or not region.nbytes:
+        return region
+    stored = source.components()["model"].tensors[region.content[1]].dtype
+    written = options.written_as(stored)
+    return region if written == stored else replace(region, conversion=conversion(stored, written))
+
+
+def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
+    """Leave out what the filters do not take, and change the names of the rest."""
+    state: Mapping[str, Any] = checkpoint.get("state_dict", {})
+    if not naming.changes_something:
+        return
+    naming.check(state)
+    names = unique((name, naming.new(name), id(value)) for name, value in state.items() if naming.takes(name))
+    checkpoint["state_dict"] = {new: state[old] for new, old in names.items()}
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [_renamed(one, naming) for one in checkpoint["optimizer_states"]]
+
+
+def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
+    if any(isinstance(param, int) for group in optimizer["param_groups"] for param in group["params"]):
+        raise ValueError(
+            "an optimizer has numbers for its parameters, so that names cannot be chosen or changed; leave it out"
+        )
+    groups = [
+        {**group, "params": [naming.new(param) for param in group["params"] if naming.takes(param)]}
+        for group in optimizer["param_groups"]
+    ]
+    state = {naming.new(param): found for param, found in optimizer["state"].items() if naming.takes(param)}
+    return {"state": state, "param_groups": groups}
+
+
+def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The same as torch's ``Optimizer.state_dict`` has it: parameters numbered in the order of their groups."""
+    order = [param for group in optimizer["param_groups"] for param in group["params"]]
+    number = {param: i for i, param in enumerate(order)}
+    groups = [{**g, "params": [number[p] for p in g["params"]]} for g in optimizer["param_groups"]]
+    return {"state": {number[p]: v for p, v in optimizer["state"].items()}, "param_groups": groups}
