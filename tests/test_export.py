@@ -1,0 +1,458 @@
+"""Safetensors and filtered, renamed, converted files out of any checkpoint. Oracles: the safetensors library, torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.containers import file_name
+from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.header import checksum
+from tests import tiny, zoo
+from tests.pool import ROOT, run_ranks
+from tests.test_consolidate import flip, in_small_windows, same_bits
+
+NO_C128 = {"exclude": "*.complex128"}
+CHUNKS = {"format": "safetensors", "split": "chunks", "size_per_shard": 0.05, **NO_C128}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4 ranks; tests must not change it."""
+    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
+    run_ranks(4, zoo.save, str(path))
+    return path
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "zoo.ckpt"))
+
+
+def expected_tensors() -> dict[str, torch.Tensor]:
+    return {k: t for k, t in zoo.whole_tensors().items() if not k.endswith("complex128")}
+
+
+def wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names under which something is missing, too much or has other bits."""
+    return sorted(
+        k
+        for k in found.keys() | expected.keys()
+        if k not in found or k not in expected or not same_bits(found[k], expected[k])
+    )
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit but for NaNs: which of their bits survive a conversion depends on where torch's vectors begin."""
+    if a.is_floating_point() and a.dtype == b.dtype and a.shape == b.shape:
+        return torch.equal(a.isnan(), b.isnan()) and same_bits(a.masked_fill(a.isnan(), 0), b.masked_fill(b.isnan(), 0))
+    return same_bits(a, b)
+
+
+def in_directory(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
+    """All tensors of the files that the index names, each from the file that it says."""
+    index = json.loads((folder / f"{stem}.safetensors.index.json").read_text())
+    files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
+    found = {tensor: files[name][tensor] for tensor, name in index["weight_map"].items()}
+    assert sum(map(len, files.values())) == len(found)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    return found
+
+
+# ── safetensors ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_file_of_safetensors_has_every_bit_and_loads_with_the_library(saved: Path, tmp_path: Path) -> None:
+    file = consolidate(saved, tmp_path / "out.safetensors", format="safetensors", **NO_C128)
+    assert wrong(load_file(file), expected_tensors()) == []
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "tied.float64": "rows.float64"}
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    begins = {name: one["data_offsets"][0] for name, one in header.items() if name != "__metadata__"}
+    assert (8 + length) % 64 == 0
+    assert [n for n, t in expected_tensors().items() if begins[n] % t.element_size()] == []
+
+
+def test_the_default_name_tells_the_kind(copy: Path) -> None:
+    assert consolidate(copy, format="safetensors", **NO_C128).name == "zoo.ckpt.consolidated.safetensors"
+    assert consolidate(copy, **CHUNKS).name == "zoo.ckpt.consolidated"
+
+
+def test_a_tied_tensor_is_there_once_and_load_model_takes_it(tmp_path: Path) -> None:
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    module["b"].weight = module["a"].weight
+    io = zoo.ShardCkptIO()
+    io.attach(zoo.Ranks.alone(), module, {})
+    io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 0, "epoch": 0}, tmp_path / "a.ckpt")
+    file = consolidate(tmp_path / "a.ckpt", format="safetensors")
+    assert load_file(file).keys() == {"a.weight", "a.bias", "b.bias"}
+    other = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    other["b"].weight = other["a"].weight
+    assert load_model(other, file) == (set(), [])
+    assert wrong(other.state_dict(), module.state_dict()) == []
+
+
+def test_chunks_keep_their_limit_and_have_an_index(saved: Path, tmp_path: Path) -> None:
+    folder = consolidate(saved, tmp_path / "out", **CHUNKS)
+    assert wrong(in_directory(folder), expected_tensors()) == []
+    names = sorted(p.name for p in folder.glob("*.safetensors"))
+    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    limit = 0.05 * (1 << 20)
+    for name in names:
+        found = load_file(folder / name)
+        assert sum(t.nbytes for t in found.values()) <= limit or len(found) == 1
+    assert len(names) > 5
+
+
+def test_one_file_per_tensor_and_names_that_differ_in_punctuation_only(saved: Path, tmp_path: Path) -> None:
+    options = {"format": "safetensors", "split": "one_file_per_tensor", **NO_C128}
+    rules = [r"^rows\.(b.*)=x.\1-c", r"^columns\.(b.*)=x.\1.c", r"^both\.(b.*)=X.\1-c"]
+    folder = consolidate(saved, tmp_path / "out", **options, key_mapping=rules)
+    found = in_directory(folder)
+    assert {"x.bfloat16-c", "x.bfloat16.c", "X.bfloat16-c"} <= found.keys()
+    assert len(list(folder.glob("*.safetensors"))) == len(found) == len(expected_tensors())
+    assert same_bits(found["X.bfloat16-c"], zoo.whole_tensors()["both.bfloat16"])
+
+
+def test_file_names_of_tensors_are_injective_and_plain() -> None:
+    names = ["".join(p) for n in range(1, 5) for p in itertools.product("aA.-%/_2dD", repeat=n)]
+    files = [file_name("model", name) for name in names]
+    assert len({file.lower() for file in files}) == len(names)  # on a disk that does not tell case, too
+    assert not any("/" in file for file in files)
+    with pytest.raises(FormatError, match="too long for the name of a file"):
+        file_name("model", "x" * 250)
+
+
+def test_complex128_is_refused_by_name(copy: Path) -> None:
+    with pytest.raises(FormatError, match=r"'rows\.complex128' is complex128, which safetensors lacks"):
+        consolidate(copy, format="safetensors")
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+@pytest.mark.parametrize("nbytes", [80, 3000, 70_000])
+def test_windows_of_any_size_make_the_same_files(
+    nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digests(folder: Path) -> dict[str, str]:
+        return {p.name: checksum(p.read_bytes()) for p in folder.iterdir()}
+
+    expected = digests(consolidate(saved, tmp_path / "a", **CHUNKS))
+    converted = in_directory(consolidate(saved, tmp_path / "c", **CHUNKS, dtype="bfloat16"))
+    in_small_windows(monkeypatch, nbytes)
+    assert digests(consolidate(saved, tmp_path / "b", **CHUNKS)) == expected
+    found = in_directory(consolidate(saved, tmp_path / "d", **CHUNKS, dtype="bfloat16"))
+    assert found.keys() == converted.keys()
+    assert [k for k, t in converted.items() if not same_numbers(t, found[k])] == []
+
+
+@pytest.mark.parametrize("options", [CHUNKS, {**CHUNKS, "dtype": "float16"}], ids=["as stored", "converted"])
+def test_damage_is_an_error_that_names_the_file_and_leaves_nothing_behind(options: Any, copy: Path) -> None:
+    victim = copy / "model-dist-00003-shard-00001.safetensors"
+    index = json.loads((copy / "model-meta-dist-00003.index.json").read_text())["metadata"]
+    begins = {one["begin"] for one in index.values() if one["file"] == victim.name and one["dtype"] != "C128"}
+    for offset in {*begins, victim.stat().st_size - 1}:
+        flip(victim, offset)
+        with pytest.raises(CorruptionError, match=f"corrupted data of '.*' in {victim.name}"):
+            consolidate(copy, **options)
+        flip(victim, offset)
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+@pytest.mark.parametrize("number", [1, 40])
+def test_a_full_disk_leaves_no_directory(number: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_small_windows(monkeypatch, 3000)
+    pwrite, calls = os.pwrite, itertools.count(1)
+
+    def failing(*arguments: Any) -> int:
+        if next(calls) == number:
+            raise OSError(28, "No space left on device")
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(OSError, match=f"No space left on device: '{copy.parent}/.tmp-"):
+        consolidate(copy, **CHUNKS)
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+# ── the optimizer ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint of 2 steps of AdamW on FSDP2, and the whole state that it must have."""
+    path = tmp_path_factory.mktemp("trained") / "a.ckpt"
+    return path, run_ranks(2, trained_state, str(path))[0]
+
+
+def trained_state(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = tiny.fit({}, 2, save=path)["state"]
+    return found
+
+
+def test_the_optimizer_is_tensors_and_json(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, expected = trained
+    folder = consolidate(path, tmp_path / "out", format="safetensors", optimizer=True)
+    assert sorted(p.name for p in folder.iterdir()) == ["model.safetensors", "optimizer.json", "optimizer.safetensors"]
+    found = load_file(folder / "optimizer.safetensors")
+    moments = {k.replace("/state/", "/"): v for k, v in expected.items() if k.endswith(("/exp_avg", "/exp_avg_sq"))}
+    document = json.loads((folder / "optimizer.json").read_text())["0"]
+    in_json = {f"0/{p}/{n}" for n, one in document["values"].items() for item in one for p in item["params"]}
+    assert wrong(found, {k: v for k, v in moments.items() if k not in in_json}) == []
+    assert [group["hyper"]["weight_decay"] for group in document["groups"].values()] == [0.1, 0.0]
+
+
+def test_names_of_an_optimizer_follow_those_of_the_model(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, _ = trained
+    options: dict[str, Any] = {"exclude": "head.*", "key_mapping": {"embed.weight": "wte"}, "add_prefix": "m."}
+    folder = consolidate(path, tmp_path / "out", format="safetensors", optimizer=True, **options)
+    found = torch.load(consolidate(path, tmp_path / "out.pt", **options))
+    names = load_file(folder / "model.safetensors").keys()
+    assert "m.wte" in names and names == found["state_dict"].keys() and not any("head" in name for name in names)
+    params = [p for group in found["optimizer_states"][0]["param_groups"] for p in group["params"]]
+    assert set(params) <= names and found["optimizer_states"][0]["state"].keys() <= set(params)
+    document = json.loads((folder / "optimizer.json").read_text())["0"]
+    assert [p for group in document["groups"].values() for p in group["params"]] == params
+    assert {k.split("/")[1] for k in load_file(folder / "optimizer.safetensors")} <= set(params)
+
+
+def test_a_plain_torch_optimizer_loads_numbered_parameters_and_goes_on(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path, expected = trained
+    found = torch.load(consolidate(path, tmp_path / "out.pt", optimizer_keys="id"))
+    module = tiny.TinyLM()
+    module.load_state_dict(found["state_dict"])
+    optimizer = module.configure_optimizers()["optimizer"]
+    optimizer.load_state_dict(found["optimizer_states"][0])
+    assert tiny.differences(expected, tiny.full_state(module, [optimizer])) == []
+    groups = [one["param_groups"][0]["params"] for one in (optimizer.state_dict(), found["optimizer_states"][0])]
+    assert groups[0] == groups[1]
+
+
+# ── dtypes and names ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_a_conversion_rounds_as_torch_does(dtype: str, saved: Path, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    file = consolidate(saved, tmp_path / "out.safetensors", format="safetensors", dtype=dtype, **NO_C128)
+    other = torch.load(consolidate(saved, tmp_path / "out.pt", dtype=dtype))
+    expected = {k: t.to(kind) if t.is_floating_point() else t for k, t in expected_tensors().items()}
+    moments = other["optimizer_states"][0]["state"]
+    assert [k for k in moments if not same_bits(zoo.whole_tensors()[k], moments[k]["exp_avg"])] == []
+    for found in (load_file(file), other["state_dict"]):
+        assert [k for k, t in expected.items() if not same_numbers(t, found[k])] == []
+
+
+def test_filters_take_names_by_patterns(saved: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"include": ["rows.*", "plain.*"], "exclude": ["*.complex*", "*.bool"]}
+    found = load_file(consolidate(saved, tmp_path / "a.safetensors", format="safetensors", **options))
+    expected = {k: t for k, t in expected_tensors().items() if k.startswith(("rows.", "plain."))}
+    expected = {k: t for k, t in expected.items() if "complex" not in k and "bool" not in k}
+    assert wrong(found, expected) == []
+    assert torch.load(consolidate(saved, tmp_path / "a.pt", **options))["state_dict"].keys() == found.keys()
+
+
+def test_the_other_name_of_a_tied_tensor_can_be_taken_alone(saved: Path, tmp_path: Path) -> None:
+    file = consolidate(saved, tmp_path / "a.safetensors", format="safetensors", include="tied.*")
+    assert wrong(load_file(file), {"tied.float64": zoo.whole_tensors()["rows.float64"]}) == []
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml", "rules", "function"])
+def test_names_can_be_swapped_by_a_mapping_of_any_kind(kind: str, saved: Path, tmp_path: Path) -> None:
+    pairs = {"rows.few": "columns.large", "columns.large": "rows.few"}
+    (tmp_path / "map.json").write_text(json.dumps(pairs))
+    (tmp_path / "map.yaml").write_text("rows.few: columns.large\ncolumns.large: rows.few\n")
+    mapping: Any = {
+        "json": tmp_path / "map.json",
+        "yaml": [str(tmp_path / "map.yaml")],
+        "rules": [r"^rows\.few$=columns.large", r"^columns\.large$=rows.few"],
+        "function": lambda name: pairs.get(name, name),
+    }[kind]
+    options: dict[str, Any] = {"include": list(pairs), "key_mapping": mapping, "format": "safetensors"}
+    tensors = zoo.whole_tensors()
+    expected = {"rows.few": tensors["columns.large"], "columns.large": tensors["rows.few"]}
+    assert wrong(load_file(consolidate(saved, tmp_path / "b.safetensors", **options)), expected) == []
+
+
+def test_prefixes_come_and_go(saved: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"include": "*.large", "strip_prefix": "columns.", "add_prefix": "net."}
+    found = load_file(consolidate(saved, tmp_path / "a.safetensors", format="safetensors", **options))
+    assert found.keys() == {"net.large", "net.both.large", "net.twice.large", "net.plain.large"}
+    assert same_bits(found["net.large"], zoo.whole_tensors()["columns.large"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"key_mapping": {"rows.few": "columns.large"}}, "two tensors would be called 'columns.large': .*'rows.few'"),
+        ({"key_mapping": [r"^\w+\.few$=a", r"^\w+\.scalar$=a"]}, "'rows.few' and 'plain.scalar'"),
+        ({"include": "row.*"}, r"no tensor has a name for 'row\.\*'"),
+        ({"exclude": "rows.fewer"}, "did you mean 'rows.few'"),
+        ({"strip_prefix": "modle."}, "the prefix 'modle.'"),
+        ({"key_mapping": {"x": "y"}}, "no tensor has a name for 'x'"),
+        ({"key_mapping": "^nothing=y"}, "no tensor has a name for '\\^nothing'"),
+        ({"include": "rows.few", "exclude": "rows.few", "format": "safetensors"}, "no tensor of the model is left"),
+    ],
+)
+def test_names_that_make_no_sense_are_errors(options: Any, words: str, copy: Path) -> None:
+    for format in ("torch", "safetensors"):
+        if options.get("format", format) == format:
+            with pytest.raises(ValueError, match=words):
+                consolidate(copy, **{"format": format, **options})
+    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--format", "pickle"),
+        ("--split", "chunks"),
+        ("--format", "safetensors", "--size_per_shard", "5"),
+        ("--format", "safetensors", "--split", "chunks", "--size_per_shard", "0"),
+        ("--format", "huggingface", "--optimizer", "true"),
+        ("--format", "huggingface", "--split", "one_file_per_tensor"),
+        ("--optimizer_keys", "id", "--optimizer", "false"),
+        ("--dtype", "int8"),
+        ("--key_mapping", "no_such_file"),
+        ("--key_mapping", "(=x"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_go_together_are_wrong_usage(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["consolidate", str(tmp_path / "not even there"), *arguments])
+    assert exit.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_the_command_takes_what_the_function_takes(saved: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    arguments = ["--format", "safetensors", "--split", "chunks", "--size_per_shard", "0.05", "--optimizer", "true"]
+    arguments += ["--include", "rows.*", "--include", "columns.*", "--exclude", "*.complex*", "--dtype", "float32"]
+    arguments += ["--key_mapping", r"^rows\.=r.", "--add_prefix", "m.", "--output_file", out]
+    assert main(["consolidate", str(saved), *arguments]) == 0
+    expected = {k: t for k, t in expected_tensors().items() if k.startswith(("rows", "columns")) and "complex" not in k}
+    found = in_directory(Path(out))
+    assert found.keys() == {"m." + k.replace("rows.", "r.") for k in expected}
+    assert {t.dtype for t in found.values()} == {torch.float32, torch.bool, torch.uint16}
+
+
+@pytest.mark.parametrize("options", [{"format": "safetensors", **NO_C128}, CHUNKS, {}], ids=["file", "folder", "torch"])
+def test_overwriting_replaces_what_an_earlier_call_wrote_and_nothing_else(options: Any, copy: Path) -> None:
+    out = copy.parent / "out"
+    consolidate(copy, out, **options)
+    with pytest.raises(FileExistsError, match="already exists"):
+        consolidate(copy, out, **options)
+    content = out if out.is_file() else out / "model.safetensors.index.json"
+    before = content.read_bytes()
+    narrowed = {**options, "exclude": [*([options["exclude"]] if "exclude" in options else []), "rows.bool"]}
+    consolidate(copy, out, **narrowed, overwrite=True)
+    assert content.read_bytes() != before
+    assert sorted(p.name for p in copy.parent.iterdir()) == ["out", "zoo.ckpt"]
+    for target in (copy, ROOT / "tests"):
+        with pytest.raises(FileExistsError, match="is not replaced"):
+            consolidate(copy, target, **options, overwrite=True)
+    if out.is_dir():
+        (out / "notes.md").write_text("mine")
+        with pytest.raises(FileExistsError, match="is not replaced"):
+            consolidate(copy, out, **options, overwrite=True)
+        assert (out / "notes.md").read_text() == "mine"
+
+
+def test_a_killed_export_leaves_the_old_output_and_the_next_one_cleans_up(copy: Path) -> None:
+    out = consolidate(copy, copy.parent / "out", **CHUNKS)
+    before = {p.name: checksum(p.read_bytes()) for p in out.iterdir()}
+    code = f"""
+import os
+from lightning_shardckpt.consolidate import consolidate
+count, pwrite = 0, os.pwrite
+def dying(*arguments):
+    global count
+    count += 1
+    if count == 3:
+        os.kill(os.getpid(), 9)
+    return pwrite(*arguments)
+os.pwrite = dying
+consolidate({str(copy)!r}, {str(out)!r}, **{CHUNKS!r}, overwrite=True)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == -9
+    assert {p.name: checksum(p.read_bytes()) for p in out.iterdir()} == before
+    assert len(list(copy.parent.glob(".tmp-*"))) == 1
+    consolidate(copy, out, **CHUNKS, overwrite=True)
+    assert sorted(p.name for p in copy.parent.iterdir()) == ["out", "zoo.ckpt"]
+
+
+# ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_MEASURED = """
+import resource, sys
+from lightning_shardckpt.cli import main
+size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert = [] if "--dtype" not in sys.argv else __import__("lightning_shardckpt.converting") and []
+before = size()
+status = main(["consolidate", *sys.argv[1:]])
+print((size() - before) // 1024, "torch" in sys.modules, status)
+"""
+
+
+def save_large(path: str, rows: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    base = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
+    state = {f"dim{d}": distribute_tensor(base, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}
+    io = zoo.ShardCkptIO(size_per_shard=64)
+    io.attach(zoo.Ranks.of_default_group(60), torch.nn.Module(), {})
+    io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_and_torch_is_imported_for_a_conversion_only(tmp_path: Path) -> None:
+    rows = 40 * 1024  # 160 MiB per tensor
+    run_ranks(2, save_large, str(tmp_path / "a.ckpt"), rows)
+    expected = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
+    for number, more in enumerate(([], ["--split", "chunks", "--size_per_shard", "100"], ["--dtype", "bfloat16"])):
+        out = str(tmp_path / f"out{number}")
+        arguments = [str(tmp_path / "a.ckpt"), "--format", "safetensors", "--output_file", out, *more]
+        command = [sys.executable, "-c", _MEASURED, *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        assert int(done[0]) < 100 and done[1:] == [str("--dtype" in more), "0"]
+        found = in_directory(Path(out)) if Path(out).is_dir() else load_file(out)
+        for tensor in found.values():
+            assert torch.equal(tensor, expected.to(tensor.dtype))
+        shutil.rmtree(out) if Path(out).is_dir() else os.unlink(out)
+
+
+def test_an_export_of_safetensors_does_not_import_torch(saved: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from lightning_shardckpt.consolidate import consolidate
+for number, options in enumerate(({{}}, {{"split": "chunks"}}, {{"format": "huggingface"}})):
+    out = {str(tmp_path)!r} + f"/{{number}}"
+    consolidate({str(saved)!r}, out, **{{"format": "safetensors", "exclude": "*.complex128", **options}})
+print(sys.modules.keys() & {{"torch", "lightning", "transformers", "safetensors"}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
