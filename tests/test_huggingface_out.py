@@ -1,0 +1,222 @@
+"""What was trained on several ranks, as a directory for transformers. Oracle: from_pretrained, gathered weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.ranks import Ranks
+from tests import tiny
+from tests.pool import run_ranks
+from tests.small import edit
+from tests.test_huggingface_document import LLAMA, Words, Wrapped, llama
+
+TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
+PP = {"pipeline_parallel_size": 2}
+TOKENIZER = ("tokenizer.json", b'{"version": "1.0"}')
+
+
+def built(kind: str) -> Any:
+    """A tiny model with random weights."""
+    import transformers
+
+    makers: dict[str, Any] = {
+        "llama": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=False),
+        "tied llama": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
+        "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=4, tie_word_embeddings=False),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=67, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+        ),
+        "mixtral": lambda: transformers.MixtralConfig(**LLAMA, num_local_experts=3),
+        "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+            **LLAMA, head_dim=4, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8
+        ),
+    }
+    if kind == "bert":
+        sizes = {k: LLAMA[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
+        return transformers.BertModel(transformers.BertConfig(**sizes, num_attention_heads=4))
+    return transformers.AutoModelForCausalLM.from_config(makers[kind]())
+
+
+class Trained(pl.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.tokenizer = Words(TOKENIZER)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = built(self.kind)
+            if self.kind == "bert":
+                self.head = nn.Linear(16, tiny.VOCABULARY)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        (tokens,) = batch
+        if self.kind == "bert":
+            hidden = self.net(input_ids=tokens).last_hidden_state
+            return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+        return self.net(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train(kind: str, strategy: Any, path: str) -> dict[str, Any]:
+    """This rank's weights when training is done, whole."""
+    pl.seed_everything(1)
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0)
+    run.fit(module := Trained(kind), tiny.loader())
+    run.save_checkpoint(path)
+    return {k: t for k, t in tiny.full_state(module, []).items() if k.startswith("model/")}
+
+
+def from_pretrained(folder: Path, kind: str = "") -> Any:
+    """The model that transformers makes of a directory, if it has nothing to complain of."""
+    import transformers
+
+    auto = transformers.AutoModel if kind == "bert" else transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(folder, output_loading_info=True)
+    assert {k: v for k, v in info.items() if v} == {}
+    return model.eval()
+
+
+def answers(model: Any) -> torch.Tensor:
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        found = model.eval()(input_ids=tokens)
+    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("llama", TP),
+        ("tied llama", PP),
+        ("mixtral", {}),
+        ("bert", {}),
+        pytest.param("llama", PP, marks=pytest.mark.slow),
+        pytest.param("tied llama", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", TP, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3 moe", {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_from_pretrained_loads_what_was_trained_and_answers_the_same(kind: str, strategy: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    weights = {k: t for found in run_ranks(2, train, kind, strategy, str(path)) for k, t in found.items()}
+    judge = built(kind)
+    own = {k.removeprefix("model/net."): t for k, t in weights.items() if k.startswith("model/net.")}
+    missing, unexpected = judge.load_state_dict(own, strict=False)
+    assert unexpected == [] and set(missing) <= {"lm_head.weight"}
+    judge.tie_weights()
+    whole = consolidate(path, tmp_path / "whole", format="huggingface")
+    chunks = consolidate(path, tmp_path / "chunks", format="huggingface", size_per_shard=0.01)
+    assert len(list(chunks.glob("model-*.safetensors"))) > 1
+    expected = answers(judge)
+    for folder in (whole, chunks):
+        found = from_pretrained(folder, kind)
+        assert tiny.differences(judge.state_dict(), found.state_dict()) == []
+        assert torch.equal(answers(found), expected)
+        assert (folder / "tokenizer.json").read_bytes() == TOKENIZER[1]
+    judge.save_pretrained(tmp_path / "judge")
+    for name in ("config.json", "generation_config.json"):
+        if (tmp_path / "judge" / name).exists():
+            assert json.loads((whole / name).read_text()) == json.loads((tmp_path / "judge" / name).read_text())
+    a, b = load_file(whole / "model.safetensors"), load_file(tmp_path / "judge" / "model.safetensors")
+    assert tiny.differences(a, b) == []
+
+
+# ── one process ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def saved(module: nn.Module, path: Path) -> Path:
+    io = ShardCkptIO()
+    io.attach(Ranks.alone(), module, {})
+    io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 0, "epoch": 0}, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["tied llama", "mixtral"])
+def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: Path) -> None:
+    model = built(kind)
+    folder = consolidate(saved(Wrapped(model), tmp_path / "a.ckpt"), format="huggingface", dtype="bfloat16")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    found = from_pretrained(folder)
+    assert found.dtype == torch.bfloat16
+    assert tiny.differences(found.state_dict(), model.bfloat16().state_dict()) == []
+
+
+def test_of_several_models_one_is_chosen_by_its_prefix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Wrapped(llama(), teacher=llama())
+    path = saved(module, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM under 'model\.', LlamaForCausalLM under 'teacher\.'; say"):
+        consolidate(path, format="huggingface")
+    with pytest.raises(ValueError, match=r"none of them is under 'student\.'"):
+        consolidate(path, format="huggingface", strip_prefix="student.")
+    folder = consolidate(path, format="huggingface", strip_prefix="teacher.")
+    assert tiny.differences(from_pretrained(folder).state_dict(), module.teacher.state_dict()) == []
+    assert "not of the LlamaForCausalLM, and not in the output: 'model.model.embed_tokens.weight'" in caplog.text
+
+
+def test_a_tie_that_transformers_does_not_know_is_written_under_each_name(tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=False)
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    folder = consolidate(saved(Wrapped(model), tmp_path / "a.ckpt"), format="huggingface")
+    assert tiny.differences(from_pretrained(folder).state_dict(), model.state_dict()) == []
+
+
+def test_an_adapter_is_not_left_out_silently(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import peft
+
+        base = llama()
+        expected = {k: t.clone() for k, t in base.state_dict().items()}
+        adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    path = saved(Wrapped(adapted), tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"has an adapter of PEFT, .*lora_A.*--exclude '\*\.lora_\*'"):
+        consolidate(path, format="huggingface")
+    folder = consolidate(path, format="huggingface", exclude="*.lora_*")
+    assert tiny.differences(from_pretrained(folder).state_dict(), expected) == []
+
+
+def test_without_a_model_of_transformers_it_is_plain_files_and_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    module = nn.Linear(3, 3)
+    folder = consolidate(saved(module, tmp_path / "a.ckpt"), format="huggingface")
+    assert "does not tell of a model of transformers" in caplog.text
+    assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
+    assert tiny.differences(load_file(folder / "model.safetensors"), module.state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"model.norm.weight": [["n", [0], [15], [15]]]}, "has 60 of 64 bytes"),
+        ({"model.norm.weight": [["n", [0], [17], [17]]]}, r"'n' is no part of 'model\.norm\.weight'"),
+        ({"model.norm.weight": [["n", [0, 0], [16, 1], [16]]]}, "is no part of"),
+        ({"model.norm.weight": [["n", [0], [16], [15]]]}, "is no part of"),
+        ({"model.norm.weight": [["n", [0], [16], [1 << 62]]]}, "is no part of"),
+    ],
+)
+def test_a_document_with_other_boxes_than_the_tensors_is_refused(names: Any, words: str, tmp_path: Path) -> None:
+    path = saved(Wrapped(llama()), tmp_path / "a.ckpt")
+    edit(path, "huggingface.json", lambda document: document["models"][0].update(names=names))
+    with pytest.raises(FormatError, match=words):
+        consolidate(path, format="huggingface")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
