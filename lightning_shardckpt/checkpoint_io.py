@@ -22,12 +22,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background
-from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
+from lightning_shardckpt.state.adapters import adapter_tensors
+from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.huggingface import HuggingFace
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
@@ -37,6 +39,10 @@ from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 
 _T = TypeVar("_T")
+_WITHOUT_STRATEGY = (
+    "it was saved with adapters_only=True. Load it with ShardedStrategy, which lets them be as they are; with another "
+    "strategy set strict_loading=False on the LightningModule."
+)
 RANK_STATE = "rank_state"
 """Key of Lightning's checkpoint dict under which ``ShardedStrategy`` passes what only this rank knows."""
 
@@ -66,6 +72,9 @@ class ShardCkptIO(CheckpointIO):
             norms under tensor parallelism) each read and verify a share of it and exchange the shares. That spares a
             network file system, or storage slower than the interconnect; from a page cache each is faster alone. By
             default it is measured where there is much to share; True or False says it.
+        adapters_only: save what training changes alone: adapters of PEFT, other parameters that are trained, buffers,
+            optimizers and the rest of the trainer. Frozen parameters of the base model are left out, and a load leaves
+            them as they are, so the module must have them from elsewhere. For ``ShardedStrategy``.
         also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
             when it is committed. For a LightningModule that has a Hugging Face model.
@@ -80,6 +89,7 @@ class ShardCkptIO(CheckpointIO):
         overlap_copy: bool = False,
         sync_files: bool = True,
         share_reads: bool | None = None,
+        adapters_only: bool = False,
         also: Also | None = None,
     ) -> None:
         if size_per_shard <= 0:
@@ -90,9 +100,11 @@ class ShardCkptIO(CheckpointIO):
             raise ValueError(f'also is "huggingface" or None, got {also!r}')
         if overlap_copy and not use_async:
             raise ValueError("overlap_copy is about asynchronous saves: set use_async=True, too")
+        if adapters_only and also is not None:
+            raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
         self.size_per_shard = size_per_shard
         self.verify = verify
-        self.share_reads = share_reads
+        self.share_reads, self.adapters_only = share_reads, adapters_only
         self.also = also
         self.overlap_copy = overlap_copy
         self.use_async, self.max_pending = use_async, max_pending
@@ -149,15 +161,21 @@ class ShardCkptIO(CheckpointIO):
         Raises:
             Exception: what an asynchronous save before this one failed with; this one is not begun then.
             TypeError: for ``storage_options``, of which there are none.
-            StateError: listing state that cannot be stored, by path.
+            StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy.
         """
+        if self.adapters_only and self._module is None:
+            raise StateError(
+                "ShardCkptIO(adapters_only=True) must know the module to tell what is frozen, which Lightning's own "
+                "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
+            )
         if storage_options is not None:
             raise TypeError(f"ShardCkptIO has no storage options, got {storage_options!r}")
         taken: list[Snapshot] = []
 
         def describe() -> Snapshot:
             rest = {k: v for k, v in checkpoint.items() if k != RANK_STATE}
-            found = snapshot(rest, self._module, checkpoint.get(RANK_STATE), self.names)
+            own, rank_state = self._module, checkpoint.get(RANK_STATE)
+            found = snapshot(rest, own, rank_state, self.names, adapters_only=self.adapters_only)
             taken.append(self._with_hugging_face(found))
             return taken[0]
 
@@ -179,6 +197,12 @@ class ShardCkptIO(CheckpointIO):
         """With what the module knows about Hugging Face, on the rank that stores it."""
         if self._module is None or self._ranks.rank != 0 or "model" not in found.leaves:
             return found
+        if self.also is not None and "peft" in found.documents:
+            raise StateError(
+                f"also={self.also!r} cannot write a model with adapters of PEFT: transformers would not find its "
+                "weights under their names. Leave it out, and make a folder for PEFT of the checkpoint with "
+                "`python -m lightning_shardckpt.consolidate DIR --format peft`."
+            )
         document, notes = self._hugging_face.document(self._module, self.names.state)
         documents = found.documents if document is None else {**found.documents, "huggingface": document}
         return replace(found, documents=documents, notes=(*found.notes, *notes))
@@ -266,7 +290,10 @@ class ShardCkptIO(CheckpointIO):
             safe = weights_only is not False
             found: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return found
-        return engine.load_full(os.fspath(path), verify=self.verify, storage=self.storage)
+        checkpoint = engine.load_full(os.fspath(path), verify=self.verify, storage=self.storage)
+        if frozen := checkpoint.pop(FROZEN, None):
+            self._warn([f"{os.fspath(path)!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
+        return checkpoint
 
     def load_into(
         self,
@@ -296,7 +323,8 @@ class ShardCkptIO(CheckpointIO):
         tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
         leaves, _ = model_leaves(tensors, self._module, self.names)
         extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
-        live = Live(leaves, extra_state, optimizers, names, self.names)
+        adapters = adapter_tensors(self._module, leaves.tensors) if self._module is not None else frozenset[str]()
+        live = Live(leaves, extra_state, optimizers, names, self.names, adapters)
         loaded = engine.load(
             os.fspath(path),
             live,
@@ -363,7 +391,8 @@ def load_from_checkpoint(
     """A module with the hyper-parameters and weights of a checkpoint, on the CPU, in this process alone.
 
     What ``LightningModule.load_from_checkpoint`` does for a file, for a sharded checkpoint of any topology. Waits for
-    asynchronous saves of this process.
+    asynchronous saves of this process. Frozen parameters that a checkpoint of adapters leaves out stay as the module
+    was constructed, in ``__init__`` or ``configure_model``.
 
     Args:
         cls: the class to construct.
@@ -373,6 +402,7 @@ def load_from_checkpoint(
 
     Raises:
         StateError: if a hyper-parameter could not be stored and is not given.
+        MismatchError: listing what is missing although the checkpoint does not leave it out, for one of adapters.
     """
     _drain()
     if os.path.isfile(checkpoint_path):
@@ -387,6 +417,27 @@ def load_from_checkpoint(
             f"checkpoint {os.fspath(checkpoint_path)!r} does not hold the hyper-parameter(s) {lost} of {cls.__name__}; "
             f"pass them: load_from_checkpoint({cls.__name__}, path, {', '.join(f'{name}=…' for name in lost)})"
         )
+    if issubclass(cls, pl.LightningModule) and FROZEN in checkpoint:
+        return _load_adapters(cls, checkpoint, os.fspath(checkpoint_path), strict, **kwargs)  # type: ignore[return-value]
     if issubclass(cls, pl.LightningModule):
         return _load_state(cls, checkpoint, strict=strict, **kwargs)  # type: ignore[return-value]  # typed as either kind
     return _load_state(cls, checkpoint, **kwargs)  # type: ignore[return-value]
+
+
+def _load_adapters(
+    cls: type[pl.LightningModule], checkpoint: dict[str, Any], path: str, strict: bool | None, **kwargs: Any
+) -> pl.LightningModule:
+    """The module with what a checkpoint without frozen parameters has; those that it left out may be missing."""
+    left_out = checkpoint.pop(FROZEN)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found keys that are (in the model state dict but not|not in the model)")
+        module = _load_state(cls, checkpoint, strict=False, **kwargs)
+    assert isinstance(module, pl.LightningModule)
+    live = {canonical_name(name) for name in module.state_dict()}
+    stored = {canonical_name(name) for name in checkpoint["state_dict"]}
+    problems = [f"{name}  in model only" for name in sorted(live - stored - left_out.keys())]
+    problems += [f"{name}  in checkpoint only" for name in sorted((stored | left_out.keys()) - live)]
+    if problems and (module.strict_loading if strict is None else strict):
+        listed = "\n  ".join(problems[:20])
+        raise MismatchError(f"cannot load {path!r} into {cls.__name__}: {len(problems)} differences\n  {listed}")
+    return module

@@ -78,7 +78,7 @@ def _consolidate_parser() -> ArgumentParser:
     default = "by default the name of the checkpoint with '.consolidated' appended"
     add("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")
     add("--overwrite", action="store_true", help="replace what an earlier run wrote there, at once")
-    known = "for torch.load; whole tensors; a directory for transformers' from_pretrained"
+    known = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
     add("--format", type=Format, default="torch", help=known)
     add("--split", type=Split | None, help="of safetensors; chunks have an index; huggingface: chunks, else one_file")
     add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.exporting import Stored, is_replaceable, nbytes, plan_export, write_directory, write_file
+from lightning_shardckpt.formats.peft import export_adapters
 from lightning_shardckpt.header import parse_json
 from lightning_shardckpt.index import ROOT_NAME, Component
 from lightning_shardckpt.locate import described, did_you_mean
@@ -61,7 +62,8 @@ def consolidate(
         checkpoint_folder: a checkpoint.
         output_file: by default the folder's name with ``.consolidated`` appended, and ``.safetensors`` for such a file.
         format: "torch", one file for ``torch.load``; "safetensors", whole tensors, of the model or the optimizers too;
-            "huggingface", a directory for ``from_pretrained``, if the module that was saved has such a model.
+            "huggingface", a directory for ``from_pretrained``, if the module that was saved has such a model; "peft",
+            one for ``PeftModel.from_pretrained``, of the adapters alone, see ``export_adapters``.
         split: "one_file", "one_file_per_tensor" or "chunks", several files with an index. For transformers "chunks",
             which are one file if all fits; else "one_file".
         size_per_shard: limit of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor is a file of its own.
@@ -108,15 +110,20 @@ def consolidate_as(
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     suffix = ".consolidated" + (".safetensors" if options.is_file and options.format == "safetensors" else "")
     output = Path(output_file) if output_file is not None else folder.with_name(folder.name + suffix)
+    if options.format == "peft":
+        export_adapters(folder, output)
+        return output
     with ExitStack() as stack:
         if options.format == "torch" or options.optimizer:
             stored = stack.enter_context(_opened_with_torch(folder, Path(checkpoint_folder)))
             _check_output(output, folder, options)
             _write_torch(stored, output, options) if options.format == "torch" else _export(stored, output, options)
+            _tell_left_out(folder, stored)
         else:
             light = stack.enter_context(_opened(folder, Path(checkpoint_folder)))
             _check_output(output, folder, options)
             _export(light, output, options)
+            _tell_left_out(folder, light)
     return output
 
 
@@ -240,6 +247,14 @@ def _what_is_wrong(folder: Path) -> str:
         "Only sharded checkpoints saved with lightning-shardckpt are supported for consolidation. The provided folder"
         f" is not in that format: {folder}; {said or f'it has no {ROOT_NAME}'}{remedy}{hint}"
     )
+
+
+def _tell_left_out(folder: Path, stored: Stored) -> None:
+    if left_out := stored.document("frozen"):
+        _log.warning(
+            f"{folder} was saved with adapters_only=True: {len(left_out)} frozen parameters are not in the output. "
+            "`load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
+        )
 
 
 def _tell(changed: list[str]) -> None:

@@ -16,6 +16,7 @@ from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.geometry import new_like
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model
 from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer
+from lightning_shardckpt.state.peft import base_name
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
 from lightning_shardckpt.state.tree import decode_small
@@ -28,6 +29,7 @@ class Live:
     """The objects to load into.
 
     ``optimizers`` None: weights only. ``names``: FQN by ``id`` of the parameter. ``whole``: of all pipeline stages.
+    ``adapters``: keys of ``model`` that PEFT made for adapters.
     """
 
     model: Leaves
@@ -35,6 +37,7 @@ class Live:
     optimizers: Sequence[Optimizer] | None
     names: Mapping[int, str]
     whole: WholeNames
+    adapters: frozenset[str] = frozenset()
 
 
 class Load:
@@ -61,12 +64,29 @@ class Load:
         stored = self._components.get("model", Component({}))
         extra = (set(self._source.document("model") or {}), set(self._live.extra_state))
         ties, elsewhere = self._live.whole.ties, self._elsewhere
-        matched = match_model(stored, self._live.model, extra, found, ties=ties, elsewhere=elsewhere)
+        left_out = self._source.document("frozen")
+        live, kept = self._without_adapters(stored)
+        matched = match_model(stored, live, extra, found, ties=ties, elsewhere=elsewhere, left_out=left_out)
         self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
         if self._live.optimizers is not None:
             self._compare_optimizers(self._live.optimizers, matched, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
-        return {"differences": found.problems, "sources": sources}
+        return {"differences": found.problems, "sources": sources, "kept": kept}
+
+    def _without_adapters(self, stored: Component) -> tuple[Leaves, list[str]]:
+        """What to look for, and which adapters are not: of a checkpoint without any, when weights alone are loaded.
+
+        What an adapter trains as a whole is a copy of what the base has.
+        """
+        model, adapters = self._live.model, self._live.adapters
+        if not adapters or self._live.optimizers is not None:
+            return model, []
+        if self._source.document("peft") or adapters & stored.tensors.keys():
+            return model, []
+        kept = {key for key in adapters & model.tensors.keys() if base_name(key) not in stored.tensors}
+        tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
+        aliases = {alias: of for alias, of in model.aliases.items() if of not in kept}
+        return Leaves(tensors, aliases, model.pinned - kept, model.tied), sorted(kept)
 
     def judge(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: what all ranks found, each difference once.
@@ -89,7 +109,10 @@ class Load:
         for group, numbers in ((g, n) for report in reports for g, n in report["sources"].items()):
             known = sources.get(group)
             sources[group] = known if numbers is None else list(dict.fromkeys([*(known or ()), *numbers]))
-        return {"notes": [note] if count else [], "sources": sources}
+        notes = [note] if count else []
+        if kept := list(dict.fromkeys(key for report in reports for key in report["kept"])):
+            notes.append(f"{path} has no adapters: {len(kept)} tensors of adapters keep the values that they have")
+        return {"notes": notes, "sources": sources}
 
     def plan(self, judged: dict[str, Any]) -> list[Target]:
         """On every rank: allocate what is not there to be filled, read what is not tensors. Changes nothing.

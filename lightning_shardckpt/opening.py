@@ -16,6 +16,7 @@ from lightning_shardckpt.formats.plain import PlainSource
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.sources import ShardedSource, Source
+from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.optimizer import StoredOptimizer
 from lightning_shardckpt.state.tree import decode_small
 from lightning_shardckpt.storage.protocol import Storage
@@ -87,6 +88,8 @@ def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, opti
         state |= {alias: state[of] for alias, of in components["model"].aliases.items()}
         state |= {name: decode_small(value) for name, value in (source.document("model") or {}).items()}
         found["state_dict"] = state
+        if frozen := source.document("frozen"):
+            found[FROZEN] = frozen
     document = source.document("optimizer") if optimizers else None
     if document is not None:
         component = components.get("optimizer")

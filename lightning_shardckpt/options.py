@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_shardckpt.naming import Naming
 
-Format = Literal["torch", "safetensors", "huggingface"]
+Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]
 OptimizerKeys = Literal["fqn", "id"]
 KeyMapping: TypeAlias = (
@@ -106,6 +106,8 @@ def _check(format: Format, split: Split | None, size: float | None, optimizer: b
         raise ValueError("transformers reads one file or chunks; for one_file_per_tensor use format 'safetensors'")
     if format == "huggingface" and optimizer:
         raise ValueError("a Hugging Face directory has no optimizer; write that with format 'safetensors' or 'torch'")
+    if format == "peft" and (split is not None or optimizer):
+        raise ValueError("PEFT reads one file for each adapter, without an optimizer")
     if size is not None and (split or ("chunks" if format == "huggingface" else "one_file")) != "chunks":
         raise ValueError("size_per_shard is for split 'chunks'")
     if size is not None and not size > 0:

@@ -71,7 +71,8 @@ from lightning_shardckpt.resume import (
     parameter_names,
     save_checkpoint,
 )
-from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.adapters import unchanging
+from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.position import make_resumable
 
@@ -357,7 +358,10 @@ class ShardedStrategy(ParallelStrategy):
         """Collective: a stage of a pipeline knows only its own part of the model."""
 
         def part() -> tuple[int, tuple[int, int]]:
-            tensors = [t for t in self.lightning_module_state_dict().values() if isinstance(t, Tensor)]
+            assert self.lightning_module is not None
+            state = self.lightning_module_state_dict()
+            left_out = unchanging(self.lightning_module) if self.checkpoint_io.adapters_only else frozenset()
+            tensors = [t for n, t in state.items() if isinstance(t, Tensor) and canonical_name(n) not in left_out]
             return self.meshes.pipeline_rank, (tensor_bytes(tensors), state_bytes(self.optimizers))
 
         def lead(parts: list[tuple[int, tuple[int, int]]]) -> None:

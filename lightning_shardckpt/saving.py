@@ -27,7 +27,7 @@ from lightning_shardckpt.plan import table_digest
 from lightning_shardckpt.planning import Plan, Plans, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.staging import CopiesBehind, HostMemory, copy_all, dtype_name, host_bytes
-from lightning_shardckpt.state.documents import HUGGING_FACE
+from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.geometry import local_tensor, view_at
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tree import references, union
@@ -87,7 +87,8 @@ class Save:
             for name, leaves in self._snapshot.leaves.items()
         }
         tables = self._plans.digest.of(self._own_tables, lambda: table_digest(self._own_tables))
-        digest = tables + json.dumps(sorted(self._snapshot.documents.get("model") or ()))
+        documents = [self._snapshot.documents.get(role) for role in ("model", "frozen")]
+        digest = tables + "".join(json.dumps(sorted(document or ())) for document in documents)
         return {"path": str(self.path), "step": self._about.step, "digest": checksum(digest.encode())}
 
     def agree(self, wishes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -232,10 +233,10 @@ class Save:
         rank, found = self._ranks.rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
-            names |= {"trainer": "trainer-state.json", "huggingface": HUGGING_FACE}
+            names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
             found["trainer"] = found.get("trainer") if self._trainer is None else self._trainer
         if any(rank == group[0] for group in agreed["groups"]):
-            names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer")}
+            names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer", "frozen")}
         for role, name in names.items():
             if found.get(role):
                 content = json.dumps(found[role], separators=(",", ":"), allow_nan=False).encode()

@@ -23,7 +23,7 @@ from lightning_shardckpt.pages import pages
 from lightning_shardckpt.plan import Overlap, plan_load
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.staging import bytes_of, is_host_memory
-from lightning_shardckpt.state.documents import HUGGING_FACE, checked
+from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, checked
 from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.optimizer import merge_optimizers
 from lightning_shardckpt.state.tree import decode
@@ -124,10 +124,10 @@ class ShardedSource:
         return self.checkpoint.root.components
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """The JSON of a role; of "model" and "optimizer" the union of what groups of ranks stored."""
+        """The JSON of a role; of "model", "optimizer" and "frozen" the union of what groups of ranks stored."""
         known = self.checkpoint.root.documents
         single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
-        single["huggingface"] = HUGGING_FACE
+        single |= {"peft": PEFT, "huggingface": HUGGING_FACE}
         if role in single:
             name = single[role]
             names = [name] if name in known else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,17 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def lora(net: nn.Module | None = None, **options: Any) -> nn.Module:
+    """A small Llama, or another model, with adapters in layers that are cut column-wise, row-wise and not at all."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    config = LoraConfig(**{"r": 3, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM", **options})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # advice on merging
+        return get_peft_model(net or llama(), config)
+
+
 _HF: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -116,6 +128,11 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied llama": lambda: llama(tie_word_embeddings=True),
     "qwen3": qwen3,
+    "lora": lambda: lora(modules_to_save=["lm_head", "norm"]),
+    "lora embedding": lambda: lora(
+        llama(tie_word_embeddings=True), target_modules=["embed_tokens", "up_proj", "down_proj"], lora_dropout=0.2
+    ),
+    "lora qwen3": lambda: lora(qwen3(), modules_to_save=["mlp"]),
     "gpt2": gpt2,
 }
 

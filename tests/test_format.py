@@ -297,6 +297,12 @@ def test_f24_an_unknown_tag_is_refused() -> None:
         ("model", {"$": "tuple", "v": []}, "the document is not an object"),
         ("optimizer", {"1": {}}, "the document has keys \\['1'\\], expected 0 to 0"),
         ("optimizer", {"0": {"groups": {}, "values": {}}}, "0 is not an object with groups, values, numbered"),
+        ("frozen", ["w"], "the document is not an object"),
+        ("frozen", {"w": ["F32"]}, "'w' is not described by a dtype and a shape"),
+        ("frozen", {"w": ["F33", [2]]}, "unknown dtype 'F33'"),
+        ("peft", {"adapters": {}}, "the document is not an object with a list of adapters"),
+        ("peft", {"adapters": [{"name": "a"}]}, "adapters/0 is not an object with name, prefix, root and config"),
+        ("peft", {"adapters": [{"name": "a/b", "prefix": "", "root": "", "config": ""}]}, "adapters/0 has a name or"),
     ],
 )
 def test_f24_a_document_has_the_structure_of_its_role(role: str, value: Any, words: str) -> None:

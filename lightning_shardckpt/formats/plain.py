@@ -10,6 +10,7 @@ import torch
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Target
+from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.geometry import this_rank, view_at
 from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
@@ -31,6 +32,9 @@ class PlainSource:
         if "optimizer_states" in self._checkpoint:
             states = self._checkpoint["optimizer_states"]
             self._leaves["optimizer"], self._documents["optimizer"] = optimizer_leaves(states)
+        if FROZEN in self._checkpoint:
+            check_frozen(self._checkpoint[FROZEN])
+            self._documents["frozen"] = self._checkpoint[FROZEN]
 
     @property
     def tensors(self) -> Tensors:
@@ -45,12 +49,12 @@ class PlainSource:
         return {n: Component(specs_of(n, leaves, ((0, 1),)), leaves.aliases) for n, leaves in self._leaves.items()}
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """The JSON of "model" or "optimizer"."""
+        """The JSON of "model", "optimizer" or "frozen"."""
         return self._documents.get(role)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """Everything but model and optimizers, as it was pickled."""
-        return {k: v for k, v in self._checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        return {k: v for k, v in self._checkpoint.items() if k not in ("state_dict", "optimizer_states", FROZEN)}
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """Its shape: torch has mapped the tensor."""

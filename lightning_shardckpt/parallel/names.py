@@ -1,6 +1,6 @@
 """What is a parameter called, which names share one parameter, and which modules does a pattern mean?
 
-A clean FQN has no trace of wrappers (torch.compile, checkpoint wrappers, DDP-like ones).
+A clean FQN has no trace of wrappers (torch.compile, checkpoint wrappers, DDP-like ones). Adapters of PEFT stay in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import nn
 from lightning_shardckpt.errors import TopologyError
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+_PEFT_MODEL = re.compile(r"(^|\.)base_model\.model(?=\.|$)")
+_PEFT_LAYERS = re.compile(r"(^|\.)(token_adapter|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
 
 def clean_fqn(name: str) -> str:
@@ -24,6 +26,15 @@ def clean_fqn(name: str) -> str:
     'net.layers.0.weight'
     """
     return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def base_fqn(name: str) -> str:
+    """``name`` as the module was called before PEFT wrapped the model and some of its modules.
+
+    >>> base_fqn("net.base_model.model.layers.0.q_proj.base_layer"), base_fqn("net.head.modules_to_save.default")
+    ('net.layers.0.q_proj', 'net.head')
+    """
+    return _PEFT_LAYERS.sub("", _PEFT_MODEL.sub("", name, count=1)).removeprefix(".")
 
 
 def named_modules(root: nn.Module) -> dict[str, nn.Module]:
@@ -52,6 +63,17 @@ def matching_modules(modules: dict[str, nn.Module], pattern: str) -> list[str]:
     """The FQNs that ``pattern`` matches: ``*`` is any part of one component, ``**`` any number of components."""
     regex = re.compile(_translate(pattern))
     return [name for name in modules if regex.fullmatch(name)]
+
+
+def matching_base_modules(modules: Iterable[str], pattern: str) -> list[str]:
+    """The FQNs that ``pattern`` matches as they were before PEFT: wrappers and what they wrap. None if it names those.
+
+    So a plan that was written for a model fits the model with adapters.
+    """
+    if _PEFT_LAYERS.search(pattern):
+        return []
+    regex = re.compile(_translate(base_fqn(pattern)))
+    return [name for name in modules if regex.fullmatch(base_fqn(name))]
 
 
 def nearest(modules: Iterable[str], pattern: str) -> str:

@@ -18,7 +18,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.names import clean_fqn, matching_modules, named_modules, nearest
+from lightning_shardckpt.parallel.adapters import has_adapters, reach_through
+from lightning_shardckpt.parallel.names import (
+    clean_fqn,
+    matching_base_modules,
+    matching_modules,
+    named_modules,
+    nearest,
+)
 
 Style = str | ParallelStyle
 Plan = str | Mapping[str, Style] | Callable[..., Any]
@@ -68,14 +75,13 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
     else:
         named = _matched(modules, plan, root, strict=True)
     named |= _tied_styles(modules, named, ties)
-    resolved = TensorPlan(
-        {
-            fqn: STYLES[style]() if isinstance(style, str) else style
-            for fqn, style in named.items()
-            if style not in (PARTIAL, "replicate")
-        },
-        frozenset(fqn for fqn, style in named.items() if style == PARTIAL),
-    )
+    styles = {
+        fqn: STYLES[style]() if isinstance(style, str) else style
+        for fqn, style in named.items()
+        if style not in (PARTIAL, "replicate")
+    }
+    partial = frozenset(fqn for fqn, style in named.items() if style == PARTIAL)
+    resolved = TensorPlan(reach_through(modules, styles), partial)
     _check_sizes(modules, resolved.styles, size)
     return resolved
 
@@ -132,7 +138,9 @@ def _hf_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
         clean = clean_fqn(name)
         if any(clean.startswith(f"{outer}.") for outer in found):
             continue
-        if isinstance(getattr(module, "_tp_plan", None), dict) and module._tp_plan:
+        # its own: PeftModel passes on what it is asked for to the model that it wraps
+        plan = vars(module).get("_tp_plan", getattr(type(module), "_tp_plan", None))
+        if isinstance(plan, dict) and plan:
             found.append(clean)
             yield clean, module
 
@@ -152,9 +160,11 @@ def _matched(
 ) -> dict[str, Style]:
     """Module FQN → style; the last pattern that matches a module decides."""
     named: dict[str, Style] = {}
-    problems = []
+    problems, adapted = [], has_adapters(modules)
     for pattern, style in plan.items():
         found = matching_modules(modules, pattern)
+        if adapted:
+            found = list(dict.fromkeys([*found, *matching_base_modules(modules, pattern)]))
         if isinstance(style, str) and style not in STYLES and style not in (PARTIAL, "replicate"):
             if found:
                 problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {[*STYLES, PARTIAL]}")

@@ -8,8 +8,12 @@ import zlib
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import check_file_name, check_shape, check_text, parse_json, shown
+from lightning_shardckpt.header import check_dtype, check_file_name, check_shape, check_text, parse_json, shown
+from lightning_shardckpt.state.peft import adapters_from_json
 
+FROZEN = "frozen_parameters"
+"""Key of Lightning's checkpoint dict under which a single file has the document "frozen"."""
+PEFT = "peft.json"
 HUGGING_FACE = "huggingface.json"
 TEXT_BYTES = 64 << 10
 """A file of the Hugging Face document that is no longer than this, and UTF-8, is there as it is; others compressed."""
@@ -21,7 +25,7 @@ _COMPANION_BYTES = 1 << 27
 
 
 def checked(role: str, content: bytes, where: str) -> Any:
-    """The JSON of a document of a role: "trainer", "rank", "model", "optimizer" or "huggingface".
+    """The JSON of a document of a role: "trainer", "rank", "model", "optimizer", "frozen", "peft" or "huggingface".
 
     Raises:
         FormatError: naming ``where`` and what is wrong.
@@ -30,6 +34,10 @@ def checked(role: str, content: bytes, where: str) -> Any:
     try:
         if role == "optimizer":
             _optimizers(value)
+        elif role == "frozen":
+            check_frozen(value)
+        elif role == "peft":
+            adapters_from_json(value)
         elif role == "huggingface":
             _hugging_face(value)
         elif role != "rank":
@@ -37,6 +45,20 @@ def checked(role: str, content: bytes, where: str) -> Any:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     return value
+
+
+def check_frozen(value: Any) -> None:
+    """Make sure that it has dtype and shape by name.
+
+    Raises:
+        FormatError: saying what it has instead.
+    """
+    for name, spec in _object(value, "").items():
+        dtype, shape = spec if isinstance(spec, list) and len(spec) == 2 else (None, None)
+        if not isinstance(dtype, str) or not isinstance(shape, list):
+            raise FormatError(f"{shown(name)} is not described by a dtype and a shape: {shown(spec)}")
+        check_dtype(dtype)
+        check_shape(shape)
 
 
 def _object(value: Any, place: str, *keys: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import DTYPES
 from lightning_shardckpt.state.geometry import local_tensor
+from lightning_shardckpt.state.peft import base_name
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tree import encode_small
 
@@ -167,6 +168,18 @@ class Differences:
         """Note a difference of a tensor or a setting."""
         self.problems.append(f"{name}  {what}")
 
+    def add_absent(self, key: str, tensor: torch.Tensor, left_out: Any, known: Mapping[str, str]) -> None:
+        """Note a live tensor that is not stored, unless it was left out and is what it was then."""
+        live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
+        if left_out is None:
+            self.add(key, _absent(key, known))
+        elif left_out != live:
+            self.add(key, f"{_described(left_out)} when the checkpoint left it out, {_described(live)} in model")
+
+
+def _described(spec: Any) -> str:
+    return f"{spec[0]} {tuple(spec[1])}"
+
 
 def match_model(
     stored: Component,
@@ -176,8 +189,11 @@ def match_model(
     *,
     ties: Iterable[tuple[str, ...]] = (),
     elsewhere: frozenset[str] = frozenset(),
+    left_out: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Live key -> stored key of every tensor that can be loaded; the rest is noted in ``differences``.
+
+    A tensor that is not stored under any of its names is taken by the name that it had before PEFT wrapped the model.
 
     Args:
         stored: the component of the checkpoint.
@@ -186,21 +202,21 @@ def match_model(
         differences: collects missing, unexpected, shape and dtype differences.
         ties: of the whole model, see ``WholeNames``.
         elsewhere: what other ranks have and this one has not.
+        left_out: dtype and shape by name of what the checkpoint leaves to others; that it is missing is no difference.
     """
-    names: dict[str, list[str]] = {key: [key] for key in live.tensors}
-    for alias, of in live.aliases.items():
-        names[of].append(alias)
-    here = {name for group in names.values() for name in group}
-    for tie in ties:  # other stages may have the tensor by other names
-        for key in names.keys() & set(tie):
-            names[key] += [name for name in tie if name not in here]
+    left_out = left_out or {}
+    names = _names_of(live, ties)
     known = {**{key: key for key in stored.tensors}, **stored.aliases}
     matched: dict[str, str] = {}
     for key, tensor in live.tensors.items():
         sources = [known[key]] if key in known and len(names[key]) == 1 else []
         sources = sources or list(dict.fromkeys(known[name] for name in names[key] if name in known))
+        absent = next((left_out[name] for name in names[key] if name in left_out), None)
+        if not sources and absent is None:
+            names[key] += [name for name in map(base_name, names[key]) if name in known]
+            sources = [known[name] for name in names[key] if name in known][:1]
         if not sources:
-            differences.add(key, _absent(key, known))
+            differences.add_absent(key, tensor, absent, known)
             continue
         if len(sources) > 1:
             differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
@@ -212,11 +228,24 @@ def match_model(
         else:
             matched[key] = sources[0]
     wanted = {name for group in names.values() for name in group}
-    for name in sorted(((known.keys() - wanted) | (extra[0] - extra[1])) - elsewhere):
+    unwanted = (((known.keys() | left_out.keys()) - wanted) | (extra[0] - extra[1])) - elsewhere
+    for name in sorted(unwanted - {base_name(name) for name in elsewhere} if unwanted else ()):
         differences.add(name, "in checkpoint only")
     for name in sorted(extra[1] - extra[0]):
         differences.add(name, "in model only")
     return matched
+
+
+def _names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:
+    """All names of each live tensor, those of other pipeline stages included."""
+    names: dict[str, list[str]] = {key: [key] for key in live.tensors}
+    for alias, of in live.aliases.items():
+        names[of].append(alias)
+    here = {name for group in names.values() for name in group}
+    for tie in ties:  # other stages may have the tensor by other names
+        for key in names.keys() & set(tie):
+            names[key] += [name for name in tie if name not in here]
+    return names
 
 
 def _absent(key: str, known: Mapping[str, str]) -> str:

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.state.adapters import adapters_of, unchanging, without
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
+from lightning_shardckpt.state.peft import adapters_to_json
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.tree import Encoder, encode_small
 
@@ -28,6 +30,8 @@ def snapshot(
     module: nn.Module | None = None,
     rank_state: Any = None,
     whole: WholeNames | None = None,
+    *,
+    adapters_only: bool = False,
 ) -> Snapshot:
     """What this rank contributes to a save of Lightning's checkpoint dict.
 
@@ -36,6 +40,7 @@ def snapshot(
         module: the live module, which tells buffers and ties; see ``model_leaves``.
         rank_state: what only this rank knows, such as its random state.
         whole: names of the model over all pipeline stages.
+        adapters_only: leave out the parameters of ``module`` that training does not change.
 
     Raises:
         StateError: listing every value that cannot be stored, by path.
@@ -52,6 +57,11 @@ def snapshot(
     documents: dict[str, Any] = {"trainer": tree, "rank": encode_small(rank_state, "rank_state")}
     if "state_dict" in checkpoint:
         leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module, whole)
+        if adapters_only and module is not None:
+            frozen = unchanging(module, checkpoint.get("optimizer_states", ()))
+            leaves["model"], documents["frozen"] = without(leaves["model"], frozen)
+    if module is not None and (adapters := adapters_of(module)):
+        documents["peft"] = adapters_to_json(adapters)
     if "optimizer_states" in checkpoint:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(checkpoint["optimizer_states"])
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}

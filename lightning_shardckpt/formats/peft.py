@@ -1,0 +1,142 @@
+"""How do adapters in a checkpoint become a folder that ``PeftModel.from_pretrained`` loads? Without torch and PEFT.
+
+The folder has ``adapter_model.safetensors`` and ``adapter_config.json``, with the names that PEFT's own
+``save_pretrained`` gives; the configuration was saved with the checkpoint. Memory does not grow with the adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.header import DTYPE_BYTES, bytes_in, parse_json
+from lightning_shardckpt.index import Component, TensorSpec
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.regions import Region, fill
+from lightning_shardckpt.state.documents import PEFT
+from lightning_shardckpt.state.peft import Adapter, adapters_from_json
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.outputs import new_file
+from lightning_shardckpt.text import progress
+from lightning_shardckpt.whole import Tensors, Wholes
+
+_log = logging.getLogger(__name__)
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_DEFAULT = "default"
+
+
+def export_adapters(
+    checkpoint_folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    adapter: str | None = None,
+    prefix: str | None = None,
+) -> list[Path]:
+    """Write adapters of a checkpoint in PEFT's layout; returns the folders, one for each adapter.
+
+    As with PEFT's ``save_pretrained``, the adapter "default" is in ``output`` itself and others in folders of their
+    names inside it; a single one that was asked for is in ``output``. Each folder's configuration appears last.
+
+    Args:
+        checkpoint_folder: a checkpoint of this package, with or without the base model.
+        output: a folder that does not exist yet, or is empty.
+        adapter: which one; all by default.
+        prefix: of the names of the model with the adapters, such as "model.", if there are several such models.
+
+    Raises:
+        CheckpointNotFoundError: if the folder is no checkpoint.
+        FormatError: if it has no such adapter, or not all of one.
+        FileExistsError: if there is something at ``output``.
+        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+    """
+    folder, output = os.fspath(checkpoint_folder), Path(output)
+    with Checkpoint(LocalStorage(), folder) as checkpoint:
+        tensors, model = Wholes(checkpoint), checkpoint.root.components.get("model", Component({}))
+        chosen = _chosen(checkpoint, adapter, prefix)
+        at_top = {_DEFAULT} if adapter is None else {adapter}
+        paths = [output if one.name in at_top else output / one.name for one in chosen]
+        files = [(path, one, _plan(folder, one, model)) for path, one in zip(paths, chosen, strict=True)]
+        if output.is_file() or (output.is_dir() and any(output.iterdir())):
+            raise FileExistsError(f"the adapters need a folder that does not exist yet or is empty: {output}")
+        with _removed_on_error([path for path, _, _ in files]):
+            for path, one, regions in files:
+                _write(path, one, regions, tensors)
+    return [path for path, _, _ in files]
+
+
+def _chosen(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> list[Adapter]:
+    where = f"checkpoint {checkpoint.path!r}"
+    if PEFT not in checkpoint.root.documents:
+        raise FormatError(
+            f"{where} has no adapters of PEFT: it has no {PEFT}, which is saved with a module that PEFT wrapped"
+        )
+    try:
+        known = adapters_from_json(parse_json(checkpoint.document(PEFT), PEFT))
+    except FormatError as error:
+        raise FormatError(f"{where}, {PEFT}: {error}") from None
+    chosen = [a for a in known if adapter in (None, a.name) and prefix in (None, a.prefix)]
+    listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in known)
+    if not chosen:
+        raise FormatError(f"{where} has no adapter {adapter!r} of a model {prefix or 'any'!r}; it has {listed}")
+    if len({a.prefix for a in chosen}) > 1:
+        raise FormatError(f"{where} has adapters of several models, {listed}: say which with prefix")
+    return chosen
+
+
+def _plan(folder: str, adapter: Adapter, model: Component) -> list[Region]:
+    """The header of the file and all that follows."""
+    names = adapter.names({**model.tensors, **model.aliases}.keys())
+    if not any(".lora_" in name or name.startswith("lora_") for name in names):
+        raise FormatError(f"checkpoint {folder!r} has no tensors of adapter {adapter.name!r} below {adapter.prefix!r}")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, planned = 0, []
+    for name, stored in sorted(names.items(), key=lambda item: -DTYPE_BYTES[_spec(model, item[1]).dtype]):  # aligned
+        key = model.aliases.get(stored, stored)
+        spec = _spec(model, stored)
+        if spec.dtype == "C128":
+            raise FormatError(f"checkpoint {folder!r}: safetensors has no dtype {spec.dtype} as {stored!r} has")
+        nbytes = bytes_in(spec.shape, spec.dtype)
+        header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (at, at + nbytes)}
+        planned.append((at, nbytes, key))
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = memoryview(len(text).to_bytes(8, "little") + text)
+    regions = [Region(0, len(first), 0, first)]
+    return regions + [Region(len(first) + at, nbytes, 0, ("model", key)) for at, nbytes, key in planned if nbytes]
+
+
+@contextmanager
+def _removed_on_error(folders: list[Path]) -> Iterator[None]:
+    """The files of these folders, which had none, and the folders; an error inside is raised."""
+    try:
+        yield
+    except BaseException:
+        for folder in reversed(folders):
+            for name in (CONFIG, WEIGHTS):
+                with suppress(FileNotFoundError):
+                    os.unlink(folder / name)
+            with suppress(OSError):  # never made, or somebody else put something there
+                os.rmdir(folder)
+        raise
+
+
+def _spec(model: Component, stored: str) -> TensorSpec:
+    return model.tensors[model.aliases.get(stored, stored)]
+
+
+def _write(folder: Path, adapter: Adapter, regions: list[Region], tensors: Tensors) -> None:
+    """The weights, then the configuration, without which PEFT does not take a folder for an adapter."""
+    nbytes = sum(region.nbytes for region in regions)
+    with new_file(str(folder / WEIGHTS)) as (file, notes), progress(nbytes) as advance:
+        fill(file.fileno(), regions, tensors, None, advance)
+    with new_file(str(folder / CONFIG)) as (file, more):
+        file.write(adapter.config.encode())
+    for note in [*notes, *more]:
+        _log.warning(note)

@@ -1,0 +1,105 @@
+"""How are modules with adapters of PEFT cut over the tensor axis, where a plan speaks of the modules that they wrap?
+
+A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of its base layer. A column-wise base layer has its whole
+input on every rank: ``lora_A`` is kept whole and ``lora_B`` is cut like the base layer, so that the outputs fit. A
+row-wise one has a part of the input: ``lora_A`` is cut like the base layer, its sum over the ranks is as small as the
+rank of the adapter, and ``lora_B`` is kept whole. PEFT is not imported: its layers are known by what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from lightning_shardckpt.errors import TopologyError
+
+_LISTED = 5
+
+
+def has_adapters(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether PEFT wrapped one of these modules."""
+    return any(hasattr(module, "peft_config") for module in modules.values())
+
+
+def reach_through(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """The styles of what wrappers of PEFT wrap and add, in place of those of the wrappers.
+
+    Args:
+        modules: every module by clean FQN.
+        styles: by clean FQN, of wrappers and of others; what is named itself keeps its own style.
+
+    Raises:
+        TopologyError: listing the wrappers that cannot be cut: other kinds than LoRA, and variants such as DoRA.
+    """
+    found: dict[str, ParallelStyle] = {}
+    problems = []
+    for fqn, style in styles.items():
+        module = modules[fqn]
+        if not {"base_layer", "original_module"} & module._modules.keys():
+            found[fqn] = style
+        elif (why := _why_not(module, style)) is not None:
+            problems.append(f"  {fqn} ({type(module).__module__}.{type(module).__name__}): {why}")
+        elif "base_layer" in module._modules:
+            found |= {f"{fqn}.{part}": part_style for part, part_style in _parts(module, style).items()}
+    if problems:
+        more = [f"  … and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        raise TopologyError(
+            "tensor_parallel_plan cannot cut these modules with adapters:\n"
+            + "\n".join(problems[:_LISTED] + more)
+            + "\nUse plain LoRA, leave their patterns out of the plan, or give a function of (module, tensor_mesh)."
+        )
+    return found | {fqn: style for fqn, style in styles.items() if fqn in found}
+
+
+def _why_not(module: nn.Module, style: ParallelStyle) -> str | None:
+    """Why a wrapper cannot be cut; None if it can."""
+    if "original_module" in module._modules:  # what it wraps has the style, too: the plan matched it
+        return None if "modules_to_save" in module._modules else "only modules_to_save can be cut"
+    if "lora_A" not in module._modules:
+        return "only LoRA can be cut"
+    if variants := getattr(module, "lora_variant", None):
+        names = sorted({type(variant).__name__ for variant in variants.values()})
+        return f"only plain LoRA can be cut, not {', '.join(names)}"
+    base = module.base_layer
+    if not isinstance(base, nn.Linear | nn.Embedding):
+        return f"only LoRA over Linear or Embedding can be cut, not over {type(base).__name__}"
+    if isinstance(style, ColwiseParallel) and style.input_layouts[0] == Replicate():
+        return None
+    if isinstance(style, RowwiseParallel) and style.output_layouts[0] == Replicate():
+        return None
+    return (
+        "LoRA can be cut by ColwiseParallel with a replicated input or RowwiseParallel with a replicated output, not "
+        f"by {type(style).__name__} with other layouts"
+    )
+
+
+def _parts(module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """Styles of the modules in a LoRA layer, by name. LoRA of an embedding is kept whole: it is made of parameters."""
+    parts: dict[str, ParallelStyle] = {"base_layer": style}
+    cut = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
+    parts |= {f"{cut}.{adapter}": style for adapter in module._modules[cut]}  # type: ignore[union-attr]  # a ModuleDict
+    if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
+        dropouts: Any = module._modules["lora_dropout"]
+        parts |= {f"lora_dropout.{name}": PartOfDropout() for name, m in dropouts.items() if isinstance(m, nn.Dropout)}
+    return parts
+
+
+class PartOfDropout(ParallelStyle):
+    """Dropout of a part of the last dim that drops what dropout of all of it would, given the same random state."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.forward = partial(_drop, module, device_mesh.size(), device_mesh.get_local_rank())
+        return module
+
+
+def _drop(module: nn.Module, size: int, rank: int, x: Tensor) -> Tensor:
+    width = x.shape[-1]
+    kept = nn.functional.dropout(x.new_ones(*x.shape[:-1], width * size), module.p, module.training)  # type: ignore[arg-type]
+    return x * torch.narrow(kept, -1, rank * width, width)

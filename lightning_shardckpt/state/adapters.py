@@ -1,0 +1,120 @@
+"""Which adapters of PEFT does a live module have, and what of a module does not change in training?
+
+PEFT is not imported: what it wrapped is known by its ``peft_config``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.header import shown
+from lightning_shardckpt.staging import dtype_name
+from lightning_shardckpt.state.geometry import local_tensor
+from lightning_shardckpt.state.model import canonical_name
+from lightning_shardckpt.state.peft import ROOT, Adapter, is_of_adapter
+from lightning_shardckpt.state.snapshot import Leaves
+
+
+def adapters_of(module: nn.Module) -> list[Adapter]:
+    """The adapters of every model in ``module`` that PEFT wrapped, or put adapters into.
+
+    Raises:
+        StateError: if a configuration cannot be written as JSON.
+    """
+    found = []
+    for name, wrapped in _wrapped(module):
+        prefix = f"{name}." if name else ""
+        root = "" if "base_model" in wrapped._modules else ROOT
+        for adapter, config in wrapped.peft_config.items():
+            found.append(Adapter(adapter, prefix, root, _config_text(wrapped, config, f"{prefix}{adapter}")))
+    return found
+
+
+def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    outermost: list[str] = []
+    for name, sub in module.named_modules():
+        clean = canonical_name(name)
+        if any(clean.startswith(f"{outer}.") or not outer for outer in outermost):
+            continue
+        if isinstance(getattr(sub, "peft_config", None), dict):
+            outermost.append(clean)
+            yield clean, sub
+
+
+def _config_text(wrapped: Any, config: Any, where: str) -> str:
+    """What PEFT's ``save_pretrained`` would write as ``adapter_config.json``, with sets in order."""
+    settings: dict[str, Any] = config.to_dict()
+    settings = {key: sorted(v) if isinstance(v, set | frozenset) else v for key, v in settings.items()}
+    model = wrapped.base_model.model if "base_model" in wrapped._modules else wrapped
+    if settings.get("base_model_name_or_path") is None:
+        settings["base_model_name_or_path"] = vars(model).get("name_or_path") or None
+    if settings.get("task_type") is None:
+        kind = type(model)
+        settings["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    settings["inference_mode"] = True
+    try:
+        return json.dumps(settings, indent=2, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise StateError(f"the configuration of adapter {where!r} cannot be written as JSON: {error}") from error
+
+
+def adapter_tensors(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Those of the canonical ``names`` of a module's tensors that were made for an adapter."""
+    wrapped = [(f"{name}." if name else "", list(sub.peft_config)) for name, sub in _wrapped(module)]
+    return frozenset(
+        name
+        for prefix, adapters in wrapped
+        for name in names
+        if name.startswith(prefix) and any(is_of_adapter(name.removeprefix(prefix), one) for one in adapters)
+    )
+
+
+def _alters_base(config: Any) -> bool:
+    """Whether the first values of an adapter came with new values of the weights that it adapts, as in PiSSA."""
+    return getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal")
+
+
+def unchanging(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()) -> frozenset[str]:
+    """Canonical FQNs of the parameters that training does not change: frozen, of no adapter, without optimizer state.
+
+    Not those that an adapter changed when it was made: they are not those of the base model any more.
+
+    Args:
+        module: the live module.
+        optimizers: state dicts with the states of parameters by canonical FQN.
+    """
+    frozen: set[str] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            frozen.add(canonical_name(name))
+    for name, wrapped in _wrapped(module):
+        if any(map(_alters_base, wrapped.peft_config.values())):
+            inside = f"{name}." if name else ""
+            frozen -= {one for one in frozen if one.startswith(inside) and ".base_layer." in one}
+    trained = {str(name) for state in optimizers for name, values in state["state"].items() if values}
+    return frozenset(frozen - trained - adapter_tensors(module, frozen))
+
+
+def without(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, Any]]:
+    """Leaves without those of ``names``, and the document "frozen", which tells what was left out.
+
+    A tied tensor is left out if one of its names is among them.
+    """
+    out = {leaves.aliases.get(name, name) for name in names}
+    out &= leaves.tensors.keys()
+    document: dict[str, Any] = {}
+    for key in [*sorted(out), *sorted(alias for alias, of in leaves.aliases.items() if of in out)]:
+        tensor = leaves.tensors[leaves.aliases.get(key, key)]
+        document[key] = [dtype_name(local_tensor(tensor), f"model/{shown(key)}"), list(tensor.shape)]
+    kept = Leaves(
+        {key: tensor for key, tensor in leaves.tensors.items() if key not in out},
+        {alias: of for alias, of in leaves.aliases.items() if of not in out},
+        leaves.pinned - out,
+        {key: own for key, own in leaves.tied.items() if key not in out},
+    )
+    return kept, document

@@ -1,0 +1,172 @@
+"""What do the names of a model that PEFT wrapped stand for? Strings and JSON; neither torch nor PEFT is imported.
+
+PEFT puts a model below ``base_model.model``, a module that gets an adapter below ``base_layer``, and one that is
+trained as a whole below ``original_module``, beside a copy for each adapter in ``modules_to_save``. In its own files,
+adapters have no name: ``….lora_A.default.weight`` is ``….lora_A.weight`` there. Source: PEFT 0.21,
+``utils/save_and_load.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.header import parse_json, shown
+
+ROOT = "base_model.model."
+"""What PEFT's files have before the name of every tensor."""
+
+_MODEL = re.compile(r"(^|\.)base_model\.model(?=\.|$)")
+_LAYERS = re.compile(r"(^|\.)(token_adapter|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+_EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES
+_TUNER = "lora_"
+_TOKENS = "trainable_tokens_delta"
+_SAVED = "modules_to_save"
+
+
+def base_name(live_name: str) -> str:
+    """The name that a tensor had before PEFT wrapped the model and some of its modules; of an adapter's, no such.
+
+    The module that an adapter trains as a whole begins as a copy, so it has the name of what it is a copy of.
+
+    >>> base_name("model.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+    'model.model.layers.0.self_attn.q_proj.weight'
+    >>> base_name("base_model.model.lm_head.modules_to_save.default.weight"), base_name("net.bias")
+    ('lm_head.weight', 'net.bias')
+    """
+    return _LAYERS.sub("", _MODEL.sub("", live_name, count=1)).removeprefix(".")
+
+
+def is_of_adapter(name: str, adapter: str) -> bool:
+    """Whether a tensor was made for this adapter.
+
+    >>> is_of_adapter("q_proj.lora_A.default.weight", "default"), is_of_adapter("q_proj.base_layer.weight", "default")
+    (True, False)
+    """
+    return any(part == adapter and _is_container(before) for before, part in pairwise(name.split(".")))
+
+
+def _is_container(part: str) -> bool:
+    return part.startswith(_TUNER) or part in (_SAVED, _TOKENS)
+
+
+def name_in_file(name: str, adapter: str) -> str:
+    """The name that PEFT's files have for a tensor of an adapter.
+
+    >>> name_in_file("base_model.model.q_proj.lora_A.default.weight", "default")
+    'base_model.model.q_proj.lora_A.weight'
+    >>> name_in_file("base_model.model.head.modules_to_save.default.dense.weight", "default")
+    'base_model.model.head.dense.weight'
+    """
+    before, saved, behind = f".{name}".partition(f".{_SAVED}.{adapter}.")
+    if saved:
+        return f"{before[1:]}.{behind}" if before else behind
+    name = name.removesuffix(".weight") if name.endswith(f".lora_magnitude_vector.{adapter}.weight") else name
+    if name.endswith(f".{adapter}"):
+        return name.removesuffix(f".{adapter}")
+    owner, _, last = name.rpartition(".")
+    return f"{owner.removesuffix(f'.{adapter}')}.{last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter of a wrapped model, as a checkpoint describes it.
+
+    Attributes:
+        name: PEFT's default is "default".
+        prefix: of the names of the wrapped model's tensors in the checkpoint; empty, or with a dot at its end.
+        root: what comes before their names in PEFT's files: nothing if the model is a PeftModel, which has it already.
+        config: the text of ``adapter_config.json``.
+    """
+
+    name: str
+    prefix: str
+    root: str
+    config: str
+
+    def names(self, stored: Collection[str]) -> dict[str, str]:
+        """Name in PEFT's file → stored name, of all that ``PeftModel.save_pretrained`` would write, in sorted order.
+
+        Raises:
+            FormatError: for a kind of adapter of which that is not known.
+        """
+        settings = parse_json(self.config.encode(), f"the configuration of adapter {self.name!r}")
+        kind = settings.get("peft_type") if isinstance(settings, dict) else None
+        if kind != "LORA":
+            raise FormatError(
+                f"adapter {self.name!r} is of kind {shown(kind)}; only LORA is exported in PEFT's layout. Load the "
+                "checkpoint into the model and call save_pretrained of PEFT."
+            )
+        local = {name.removeprefix(self.prefix): name for name in stored if name.startswith(self.prefix)}
+        found = {name_in_file(name, self.name): name for name in local if is_of_adapter(name, self.name)}
+        found |= {name: name for name in _biases(local, settings.get("bias"))}
+        found |= {name: name for name in _embeddings(local, settings)}
+        return {self.root + name: local[found[name]] for name in sorted(found)}
+
+
+def _biases(names: Collection[str], which: Any) -> Iterable[str]:
+    """Of ``bias="all"`` or ``"lora_only"``: biases of the base model, which are trained in place."""
+    if which == "all":
+        return [name for name in names if name.endswith(".bias") and not _has_container(name)]
+    if isinstance(which, str) and which.endswith("_only"):
+        return [name for name in names if name.endswith(".base_layer.bias")]
+    return []
+
+
+def _has_container(name: str) -> bool:
+    return any(_is_container(part) for part in name.split("."))
+
+
+def _embeddings(names: Collection[str], settings: Mapping[str, Any]) -> Iterable[str]:
+    """The weights of embeddings that have an adapter: PEFT saves them with it, since they may have been resized."""
+    if settings.get("trainable_token_indices") is not None:
+        return []
+    targets, owners = settings.get("target_modules"), {}
+    for name in names:
+        owner, wrapped, _ = name.partition(".base_layer.")
+        if wrapped and owner.rpartition(".")[2] in _EMBEDDINGS:
+            owners[owner] = owner.removeprefix(ROOT)
+    if isinstance(targets, str):
+        targeted = any(_fits(targets, inside) for inside in owners.values())
+    else:
+        targeted = isinstance(targets, list) and not set(_EMBEDDINGS).isdisjoint(map(str, targets))
+    return [n for n in names if targeted and n.partition(".base_layer.")[0] in owners and ".base_layer." in n]
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Whether the regular expression of ``target_modules`` names a module."""
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise FormatError(f"target_modules {shown(pattern)} is no regular expression: {error}") from None
+
+
+def adapters_to_json(adapters: Iterable[Adapter]) -> dict[str, Any]:
+    """The document "peft" of a checkpoint."""
+    return {"adapters": [{"name": a.name, "prefix": a.prefix, "root": a.root, "config": a.config} for a in adapters]}
+
+
+def adapters_from_json(value: Any) -> list[Adapter]:
+    """Inverse of ``adapters_to_json``.
+
+    Raises:
+        FormatError: if it is not such a document.
+    """
+    listed = value.get("adapters") if isinstance(value, dict) else None
+    if not isinstance(listed, list):
+        raise FormatError(f"the document is not an object with a list of adapters: {shown(value)}")
+    found = []
+    for number, one in enumerate(listed):
+        given = [one.get(key) for key in ("name", "prefix", "root", "config")] if isinstance(one, dict) else []
+        texts = [text for text in given if isinstance(text, str)]
+        if len(texts) != 4:
+            raise FormatError(f"adapters/{number} is not an object with name, prefix, root and config: {shown(one)}")
+        adapter = Adapter(*texts)
+        if not re.fullmatch(r"[^./\\\x00]+", adapter.name) or adapter.root not in ("", ROOT):
+            raise FormatError(f"adapters/{number} has a name or root that no adapter can have: {shown(one)}")
+        found.append(adapter)
+    return found

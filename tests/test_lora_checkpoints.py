@@ -1,0 +1,297 @@
+"""Are adapters saved alone, resumed on any topology, and is the base model found under the names that LoRA gives it?"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import FormatError, MismatchError, StateError
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.sources import ShardedSource
+from lightning_shardckpt.state.adapters import unchanging
+from lightning_shardckpt.state.peft import base_name
+from lightning_shardckpt.storage.local import LocalStorage
+from tests import adapters, small, tiny
+from tests.pool import run_ranks
+
+FSDP: dict[str, Any] = {}
+TP = {"tensor_parallel_size": 2}
+PP = {"pipeline_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a base model, in Hugging Face's format."""
+    folder = str(tmp_path_factory.mktemp("base") / "llama")
+    run_ranks(1, adapters.save_base, folder)
+    return folder
+
+
+def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all stages as one."""
+    return {key: value for rank in ranks for key, value in rank.items()}
+
+
+def stored(path: str) -> set[str]:
+    with Checkpoint(LocalStorage(), path) as checkpoint:
+        return set(checkpoint.root.components["model"].tensors)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "to_world", "to"),
+    [
+        pytest.param(2, FSDP, 2, TP, id="fsdp2 to tp2"),
+        pytest.param(2, TP, 2, PP, id="tp2 to pp2"),
+        pytest.param(2, PP, 1, FSDP, id="pp2 to one process"),
+        pytest.param(4, TP, 2, FSDP, id="fsdp2 x tp2 to fsdp2"),
+    ],
+)
+def test_adapters_alone_resume_on_any_topology(
+    world: int, strategy: Any, to_world: int, to: Any, base: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected = whole(run_ranks(world, fit, strategy, {"base": base, "save": path}))
+    trained = {key.removeprefix("model/") for key in expected if key.startswith("model/") and _is_adapter(key)}
+    assert stored(path) == trained
+    found = whole(run_ranks(to_world, fit, to, {"base": base, "resume": path, "seed": 2}))
+    assert tiny.differences(expected, found) == []
+
+
+def _is_adapter(key: str) -> bool:
+    return "lora_" in key or "modules_to_save" in key
+
+
+def fit(strategy: Any, options: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+    return adapters.fit(strategy, steps, **options)
+
+
+# ── a base model that was saved without adapters ────────────────────────────────────────────────────────────────────
+
+
+def start_from(path: str, strategy: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Load into a model with adapters, then train a step; returns the states behind both, and what was warned of."""
+    pl.seed_everything(5, verbose=False)
+    module = adapters.Adapted()
+    run = tiny.trainer(strategy, max_steps=1, limit_val_batches=1, limit_train_batches=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.validate(module, tiny.loader(), ckpt_path=path, verbose=False)
+    first = tiny.full_state(module, [])
+    run.fit(module, tiny.loader())
+    return first, tiny.full_state(module, []), [str(w.message) for w in caught if path in str(w.message)]
+
+
+@pytest.fixture(scope="module")
+def without_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    path = str(tmp_path_factory.mktemp("plain") / "base.ckpt")
+    saved = {"base": None, "options": None, "io": {}, "save": path}
+    return path, whole(run_ranks(2, fit, FSDP, saved))
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.parametrize(("world", "strategy"), [(2, TP), (2, PP), (1, FSDP)], ids=["tp2", "pp2", "one process"])
+def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
+    kind: str, world: int, strategy: Any, without_adapters: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    path, expected = without_adapters
+    if kind == "file":
+        path = str(consolidate(path, tmp_path / "base.consolidated"))
+    ranks = run_ranks(world, start_from, path, strategy)
+    first, last = whole([rank[0] for rank in ranks]), whole([rank[1] for rank in ranks])
+    for key, value in first.items():
+        if "lora_B" in key:
+            assert not value.any()
+        elif "lora_A" not in key:
+            assert torch.equal(value, expected[base_name(key)]), key
+    assert {base_name(key) for key in first if "lora_" not in key} == {k for k in expected if k.startswith("model/")}
+    assert [key for key in first if not torch.equal(first[key], last[key])]  # it trains from there
+    (note,) = ranks[0][2]
+    assert "has no adapters: 20 tensors of adapters keep the values that they have" in note
+
+
+def resume_refused(path: str, options: dict[str, Any], base: str | None) -> str:
+    with pytest.raises(MismatchError) as caught:
+        adapters.fit(TP, 3, base=base, resume=path, options=options)
+    return str(caught.value)
+
+
+def test_a_checkpoint_without_adapters_is_not_resumed_with_adapters(without_adapters: tuple[str, Any]) -> None:
+    for message in run_ranks(2, resume_refused, without_adapters[0], adapters.LORA, None):
+        assert "model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight  in model only" in message
+
+
+# ── differences ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_missing_adapters_are_a_difference_and_the_missing_base_is_none(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    run_ranks(2, fit, FSDP, {"base": None, "save": path, "options": {"target_modules": ["q_proj", "o_proj"]}})
+    more, other = {"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["q_proj", "o_proj"], "r": 5}
+    message, *_ = run_ranks(2, resume_refused, path, more, None)
+    lines = [line.strip() for line in message.splitlines() if line.startswith("  ")]
+    layer = "model.base_model.model.model.layers.0"
+    assert f"{layer}.mlp.up_proj.lora_A.default.weight  in model only" in "\n".join(lines)
+    assert f"{layer}.self_attn.o_proj.lora_B.default.weight  in checkpoint only" in lines
+    assert not [line for line in lines if line.startswith(f"{layer}.self_attn.v_proj.weight")]  # left out
+    message, *_ = run_ranks(2, resume_refused, path, other, None)
+    assert f"{layer}.self_attn.q_proj.lora_A.default.weight  shape (3, 16) in checkpoint, (5, 16) in model" in message
+
+
+def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    run_ranks(1, fit, FSDP, {"base": base, "save": str(path)})
+    name = "model.base_model.model.model.norm.weight"
+
+    def shrunk(frozen: dict[str, Any]) -> None:
+        assert frozen[name] == ["F32", [16]]
+        frozen[name] = ["F32", [8]]
+
+    small.edit(path, "frozen-state-dist-00000.json", shrunk)
+    (message,) = run_ranks(1, refused_alone, str(path), base)
+    assert f"1 differences\n  {name}  F32 (8,) when the checkpoint left it out, F32 (16,) in model" in message
+    for wrong in ([], "F32", ["F99", [16]], ["F32", [-1]], [["F32"], [16]]):
+
+        def spoiled(frozen: dict[str, Any], wrong: Any = wrong) -> None:
+            frozen[name] = wrong
+
+        small.edit(path, "frozen-state-dist-00000.json", spoiled)
+        source = ShardedSource(Checkpoint(LocalStorage(), str(path)))
+        with closing(source), pytest.raises(FormatError):
+            source.document("frozen")
+
+
+def refused_alone(path: str, base: str) -> str:
+    with pytest.raises(MismatchError) as caught:
+        adapters.fit(FSDP, 3, base=base, resume=path)
+    return str(caught.value)
+
+
+# ── what else may be trained, and other ways to save and load ───────────────────────────────────────────────────────
+
+
+class Thawed(adapters.Adapted):
+    """One layer norm of the base is trained, too; it is frozen again before the save."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.norm.requires_grad_(self.global_step == 0)
+
+    @property
+    def norm(self) -> torch.nn.Parameter:
+        found: torch.nn.Parameter = self.model.base_model.model.model.norm.weight
+        return found
+
+    def on_train_end(self) -> None:
+        self.norm.requires_grad_(False)
+
+
+def save_thawed(path: str) -> list[str]:
+    pl.seed_everything(1, verbose=False)
+    run = tiny.trainer(FSDP, max_steps=1, limit_val_batches=0, plugins=[ShardCkptIO(adapters_only=True)])
+    run.fit(Thawed(), tiny.loader())
+    run.save_checkpoint(path)
+    return sorted(key for key in stored(path) if "lora_" not in key)
+
+
+def test_a_parameter_that_was_trained_is_saved_even_if_it_is_frozen_by_now(tmp_path: Path) -> None:
+    prefix = "model.base_model.model."
+    expected = [f"{prefix}lm_head.modules_to_save.default.weight", f"{prefix}model.norm.weight"]
+    assert run_ranks(2, save_thawed, str(tmp_path / "a.ckpt")) == [expected, expected]
+
+
+def left_out(options: dict[str, Any] | None) -> set[str]:
+    """What of a frozen model training does not change, by the names that it has without adapters."""
+    model = adapters.llama().requires_grad_(False)
+    wrapped = model if options is None else adapters.lora(model, **options)
+    return {base_name(f"net.{name}") for name in unchanging(wrapped)}
+
+
+def check_left_out() -> None:
+    everything = left_out(None)
+    assert {f"net.{name}" for name in adapters.llama().state_dict()} == everything
+    plain: dict[str, Any] = {"target_modules": ["q_proj"], "r": 2}
+    assert left_out(plain) == everything == left_out(plain | {"init_lora_weights": "gaussian"})
+    changed = {f"net.model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+    assert left_out(plain | {"init_lora_weights": "pissa"}) == everything - changed
+
+
+def test_what_an_adapter_changed_of_the_base_when_it_was_made_is_saved_with_it() -> None:
+    run_ranks(1, check_left_out, init_process_group=False)
+
+
+def keep_the_best(folder: str, base: str) -> tuple[list[str], bool, int]:
+    """Asynchronous saves every step; then resume the last."""
+    checkpoints = {"dirpath": folder, "monitor": "loss", "every_n_train_steps": 1, "save_top_k": 1, "save_last": True}
+    state: list[dict[str, Any]] = []
+    for steps, resume in ((3, None), (3, os.path.join(folder, "last.ckpt")), (4, "last")):
+        pl.seed_everything(1, verbose=False)
+        io = ShardCkptIO(adapters_only=True, use_async=True, max_pending=4)
+        options = {"max_steps": steps, "limit_val_batches": 0, "plugins": [io], "enable_checkpointing": True}
+        run = tiny.trainer(FSDP, callbacks=[ModelCheckpoint(**checkpoints)], **options)
+        module = adapters.Adapted(base)
+        run.fit(module, tiny.loader(), ckpt_path=resume)
+        state.append(tiny.full_state(module, run.optimizers))
+    return sorted(os.listdir(folder)), tiny.differences(state[0], state[1]) == [], run.global_step
+
+
+def test_the_best_and_the_last_adapters_are_kept_and_resumed(base: str, tmp_path: Path) -> None:
+    for names, is_same, step in run_ranks(2, keep_the_best, str(tmp_path / "kept"), base):
+        assert len(names) == 2 and "last.ckpt" in names
+        assert is_same and step == 4
+
+
+def load_alone(path: str, file: str, base: str, expected: dict[str, Any]) -> list[Any]:
+    """By ``load_from_checkpoint`` from the directory, and by a Trainer from the single file."""
+    module = load_from_checkpoint(adapters.Adapted, path)
+    found = [tiny.differences(expected, tiny.full_state(module, []))]
+    state = adapters.fit(FSDP, 2, base=base, resume=file, io={}, seed=3)
+    found.append(tiny.differences(expected, {k: v for k, v in state.items() if k.startswith("model/")}))
+    with pytest.raises(MismatchError, match=r"35 differences\n  .*lm_head\.weight  in model only\n"):
+        load_from_checkpoint(adapters.Adapted, path, options={"target_modules": ["q_proj"]})
+    return found
+
+
+def test_adapters_alone_are_consolidated_and_loaded_without_a_trainer(
+    base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    state = whole(run_ranks(2, fit, TP, {"base": base, "save": path}))
+    file = str(consolidate(path))
+    assert "saved with adapters_only=True: 21 frozen parameters are not in the output" in caplog.text
+    expected = {key: value for key, value in state.items() if key.startswith("model/")}
+    assert run_ranks(1, load_alone, path, file, base, expected) == [[[], []]]
+
+
+def save_without_strategy(path: str) -> None:
+    run = tiny.trainer("auto", max_steps=1, limit_val_batches=0, plugins=[ShardCkptIO(adapters_only=True)])
+    run.fit(adapters.Adapted(), tiny.loader())
+    with pytest.raises(StateError, match="Use ShardedStrategy"):
+        run.save_checkpoint(path)
+
+
+def save_for_transformers(path: str) -> None:
+    with pytest.raises(StateError, match="also='huggingface' cannot write a model with adapters of PEFT"):
+        adapters.fit(FSDP, 1, base=None, save=path, io={"also": "huggingface"})
+
+
+def test_a_model_with_adapters_is_not_written_for_transformers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adapters_only leaves out the base model"):
+        ShardCkptIO(adapters_only=True, also="huggingface")
+    run_ranks(2, save_for_transformers, str(tmp_path / "a.ckpt"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_adapters_only_is_refused_where_nothing_tells_what_is_frozen(tmp_path: Path) -> None:
+    run_ranks(1, save_without_strategy, str(tmp_path / "a.ckpt"))
+    assert not (tmp_path / "a.ckpt" / ROOT_NAME).exists()

@@ -1,0 +1,208 @@
+"""Does PEFT load what is exported from checkpoints with adapters, and is it what PEFT's own save_pretrained writes?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from lightning_shardckpt.formats.peft import CONFIG, WEIGHTS, export_adapters
+from lightning_shardckpt.parallel.names import base_fqn, named_modules
+from lightning_shardckpt.state.adapters import adapters_of
+from lightning_shardckpt.state.model import canonical_name
+from lightning_shardckpt.state.peft import adapters_from_json, adapters_to_json, base_name
+from tests import adapters, small
+from tests.pool import run_ranks
+from tests.test_lora_checkpoints import FSDP, PP, TP, base, fit, whole
+
+__all__ = ["base"]  # a fixture
+EMBEDDED = {"target_modules": ["embed_tokens", "up_proj"], "lora_dropout": 0.0}
+
+
+def tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safe_open(file, "pt") as opened:
+        return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
+
+
+def compare_with_peft(folder: str, base: str, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Against PEFT's own files of the same model, and by what PEFT loads."""
+    model = adapters.oracle(base, state, options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`", UserWarning)
+        model.save_pretrained("theirs")
+    (ours, metadata), (theirs, their_metadata) = tensors(Path(folder, WEIGHTS)), tensors(Path("theirs", WEIGHTS))
+    if "adapters-only" in folder:  # PEFT saves the frozen weights of an embedding, too, which are the base's
+        theirs = {key: value for key, value in theirs.items() if not key.endswith("base_layer.weight")}
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in ours)
+    assert metadata == their_metadata
+    mine, yours = (json.loads(Path(f, CONFIG).read_text()) for f in (folder, "theirs"))
+    assert mine | {"target_modules": set(mine["target_modules"])} == yours | {
+        "target_modules": set(yours["target_modules"])
+    }
+    loaded, keys = adapters.from_pretrained(base, folder)
+    assert not [key for key in keys.missing_keys if "lora_" in key or "modules_to_save" in key]
+    assert keys.unexpected_keys == []
+    assert torch.equal(adapters.logits(loaded), adapters.logits(model))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "only", "options"),
+    [
+        pytest.param(FSDP, True, adapters.LORA, id="fsdp2 adapters-only"),
+        pytest.param(TP, False, adapters.LORA, id="tp2"),
+        pytest.param(PP, True, adapters.LORA, id="pp2 adapters-only"),
+        pytest.param(TP, True, EMBEDDED, id="tp2 adapters-only embedding"),
+        pytest.param(FSDP, False, EMBEDDED, id="fsdp2 embedding"),
+    ],
+)
+def test_peft_loads_what_is_exported(
+    strategy: Any, only: bool, options: dict[str, Any], base: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    # frozen weights of the base are in the states, too, so that the oracle has them
+    run = {"base": base, "save": path, "options": options, "io": {"adapters_only": only}}
+    state = whole(run_ranks(2, fit, strategy, run))
+    output = tmp_path / ("adapters-only" if only else "all")
+    assert export_adapters(path, output) == [output]
+    assert sorted(os.listdir(output)) == [CONFIG, WEIGHTS]
+    run_ranks(1, compare_with_peft, str(output), base, state, options)
+
+
+class Two(adapters.Adapted):
+    """Two adapters, of which the second one is active."""
+
+    def configure_model(self) -> None:
+        from peft import LoraConfig
+
+        super().configure_model()
+        if "other" not in self.model.peft_config:
+            self.model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+            self.model.set_adapter("other")
+
+
+def save_two(path: str) -> dict[str, torch.Tensor]:
+    import lightning.pytorch as pl
+
+    from lightning_shardckpt import ShardCkptIO
+    from tests import tiny
+
+    pl.seed_everything(1, verbose=False)
+    run = tiny.trainer(FSDP, max_steps=1, limit_val_batches=0, plugins=[ShardCkptIO(adapters_only=True)])
+    run.fit(module := Two(options={"target_modules": ["q_proj"]}), tiny.loader())
+    run.save_checkpoint(path)
+    return {key.removeprefix("model/model."): value for key, value in tiny.full_state(module, []).items()}
+
+
+def test_each_of_several_adapters_gets_a_folder(tmp_path: Path) -> None:
+    path, output = str(tmp_path / "a.ckpt"), tmp_path / "out"
+    state = run_ranks(2, save_two, path)[0]
+    assert export_adapters(path, output) == [output, output / "other"]
+    assert export_adapters(path, tmp_path / "one", adapter="other") == [tmp_path / "one"]
+    for folder, name, rank in ((output, "default", 3), (output / "other", "other", 2), (tmp_path / "one", "other", 2)):
+        found, _ = tensors(folder / WEIGHTS)
+        expected = {key.replace(f".{name}.", "."): v for key, v in state.items() if f".{name}." in key}
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+        assert json.loads((folder / CONFIG).read_text())["r"] == rank
+    with pytest.raises(FormatError, match=r"no adapter 'third'.*it has 'default' of the model 'model\.', 'other'"):
+        export_adapters(path, tmp_path / "none", adapter="third")
+
+
+KINDS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj"], "bias": "lora_only", "use_dora": True},
+    {"target_modules": ["q_proj", "down_proj"], "bias": "all", "lora_bias": True},
+    {"target_modules": r".*layers\.1\.self_attn\.(k|v)_proj", "modules_to_save": ["mlp"]},
+    {"target_modules": "all-linear", "modules_to_save": ["embed_tokens", "norm"]},
+    {"target_modules": r"(.*\.)?(embed_tokens|up_proj)"},
+    {"target_modules": ["lm_head", "k_proj"], "use_rslora": True},
+    {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]},
+    {"target_modules": ["q_proj"], "task_type": None},
+]
+
+
+def names_of_kinds() -> None:
+    from peft import get_peft_model_state_dict
+
+    warnings.simplefilter("ignore")
+    for options in KINDS:
+        import transformers
+
+        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**adapters.LLAMA, attention_bias=True))
+        before = set(plain.state_dict())
+        model = adapters.lora(plain, **options)
+        (adapter,) = adapters_from_json(json.loads(json.dumps(adapters_to_json(adapters_of(nn.ModuleList([model]))))))
+        state = {f"0.{key}": value for key, value in model.state_dict().items()}
+        expected = get_peft_model_state_dict(model)
+        assert {name: state[stored] for name, stored in adapter.names(state.keys()).items()}.keys() == expected.keys()
+        assert all(torch.equal(state[s], expected[name]) for name, s in adapter.names(state.keys()).items())
+        live = {canonical_name(key) for key in model.state_dict() if "lora_" not in key and "delta" not in key}
+        assert {base_name(key) for key in live} == before, options
+        assert all(base_name(name) == base_fqn(name) for name in named_modules(model))
+
+
+def test_names_are_those_that_peft_gives_for_every_option_of_lora() -> None:
+    run_ranks(1, names_of_kinds, init_process_group=False)
+
+
+# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def checkpoint(base: str, tmp_path: Path) -> Path:
+    path = tmp_path / "a.ckpt"
+    run_ranks(1, fit, FSDP, {"base": base, "save": str(path)}, 1)
+    return path
+
+
+def test_bad_input_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(CheckpointNotFoundError):
+        export_adapters(tmp_path / "none", output)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").touch()
+    with pytest.raises(FileExistsError, match="does not exist yet or is empty"):
+        export_adapters(checkpoint, tmp_path / "taken")
+
+    def kind(value: Any) -> None:
+        config = json.loads(value["adapters"][0]["config"])
+        value["adapters"][0]["config"] = json.dumps(config | {"peft_type": "IA3"})
+
+    def outside(value: Any) -> None:
+        value["adapters"][0]["name"] = "../../x"
+
+    def empty(value: Any) -> None:
+        value["adapters"][0]["prefix"] = "net."
+
+    for change, message in ((kind, "'IA3'; only LORA"), (outside, "name or root"), (empty, "no tensors of adapter")):
+        original = (checkpoint / "peft.json").read_bytes()
+        small.edit(checkpoint, "peft.json", change)
+        with pytest.raises(FormatError, match=message):
+            export_adapters(checkpoint, output)
+        small.put(checkpoint, "peft.json", original)
+    shard = checkpoint / small.SHARD
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CorruptionError, match="corrupted data"):
+        export_adapters(checkpoint, output)
+    assert not output.exists()
+
+
+def test_the_command_writes_a_folder_for_peft(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "adapter"
+    arguments = ["lightning_shardckpt.consolidate", str(checkpoint), "--format", "peft", "--output_file", str(output)]
+    run = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert sorted(os.listdir(output)) == [CONFIG, WEIGHTS]
+    again = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=60)
+    assert again.returncode == 1 and "already exists" in again.stderr
