@@ -1,6 +1,7 @@
-"""``python -m lightning_shardckpt {inspect,verify,consolidate} …``: the tools on the command line.
+"""``python -m lightning_shardckpt {inspect,verify,diff,explain,map,consolidate} …``: the tools on the command line.
 
-Exit status: 0, 1 for a problem, 2 for wrong usage. Problems go to stderr as a message, without a traceback.
+Exit status: 0, 1 for a problem, 2 for wrong usage; of ``diff`` 0 for the same, 1 for different, 2 for trouble, as of
+diff(1). Problems go to stderr as a message, without a traceback.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     tool = parsed.subcommand
     arguments: Namespace = parsed[tool]
     try:
-        status = {"inspect": _inspect, "verify": _verify, "consolidate": _consolidate}[tool](arguments)
+        status = _TOOLS[tool](arguments)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # such as `… | head`
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except (ShardCkptError, OSError, ValueError) as error:
         print(f"{_PROG} {tool}: {error}", file=sys.stderr)
-        return 1
+        return 2 if tool == "diff" else 1
     except KeyboardInterrupt:
         return 130
 
@@ -58,6 +59,8 @@ def _parser() -> ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="everything, for programs")
     inspect.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
     inspect.add_argument("--all", action="store_true", help="long tables in full")
+    inspect.add_argument("--tree", action="store_true", help="the modules with their sizes; layers that repeat, once")
+    inspect.add_argument("--ranks", action="store_true", help="who has what; with --tensors, every box of these")
     tools.add_subcommand("inspect", inspect, help="what is in a checkpoint")
 
     verify = ArgumentParser(description="Compares every byte of a checkpoint with what was saved.")
@@ -65,6 +68,9 @@ def _parser() -> ArgumentParser:
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
     tools.add_subcommand("verify", verify, help="whether a checkpoint is whole")
 
+    _add_diff(tools)
+    _add_explain(tools)
+    _add_map(tools)
     tools.add_subcommand("consolidate", _consolidate_parser(), help="files for torch.load, safetensors, transformers")
     return parser
 
@@ -97,7 +103,8 @@ def _consolidate_parser() -> ArgumentParser:
 def _inspect(arguments: Namespace) -> int:
     from lightning_shardckpt.inspect import show  # each tool imports what it needs
 
-    print(show(arguments.path, arguments.tensors, arguments.all, arguments.json))
+    what = {"tree": arguments.tree, "ranks": arguments.ranks}
+    print(show(arguments.path, arguments.tensors, arguments.all, arguments.json, **what))
     return 0
 
 
@@ -127,3 +134,81 @@ def _consolidate(arguments: Namespace) -> int:
         _consolidate_parser().error(str(error))  # ends the process with status 2
     consolidate_as(folder, output, options)
     return 0
+
+
+# ── looking inside ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_diff(tools: Any) -> None:
+    diff = ArgumentParser(
+        description="Compares two checkpoints, which may have different topologies. Exit status: 0 if all tensors are "
+        "the same, 1 if some differ, 2 for trouble."
+    )
+    diff.add_argument("a", type=str, help="a checkpoint directory")
+    diff.add_argument("b", type=str, help="another one")
+    diff.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
+    diff.add_argument("--quick", action="store_true", help="compare checksums instead of tensors, where both cut alike")
+    diff.add_argument("--all", action="store_true", help="long tables in full")
+    diff.add_argument("--json", action="store_true", help="everything, for programs")
+    tools.add_subcommand("diff", diff, help="what has changed between two checkpoints")
+
+
+def _add_explain(tools: Any) -> None:
+    explain = ArgumentParser(description="Tells what a resume on another topology would read. Reads indexes only.")
+    explain.add_argument("path", type=str, help="the checkpoint directory")
+    _add_onto(explain, required=True)
+    explain.add_argument("--all", action="store_true", help="every rank")
+    explain.add_argument("--json", action="store_true", help="everything, for programs")
+    tools.add_subcommand("explain", explain, help="what a resume on another topology would read")
+
+
+def _add_map(tools: Any) -> None:
+    page = ArgumentParser(description="Draws which rank has which slice of every tensor, as one page for a browser.")
+    page.add_argument("path", type=str, help="the checkpoint directory")
+    page.add_argument("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
+    _add_onto(page, required=False)
+    tools.add_subcommand("map", page, help="a picture of which rank has what")
+
+
+def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--onto", type=str, required=required, metavar="TOPOLOGY", help="such as tp=4,fsdp=2,pp=2,dp=1")
+    rules = "what tensor parallelism cuts, such as 'layers.*.up=colwise'; by default what it cut when this was saved"
+    parser.add_argument("--tp-plan", type=str, nargs="+", default=[], metavar="RULE", help=rules)
+    names = "the layers of a pipeline, such as 'net.layers.*'; by default the largest numbered list"
+    parser.add_argument("--layers", type=str, nargs="+", default=[], metavar="PATTERN", help=names)
+
+
+def _diff(arguments: Namespace) -> int:
+    from lightning_shardckpt.diff import diff, is_same, shown
+
+    with progress() as advance:
+        found = diff(arguments.a, arguments.b, tensors=arguments.tensors, quick=arguments.quick, advance=advance)
+    print(shown(found, arguments.all, arguments.json))
+    same = is_same(found)
+    return 2 if same is None else int(not same)
+
+
+def _explain(arguments: Namespace) -> int:
+    from lightning_shardckpt.explain import show
+
+    rules, names = arguments.tp_plan, arguments.layers
+    print(show(arguments.path, arguments.onto, rules, names, arguments.all, arguments.json))
+    return 0
+
+
+def _map(arguments: Namespace) -> int:
+    from lightning_shardckpt.map import write_map
+
+    options = {"onto": arguments.onto, "tp_plan": arguments.tp_plan, "layers": arguments.layers}
+    print(f"{write_map(arguments.path, arguments.output, **options)} shows {arguments.path}: open it in a browser")
+    return 0
+
+
+_TOOLS: dict[str, Callable[[Namespace], int]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "diff": _diff,
+    "explain": _explain,
+    "map": _map,
+    "consolidate": _consolidate,
+}

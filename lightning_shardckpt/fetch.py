@@ -75,7 +75,19 @@ def fetch(files: Files, requests: Iterable[Request], *, verify: bool, keep: bool
         CorruptionError: naming the file, the tensor and the rank that wrote it.
     """
     if verify or keep:
-        _Fetch(files, verify, keep).run(sorted(requests, key=lambda r: (r.entry.file, r.entry.begin)))
+        _Fetch(files, verify, keep).run(_in_files(requests))
+
+
+def planned_reads(
+    files: Files, requests: Iterable[Request], *, verify: bool, keep: bool
+) -> Iterator[tuple[str, int, int]]:
+    """The ranged reads that ``fetch`` would make: file, offset, length. Nothing is read, and no target is touched."""
+    if verify or keep:
+        yield from _Fetch(files, verify, keep).reads(_in_files(requests))
+
+
+def _in_files(requests: Iterable[Request]) -> list[Request]:
+    return sorted(requests, key=lambda r: (r.entry.file, r.entry.begin))
 
 
 class _Slice(NamedTuple):
@@ -196,6 +208,17 @@ class _Fetch:
         except BaseException as error:
             self._failures.append(error)
 
+    def reads(self, requests: Sequence[Request]) -> Iterator[tuple[str, int, int]]:
+        """What ``run`` reads: see ``planned_reads``."""
+        for task in self._tasks_of(requests):
+            if isinstance(task, Request):
+                rows, first = _Rows(task, self._gap(task)), task.entry.begin
+                for source, _ in rows.groups():
+                    for low, high in self._pieces(task.entry, first + source, first + source + rows.group_bytes):
+                        yield task.entry.file, low, high - low
+            else:
+                yield task[0].request.entry.file, task[0].low, max(piece.high for piece in task) - task[0].low
+
     # ── tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tasks_of(self, requests: Sequence[Request]) -> Iterator[_Task]:
@@ -287,7 +310,7 @@ class _Fetch:
                 piece.request.target[there] = data[piece.start - low : piece.stop - low]
 
     def _region(self, request: Request, reader: Reader, window: memoryview) -> None:
-        rows = _Rows(request, request.entry.block if self._verify else _GAP_BYTES)
+        rows = _Rows(request, self._gap(request))
         pitch, kind = rows.pitches[rows.dim], _ITEMS[DTYPE_BYTES[request.entry.dtype]]
         for source, at in rows.groups():
             first, end = request.entry.begin + source, request.entry.begin + source + rows.group_bytes
@@ -306,6 +329,10 @@ class _Fetch:
                 done = complete
                 left = high - min(max(first + done * pitch, begin), high)
                 window[:left] = window[high - begin - left : high - begin]
+
+    def _gap(self, request: Request) -> int:
+        """The largest gap between rows that is read, too."""
+        return request.entry.block if self._verify else _GAP_BYTES
 
     def _pieces(self, entry: ShardEntry, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of a file that follow one another and cover ``[first, end)``; whole blocks if they are verified."""

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -13,19 +14,26 @@ from typing import Any
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, TensorSpec
+from lightning_shardckpt.layout import as_holders
 from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.outline import Leaf, lines, outline
+from lightning_shardckpt.owners import Owned, OwnedBox, boxes_of, coordinates, held, written
+from lightning_shardckpt.plan import Overlap
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.text import count_text, shape_text, size_text, table
 
 _LISTED = 20
+_OWNED = ("tensors", "boxes", "nbytes")
 
 
-def inspect(path: str | os.PathLike[str], tensors: str | None = None) -> dict[str, Any]:
+def inspect(path: str | os.PathLike[str], tensors: str | None = None, *, ranks: bool = False) -> dict[str, Any]:
     """What a checkpoint holds, as values that JSON can hold.
 
     Args:
         path: the checkpoint.
         tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
+        ranks: tell in ``by_rank`` what each rank holds and wrote; of these tensors alone if there is a pattern, with
+            the boxes of each.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
@@ -35,7 +43,7 @@ def inspect(path: str | os.PathLike[str], tensors: str | None = None) -> dict[st
         listed = [t for t in _tensors(checkpoint) if tensors is None or _matches(t, tensors)]
         problems: list[str] = []
         files = list(_files(checkpoint, problems))
-        return {
+        found = {
             "path": os.fspath(path),
             "save_id": root.save_id,
             "step": root.step,
@@ -49,6 +57,12 @@ def inspect(path: str | os.PathLike[str], tensors: str | None = None) -> dict[st
             "files": files,
             "problems": problems,
         }
+        if ranks:
+            found["by_rank"] = list(_by_rank(checkpoint, listed, files))
+            if tensors is not None:
+                for tensor in listed:
+                    tensor["boxes"] = [_box(checkpoint, tensor, one) for one in _boxes_of(checkpoint, tensor)]
+        return found
 
 
 def _component(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -111,15 +125,78 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
         yield {"name": document.name, "rank": int(rank_text) if rank_text.isdigit() else None, "bytes": document.nbytes}
 
 
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _by_rank(
+    checkpoint: Checkpoint, listed: list[dict[str, Any]], files: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """What each rank of the world holds and wrote of the tensors that are listed, and its files."""
+    root = checkpoint.root
+    names = [name for name in root.components if any(t["component"] == name for t in listed)]
+    held_by, written_by = dict[str, dict[int, Owned]](), dict[str, dict[int, Owned]]()
+    for name in names:
+        every = root.components[name].tensors
+        picked = {t["name"]: every[t["name"]] for t in listed if t["component"] == name}
+        held_by[name], written_by[name] = held(picked), written(picked, checkpoint.replicas(name))
+    own_files: dict[int, list[int]] = {}
+    for file in files:
+        if file["rank"] is not None:
+            own_files.setdefault(file["rank"], []).append(file["bytes"])
+    for rank in range(root.world_size):
+        own = own_files.get(rank, [])
+        yield {
+            "rank": rank,
+            "coordinates": coordinates(root, rank),
+            "holds": {name: asdict(held_by[name].get(rank, Owned())) for name in names},
+            "wrote": {name: asdict(written_by[name].get(rank, Owned())) for name in names},
+            "files": len(own),
+            "bytes": sum(own),
+        }
+
+
+def _boxes_of(checkpoint: Checkpoint, tensor: dict[str, Any]) -> Iterator[OwnedBox]:
+    component, key = tensor["component"], tensor["name"]
+    replica = checkpoint.replicas(component)[key]
+    return boxes_of(checkpoint.root.components[component].tensors[key], replica)
+
+
+def _box(checkpoint: Checkpoint, tensor: dict[str, Any], one: OwnedBox) -> dict[str, Any]:
+    try:
+        overlap = Overlap(one.writer, one.box, one.box, one.box)
+        file = checkpoint.entry(tensor["component"], tensor["name"], overlap).file
+    except ShardCkptError:  # an index that cannot be read is among the problems
+        file = None
+    return {
+        "start": list(one.box.start),
+        "stop": list(one.box.stop),
+        "bytes": one.box.numel * DTYPE_BYTES[tensor["dtype"]],
+        "writer": one.writer,
+        "holders": [list(held_by) for held_by in as_holders(list(one.holders))],
+        "file": file,
+    }
+
+
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def render(found: dict[str, Any], everything: bool = False) -> str:
-    """What ``inspect`` returned, for people; long tables are cut unless ``everything``."""
+def render(found: dict[str, Any], everything: bool = False, *, tree: bool = False) -> str:
+    """What ``inspect`` returned, for people; long tables are cut unless ``everything``.
+
+    ``tree``: draw the modules that the tensors lie in, in place of the tables of tensors and files.
+    """
     limit = None if everything else _LISTED
     blocks = [_summary(found), _components_table(found)]
-    blocks.append(_tensors_table(found, limit) if found["tensors"] else "no tensor matches")
-    blocks.append(_files_table(found["files"], limit))
+    if tree:
+        blocks += _trees(found)
+    elif found["tensors"]:
+        blocks.append(_tensors_table(found, limit))
+    if not found["tensors"]:
+        blocks.append("no tensor matches")
+    elif "by_rank" in found:
+        blocks += [_ranks_table(found, limit), *_boxes_tables(found)]
+    if not tree and "by_rank" not in found:
+        blocks.append(_files_table(found["files"], limit))
     if found["problems"]:
         blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *found["problems"]]))
     return "\n\n".join(blocks)
@@ -165,7 +242,7 @@ def _cut_text(tensor: dict[str, Any], everybody: list[list[int]]) -> str:
     ]
     text = ", ".join(cuts) or "whole"
     if tensor["ranks"] != everybody and cuts:
-        text += " on ranks " + ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in tensor["ranks"])
+        text += f" on ranks {_ranges_text(tensor['ranks'])}"
     return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")
 
 
@@ -176,9 +253,66 @@ def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
     return "\n".join([table(("file", "rank", "size"), rows, ("rank", "size")), *tail])
 
 
-def show(path: str, tensors: str | None, everything: bool, as_json: bool) -> str:
+def _trees(found: dict[str, Any]) -> Iterator[str]:
+    """Of each component its modules, with the sizes of all that is below them."""
+    for name in found["components"]:
+        tensors = [t for t in found["tensors"] if t["component"] == name]
+        leaves = [Leaf(t["name"], f"{t['dtype']}  {shape_text(t['shape'])}", t["bytes"]) for t in tensors]
+        rows = [
+            (label, "" if node.kind else f"{node.tensors:,}", size_text(node.nbytes), node.kind)
+            for label, node in lines(outline(leaves))
+        ]
+        total = (name, f"{len(tensors):,}", size_text(sum(t["bytes"] for t in tensors)), "")
+        if tensors:
+            yield table(("component", "tensors", "size", "dtype, shape"), [total, *rows], ("tensors", "size"))
+
+
+def _ranks_table(found: dict[str, Any], limit: int | None) -> str:
+    """Sums over components; what a rank holds in memory is more than what it wrote where there are replicas."""
+    rows = []
+    for one in found["by_rank"][:limit]:
+        sums = [[sum(owned[k] for owned in one[kind].values()) for k in _OWNED] for kind in ("holds", "wrote")]
+        (tensors, _, in_memory), (_, boxes, stored) = sums
+        at = " ".join(f"{axis} {number}" for axis, number in one["coordinates"].items())
+        cells = (f"{tensors:,}", size_text(in_memory), f"{boxes:,}", size_text(stored))
+        rows.append((str(one["rank"]), at, *cells, f"{one['files']:,}", size_text(one["bytes"])))
+    header = ("rank", "coordinates", "tensors", "held", "boxes", "written", "files", "size")
+    more = len(found["by_rank"]) - len(rows)
+    tail = [f"… and {count_text(more, 'more rank')}: --all lists them"] if more else []
+    return "\n".join([table(header, rows, tuple(h for h in header if h != "coordinates")), *tail])
+
+
+def _boxes_tables(found: dict[str, Any]) -> Iterator[str]:
+    for tensor in found["tensors"]:
+        boxes = tensor.get("boxes")
+        if boxes is None:
+            return
+        rows = [
+            (_box_text(b), str(b["writer"]), _ranges_text(b["holders"]), b["file"] or "?", size_text(b["bytes"]))
+            for b in boxes
+        ]
+        header = (f"{tensor['name']}, {tensor['dtype']} {shape_text(tensor['shape'])}", "written by", "held by", "file")
+        yield table((*header, "size"), rows or [("no elements", "", "", "", "")], ("written by", "size"))
+
+
+def _box_text(box: dict[str, Any]) -> str:
+    """As an index in Python.
+
+    >>> _box_text({"start": [0, 4], "stop": [2, 8]})
+    '[0:2, 4:8]'
+    """
+    return f"[{', '.join(f'{a}:{b}' for a, b in zip(box['start'], box['stop'], strict=True))}]"
+
+
+def _ranges_text(ranges: list[list[int]]) -> str:
+    return ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in ranges)
+
+
+def show(
+    path: str, tensors: str | None, everything: bool, as_json: bool, *, tree: bool = False, ranks: bool = False
+) -> str:
     """The output of the command."""
-    found = inspect(path, tensors)
+    found = inspect(path, tensors, ranks=ranks)
     if as_json:
         return json.dumps(found, indent=2, ensure_ascii=False)
-    return render(found, everything or tensors is not None)
+    return render(found, everything or tensors is not None, tree=tree)

@@ -25,7 +25,8 @@ ROWS = [
     {"storage"},
     {"write", "read", "mirror"},
     {"fetch", "planning"},
-    {"locate", "whole"},
+    {"locate", "whole", "onto", "values"},
+    {"owners", "outline", "hyper"},
     {"shardfile", "processes", "regions", "foreign"},
     {"staging", "ranks"},
     {"state"},
@@ -36,7 +37,8 @@ ROWS = [
     {"mirroring", "mirrored"},
     {"saving", "loading", "sharing", "torchoutput"},
     {"checkpoint"},
-    {"consolidate", "inspect", "verify", "lazy"},
+    {"consolidate", "inspect", "verify", "lazy", "diff", "explain"},
+    {"map"},
     {"parallel"},
     {"checkpoint_io"},
     {"adapt"},
@@ -50,7 +52,8 @@ ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "naming", "containers", "mirror"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
 BYTES_ONLY |= {"regions", "shardfile", "foreign", "options", "hub"}
-LIGHT_START = BYTES_ONLY | {"mirrored", "inspect", "verify", "lazy", "consolidate", "exporting", "cli"}
+BYTES_ONLY |= {"owners", "outline", "onto", "values", "hyper", "inspect", "diff", "explain", "map"}
+LIGHT_START = BYTES_ONLY | {"mirrored", "verify", "lazy", "consolidate", "exporting", "cli"}
 LIGHT_START |= {"__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
 DOORS |= {"pytorch", "fabric"}

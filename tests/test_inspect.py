@@ -6,13 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
 
+from lightning_shardckpt.box import Box, uncovered
 from lightning_shardckpt.cli import main
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import TensorSpec
 from lightning_shardckpt.inspect import inspect
-from tests import zoo
+from lightning_shardckpt.layout import REPLICATED, parts_of_rank
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.text import size_text
+from tests import worlds, zoo
 from tests.pool import ROOT, run_ranks
 
 
@@ -102,7 +110,98 @@ def test_a_path_with_nothing_near_gets_no_question(tmp_path: Path, capsys: pytes
     assert "there is nothing at this path" in error and "did you mean" not in error
 
 
-@pytest.mark.parametrize("tool", [["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--quick"]])
+# ── trees and ranks ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tree_sums_modules_and_shows_alike_layers_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {f"net.layers.{i}.{n}": s for i in range(12) for n, s in (("up.weight", (8, 4)), ("up.bias", (8,)))}
+    shapes |= {"net.layers.12.up.weight": (9, 4), "net.layers.12.up.bias": (9,), "head": (5,), "net.scale": ()}
+    specs = {name: TensorSpec("F32", shape, REPLICATED, ((0, 1),)) for name, shape in shapes.items()}
+    worlds.save(LocalStorage(), {"model": specs}, 1, path=str(tmp_path / "a.ckpt"))
+    assert main(["inspect", str(tmp_path / "a.ckpt"), "--tree"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in lines[lines.index("") + 4 :]] == [
+        "component                     tensors      size  dtype, shape",
+        "model                              28  2.07 KiB",
+        "├─ net                             27  2.05 KiB",
+        "│  ├─ layers                       26  2.05 KiB",
+        "│  │  ├─ 0.up … 11.up (12 ×)       24  1.88 KiB",
+        "│  │  │  ├─ weight                        128 B  F32  8 × 4",
+        "│  │  │  └─ bias                           32 B  F32  8",
+        "│  │  └─ 12.up                      2     180 B",
+        "│  │     ├─ weight                        144 B  F32  9 × 4",
+        "│  │     └─ bias                           36 B  F32  9",
+        "│  └─ scale                                 4 B  F32  scalar",
+        "└─ head                                    20 B  F32  5",
+    ]
+    total = sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in specs.values())
+    assert size_text(total) == "2.07 KiB"
+
+
+def test_ranks_hold_what_their_memory_held_and_wrote_what_their_indexes_say(saved: Path) -> None:
+    found = inspect(saved, ranks=True)["by_rank"]
+    with Checkpoint(LocalStorage(), str(saved)) as checkpoint:
+        for one in found:
+            rank = one["rank"]
+            assert one["coordinates"] == {"shard": rank // 2, "tensor": rank % 2}
+            for name, component in checkpoint.root.components.items():
+                boxes = [
+                    [p.box for p in parts_of_rank(s.layout, s.shape, rank) if p.box.numel]
+                    for s in component.tensors.values()
+                    if any(a <= rank < b for a, b in s.holders)
+                ]
+                assert one["holds"][name]["boxes"] == sum(map(len, boxes))
+                assert one["holds"][name]["tensors"] == sum(map(bool, boxes))
+                shards = checkpoint.index(name, rank).shards if rank in component.indexes else {}
+                entries = [entry for of_key in shards.values() for entry in of_key if entry.nbytes]
+                assert (one["wrote"][name]["boxes"], one["wrote"][name]["nbytes"]) == (
+                    len(entries),
+                    sum(entry.nbytes for entry in entries),
+                )
+            files = [path.stat().st_size for path in saved.glob(f"*-dist-{rank:05d}*")]
+            assert (one["files"], one["bytes"]) == (len(files), sum(files))
+
+
+def test_with_a_pattern_every_box_is_listed_with_who_wrote_and_who_holds_it(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = inspect(saved, "large", ranks=True)
+    with Checkpoint(LocalStorage(), str(saved)) as checkpoint:
+        for tensor in found["tensors"]:
+            component, key = tensor["component"], tensor["name"]
+            spec = checkpoint.root.components[component].tensors[key]
+            assert uncovered(spec.shape, [Box(tuple(b["start"]), tuple(b["stop"])) for b in tensor["boxes"]]) is None
+            for box in tensor["boxes"]:
+                where = Box(tuple(box["start"]), tuple(box["stop"]))
+                (entry,) = (e for e in checkpoint.index(component, box["writer"]).shards[key] if e.box == where)
+                assert (entry.file, entry.nbytes) == (box["file"], box["bytes"])
+                holding = [
+                    rank
+                    for rank in range(4)
+                    if any(a <= rank < b for a, b in spec.holders)
+                    and any(where.intersect(p.box) == where for p in parts_of_rank(spec.layout, spec.shape, rank))
+                ]
+                assert [rank for a, b in box["holders"] for rank in range(a, b)] == holding
+    assert main(["inspect", str(saved), "--ranks", "--tensors", "both.large"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("3 shard 1 tensor 1 ") for line in lines)
+    assert "[0:301, 66:131] 1 1 model-dist-00001-shard-00001.safetensors 76.4 KiB" in lines
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        ["inspect"],
+        ["inspect", "--json", "--ranks"],
+        ["inspect", "--tree"],
+        ["verify"],
+        ["verify", "--quick"],
+        ["diff", "."],
+        ["explain", "--onto", "fsdp=3"],
+        ["map", "-o", os.devnull, "--onto", "tp=2"],
+    ],
+    ids=" ".join,
+)
 def test_the_tool_imports_neither_torch_nor_lightning(saved: Path, tool: list[str]) -> None:
     code = """
 import sys
@@ -111,6 +210,7 @@ status = main(sys.argv[1:])
 loaded = sys.modules.keys() & {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "pickle5"}
 sys.exit(f"loaded {loaded}" if loaded else status)
 """
+    tool = [str(saved) if word == "." else word for word in tool]
     command = [sys.executable, "-c", code, *tool, str(saved)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

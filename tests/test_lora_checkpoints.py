@@ -232,6 +232,7 @@ def test_what_an_adapter_changed_of_the_base_when_it_was_made_is_saved_with_it()
 
 def keep_the_best(folder: str, base: str) -> tuple[list[str], bool, int]:
     """Asynchronous saves every step; then resume the last."""
+    warnings.filterwarnings("ignore", "a save waited")  # a slow machine
     checkpoints = {"dirpath": folder, "monitor": "loss", "every_n_train_steps": 1, "save_top_k": 1, "save_last": True}
     state: list[dict[str, Any]] = []
     for steps, resume in ((3, None), (3, os.path.join(folder, "last.ckpt")), (4, "last")):

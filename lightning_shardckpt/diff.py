@@ -1,0 +1,259 @@
+"""What has changed between two checkpoints, of any topologies? ``python -m lightning_shardckpt diff A B``. No torch.
+
+Every tensor that both have is read a window at a time from both, verified, and compared; a quick comparison looks at
+the checksums in the indexes, which tell the same where both cut a tensor alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import isfinite, prod
+from typing import Any
+
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.hyper import hyper_parameters
+from lightning_shardckpt.index import MAX_BLOCK_BYTES, Component, TensorSpec
+from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.owners import boxes_of
+from lightning_shardckpt.plan import Overlap
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.text import count_text, shape_text, table
+from lightning_shardckpt.values import Difference
+from lightning_shardckpt.whole import Source, Stored, Wholes, Windows, spans
+
+_WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again for what must be scattered
+_LISTED = 20
+_ABSENT = "–"
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    tensors: str | None = None,
+    quick: bool = False,
+    advance: Callable[[int], Any] = lambda nbytes: None,
+) -> dict[str, Any]:
+    """What differs between two checkpoints, as values that JSON can hold.
+
+    Args:
+        a: a checkpoint.
+        b: another one.
+        tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
+        quick: read no tensor; what the indexes cannot tell is ``undecided``.
+        advance: told of the bytes of tensors as they are compared.
+
+    Raises:
+        CheckpointNotFoundError: if there is none; says what is there instead.
+        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+    """
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        compare: _Compare = _by_index(first, second) if quick else _ByValue(first, second, advance)
+        found: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": [], "undecided": []}
+        for pair in _pairs(first, second, tensors):
+            kind, entry = _judged(pair, first, second, compare)
+            if kind == "same":
+                found["same"] += 1
+            else:
+                found[kind].append({"component": pair.component, "name": pair.name, **entry})
+        return {
+            "a": os.fspath(a),
+            "b": os.fspath(b),
+            "quick": quick,
+            "about": _changes(_about(first), _about(second)),
+            "hyper_parameters": _changes(hyper_parameters(first), hyper_parameters(second)),
+            "tensors": found,
+        }
+
+
+def is_same(found: dict[str, Any]) -> bool | None:
+    """Whether all tensors are the same; None if a quick comparison found no difference, but could not tell of all."""
+    tensors = found["tensors"]
+    if any(tensors[kind] for kind in ("added", "removed", "changed", "different")):
+        return False
+    return None if tensors["undecided"] else True
+
+
+def _about(checkpoint: Checkpoint) -> dict[str, str]:
+    root = checkpoint.root
+    found = {"step": str(root.step), "epoch": str(root.epoch), "ranks": str(root.world_size)}
+    found |= {f"topology/{axis}": str(size) for axis, size in root.topology.items()}
+    return found | {f"software/{name}": version for name, version in root.software.items()}
+
+
+def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]]:
+    """Name -> both values, where these differ."""
+    return {name: [a.get(name), b.get(name)] for name in {**a, **b} if a.get(name) != b.get(name)}
+
+
+# ── which tensors ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A tensor by the name that it is compared under, and by its keys; None where it is not there."""
+
+    component: str
+    name: str
+    a: str | None
+    b: str | None
+
+
+def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterator[_Pair]:
+    """Every tensor of either, by any of its names; each pair of keys once."""
+    for component in {**first.root.components, **second.root.components}:
+        empty = Component({})
+        a, b = (c.root.components.get(component, empty) for c in (first, second))
+        keys = [{**{key: key for key in c.tensors}, **c.aliases} for c in (a, b)]
+        seen: set[tuple[str | None, str | None]] = set()
+        for name in {**keys[0], **keys[1]}:
+            pair = keys[0].get(name), keys[1].get(name)
+            if pair not in seen and (pattern is None or fnmatchcase(name, pattern) or pattern in name):
+                seen.add(pair)
+                yield _Pair(component, name, *pair)
+
+
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    return {"dtype": spec.dtype, "shape": list(spec.shape)}
+
+
+def _judged(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare) -> tuple[str, dict[str, Any]]:
+    """What became of a tensor, and what there is to say of it."""
+    if pair.b is None:
+        assert pair.a is not None
+        return "removed", _described(first.root.components[pair.component].tensors[pair.a])
+    b = second.root.components[pair.component].tensors[pair.b]
+    if pair.a is None:
+        return "added", _described(b)
+    a = first.root.components[pair.component].tensors[pair.a]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return "changed", {"a": _described(a), "b": _described(b)}
+    kind, more = compare(pair.component, (pair.a, pair.b), a)
+    return kind, _described(a) | more
+
+
+# ── whether they are equal ────────────────────────────────────────────────────────────────────────────────────────
+
+_Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any]]]
+"""From component, keys and what both have in common: "same", "different" or "undecided", and what there is to say."""
+
+
+def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
+    """Compares checksums of blocks: they tell where both tensors are stored in the same boxes and blocks."""
+
+    def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], tuple[str, ...]]:
+        replica = checkpoint.replicas(component)[key]
+        boxes = boxes_of(checkpoint.root.components[component].tensors[key], replica)
+        overlaps = (Overlap(one.writer, one.box, one.box, one.box) for one in boxes)
+        entries = (checkpoint.entry(component, key, overlap) for overlap in overlaps)
+        return {(entry.box, entry.block): entry.checksums for entry in entries}
+
+    def compare(component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
+        a, b = (stored(c, component, key) for c, key in zip((first, second), keys, strict=True))
+        if a.keys() != b.keys():
+            return "undecided", {}
+        return ("same" if a == b else "different"), {}
+
+    return compare
+
+
+class _ByValue:
+    """Reads both tensors, a window at a time; every byte is verified, and the memory is that of four windows."""
+
+    def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
+        self._sides = [(Wholes(c), Source(c.path, c.reader, _WINDOW_BYTES)) for c in (first, second)]
+        self._advance = advance
+
+    def __call__(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
+        found = Difference()
+        if prod(spec.shape):
+            sides = zip(self._sides, keys, strict=True)
+            streams = [_windows(spec, wholes.boxes(component, key), source) for (wholes, source), key in sides]
+            for a, b in zip(*streams, strict=True):
+                found.add(a, b, spec.dtype)
+                self._advance(len(a))
+        if not found.elements:
+            return "same", {}
+        return "different", {
+            "elements": found.elements,
+            "of": prod(spec.shape),
+            "not_finite": found.not_finite,
+            "max_abs": found.max_abs if isfinite(found.max_abs) else None,  # JSON has no infinity
+            "relative_l2": found.relative_l2,
+        }
+
+
+def _windows(spec: TensorSpec, boxes: list[Stored], source: Source) -> Iterator[memoryview]:
+    """The bytes of a tensor in order; how they are divided depends on its shape alone, not on the boxes."""
+    if not spec.shape:
+        yield from (source.span(span) for span in spans(boxes[0]))
+        return
+    windows = Windows(spec.shape, boxes, _WINDOW_BYTES)
+    while (window := windows.fill(source)) is not None:
+        yield window[1]
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shown(found: dict[str, Any], everything: bool, as_json: bool) -> str:
+    """What ``diff`` returned, as the output of the command."""
+    if as_json:
+        return json.dumps(found, indent=2, ensure_ascii=False)
+    limit, tensors = None if everything else _LISTED, found["tensors"]
+    blocks = [f"A  {found['a']}\nB  {found['b']}"]
+    for title, kind in (("about", "about"), ("hyper-parameter", "hyper_parameters")):
+        rows: list[tuple[str, ...]] = [(name, a or _ABSENT, b or _ABSENT) for name, (a, b) in found[kind].items()]
+        if rows:
+            blocks.append(_cut((title, "A", "B"), rows, limit, ()))
+    components = dict.fromkeys(t["component"] for t in tensors["different"])
+    blocks += [_different(name, tensors, limit) for name in components]
+    blocks += [text] if (text := _others(tensors, limit)) else []
+    return "\n\n".join([*blocks, _verdict(found)])
+
+
+def _different(component: str, tensors: dict[str, Any], limit: int | None) -> str:
+    """A table of tensors whose values differ, the one that has changed most first."""
+    rows: list[tuple[str, ...]] = []
+    own = [t for t in tensors["different"] if t["component"] == component]
+    for t in sorted(own, key=lambda t: (-(t.get("relative_l2") or 0.0), t["name"])):
+        size = (t["name"], t["dtype"], shape_text(t["shape"]))
+        if "elements" not in t:
+            rows.append((*size, "?", "?", "?"))
+            continue
+        largest, relative = ("" if t[k] is None else f"{t[k]:.3g}" for k in ("max_abs", "relative_l2"))
+        odd = f" ({t['not_finite']:,} not finite)" if t["not_finite"] else ""
+        rows.append((*size, f"{t['elements'] / t['of']:.1%}{odd}", largest, relative))
+    header = (f"{component}: differs", "dtype", "shape", "elements", "largest", "relative L2")
+    return _cut(header, rows, limit, header[3:])
+
+
+def _others(tensors: dict[str, Any], limit: int | None) -> str:
+    rows: list[tuple[str, ...]] = []
+    for kind in ("changed", "removed", "added", "undecided"):
+        for t in tensors[kind]:
+            a, b = (t["a"], t["b"]) if kind == "changed" else (t, t)
+            cells = [f"{one['dtype']} {shape_text(one['shape'])}" for one in (a, b)]
+            absent = {"removed": (cells[0], _ABSENT), "added": (_ABSENT, cells[1])}
+            rows.append((t["name"], *absent.get(kind, cells), kind))
+    return _cut(("tensor", "A", "B", ""), rows, limit, ()) if rows else ""
+
+
+def _cut(header: tuple[str, ...], rows: list[tuple[str, ...]], limit: int | None, right: tuple[str, ...]) -> str:
+    more = len(rows) - len(rows[:limit])
+    tail = [f"… and {more:,} more: --all lists them"] if more else []
+    return "\n".join([table(header, rows[:limit], right), *tail])
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    tensors = found["tensors"]
+    counts = [(kind, len(tensors[kind])) for kind in ("different", "changed", "removed", "added", "undecided")]
+    said = [f"{number:,} {kind}" for kind, number in counts if number]
+    text = f"{count_text(tensors['same'], 'tensor')} the same" + "".join(f", {part}" for part in said)
+    if tensors["undecided"]:
+        text += "; of those that are cut otherwise, indexes cannot tell: run without --quick"
+    return text

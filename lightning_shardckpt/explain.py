@@ -1,0 +1,255 @@
+"""What would a resume on another topology read? ``python -m lightning_shardckpt explain PATH --onto tp=4,fsdp=2``.
+
+The planner of the real load answers, for every rank of the target, from the indexes; no tensor is read, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_shardckpt.box import Shape
+from lightning_shardckpt.fetch import Request, planned_reads, single_run
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import ROOT_NAME, RootIndex, TensorSpec
+from lightning_shardckpt.layout import Part, parts_of_rank
+from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.onto import Aim, Onto, parse_plan, parse_topology
+from lightning_shardckpt.plan import Overlap, plan_load
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.text import count_text, size_text, table
+
+HELD_BYTES = 24 << 20
+"""Of live tensors, the smallest first, a load holds so much while it verifies: it reads these once, others twice."""
+
+_LISTED = 32
+
+
+def explain(
+    path: str | os.PathLike[str],
+    onto: str | Mapping[str, int],
+    *,
+    tp_plan: Sequence[str] = (),
+    layers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What each rank of a target topology would need and read, as values that JSON can hold.
+
+    ``ranks``: of each the bytes it ``needs``; those it ``reads`` to verify them, which are whole checksum blocks and
+    small gaps between them; those it reads ``again`` to fill live tensors; the number of reads and of files; and the
+    ranks of the checkpoint ``from`` which it reads, with the bytes needed of each. So it is where every rank reads for
+    itself, into host memory; which of live tensors of one size is held is left to the load, and so are some blocks.
+
+    Args:
+        path: the checkpoint.
+        onto: sizes by axis, or text such as ``tp=4,fsdp=2``.
+        tp_plan: rules such as ``layers.*.up=colwise``; by default the cuts of the checkpoint itself.
+        layers: patterns that name the layers of a pipeline; by default the largest numbered list.
+
+    Raises:
+        CheckpointNotFoundError: if there is none; says what is there instead.
+        TopologyError: if the target fits neither itself nor the checkpoint.
+    """
+    text = onto if isinstance(onto, str) else ",".join(f"{axis}={size}" for axis, size in onto.items())
+    sizes = parse_topology(text)
+    with open_checkpoint(path) as checkpoint:
+        target = Onto(checkpoint.root, sizes, parse_plan(tp_plan), layers)
+        ranks = _ranks(checkpoint, target)
+        root = checkpoint.root
+    reads = [rank["reads"] for rank in ranks]
+    mean = sum(reads) / len(reads)
+    return {
+        "path": os.fspath(path),
+        "saved_on": root.topology,
+        "onto": sizes,
+        "ranks": ranks,
+        "totals": {key: sum(rank[key] for rank in ranks) for key in ("needs", "reads", "again", "calls", "indexes")},
+        "imbalance": max(reads) / mean if mean else 1.0,
+        "assumed": target.notes,
+        "continues": what_continues(root, sizes),
+    }
+
+
+def _ranks(checkpoint: Checkpoint, target: Onto) -> list[dict[str, Any]]:
+    """Replicas read the same, so it is found once for all of them."""
+    aims, sizes = target.aims(), target.sizes
+    plans, found = _Plans(checkpoint), list[dict[str, Any]]()
+    per_replica = sizes["shard"] * sizes["tensor"]
+    per_stage = per_replica * sizes["replicate"]
+    known: dict[tuple[int, int], dict[str, Any]] = {}
+    for rank in range(target.world):
+        alike = rank // per_stage, rank % per_replica
+        if alike not in known:
+            known[alike] = plans.cost(rank, aims)
+        found.append({"rank": rank, **known[alike]})
+    return found
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A tensor to fill on one rank, and the requests for it."""
+
+    component: str
+    nbytes: int
+    requests: list[Request]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is something else in its memory, which must stay until all is verified."""
+        return self.component == "model"
+
+
+@dataclass(slots=True)
+class _Plans:
+    """The requests of a load, made as ``sources.ShardedSource`` makes them; what is alike is planned once."""
+
+    checkpoint: Checkpoint
+    _overlaps: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = field(default_factory=dict)
+
+    def cost(self, rank: int, aims: Mapping[str, Mapping[str, Aim]]) -> dict[str, Any]:
+        """What a rank needs and reads."""
+        wanted = [
+            self._wanted(name, key, aim, rank)
+            for name, component in aims.items()
+            for key, aim in component.items()
+            if any(a <= rank < b for a, b in aim.holders)
+        ]
+        once, twice = _held_first(wanted)
+        first = [*self._reads(once, keep=True), *self._reads(twice, keep=False)]
+        again = list(self._reads(twice, keep=True, verify=False))
+        given = Counter[int]()
+        for one in wanted:
+            for request in one.requests:
+                given[request.overlap.writer] += request.nbytes
+        sources = {(one.component, request.overlap.writer) for one in wanted for request in one.requests}
+        return {
+            "needs": sum(one.nbytes for one in wanted),
+            "reads": sum(length for _, _, length in first),
+            "again": sum(length for _, _, length in again),
+            "calls": len(first) + len(again),
+            "files": len({request.entry.file for one in wanted for request in one.requests}),
+            "from": dict(sorted(given.items())),
+            "indexes": self._index_bytes(sources),
+        }
+
+    def _reads(self, wanted: Iterable[_Wanted], *, keep: bool, verify: bool = True) -> Iterable[tuple[str, int, int]]:
+        requests = [request for one in wanted for request in one.requests]
+        return planned_reads(self.checkpoint, requests, verify=verify, keep=keep)
+
+    def _index_bytes(self, sources: Iterable[tuple[str, int]]) -> int:
+        """Of the root index and the indexes of those who wrote what is needed."""
+        components = self.checkpoint.root.components
+        ranks = (components[name].indexes[writer].nbytes for name, writer in sources)
+        return self.checkpoint.reader.size(ROOT_NAME) + sum(ranks)
+
+    def _wanted(self, component: str, key: str, aim: Aim, rank: int) -> _Wanted:
+        spec = self.checkpoint.root.components[component].tensors[key]
+        parts = parts_of_rank(aim.layout, spec.shape, rank)
+        shape = _local_shape(spec, parts)
+        found = []
+        for overlap, run in self._overlaps_of(component, key, spec, parts, shape):
+            entry = self.checkpoint.entry(component, key, overlap)
+            found.append(Request(key, overlap, entry, shape, run, memoryview(b"")))
+        nbytes = sum(part.box.numel for part in parts) * DTYPE_BYTES[spec.dtype]
+        return _Wanted(component, nbytes, found)
+
+    def _overlaps_of(
+        self, component: str, key: str, spec: TensorSpec, parts: tuple[Part, ...], shape: Shape
+    ) -> list[tuple[Overlap, tuple[int, int, int] | None]]:
+        replica = self.checkpoint.replicas(component)[key]
+        kind = spec, replica, parts
+        if kind not in self._overlaps:
+            overlaps = list(plan_load(spec, replica, parts))
+            self._overlaps[kind] = [(one, single_run(one, shape, DTYPE_BYTES[spec.dtype])) for one in overlaps]
+        return self._overlaps[kind]
+
+
+def _local_shape(spec: TensorSpec, parts: tuple[Part, ...]) -> Shape:
+    if not parts:
+        return (0,) * len(spec.shape)
+    return tuple(max(ends) for ends in zip(*(part.local.stop for part in parts), strict=True))
+
+
+def _held_first(wanted: Iterable[_Wanted]) -> tuple[list[_Wanted], list[_Wanted]]:
+    """What a load reads once, and what twice: live tensors that there is no room to hold."""
+    once, twice, room = list[_Wanted](), list[_Wanted](), HELD_BYTES
+    for one in sorted(wanted, key=lambda one: (one.is_live, one.nbytes)):
+        room -= one.nbytes if one.is_live else 0
+        (once if room >= 0 else twice).append(one)
+    return once, twice
+
+
+# ── what goes on ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
+    """What a resume there would not continue exactly; see the README, "What a resumed run continues"."""
+    before = {axis: root.topology.get(axis, 1) for axis in sizes}
+    data_before, data = before["replicate"] * before["shard"], sizes["replicate"] * sizes["shard"]
+    if not root.topology:
+        return ["This was saved without a topology: whether random numbers and data continue cannot be told."]
+    if before == dict(sizes):
+        return ["The topology is the same: the run continues exactly, as far as its hardware computes the same twice."]
+    found = ["Weights, buffers and optimizer state are bit-equal; sums in another order round differently."]
+    if data != data_before:
+        found.append(
+            f"{data_before} data-parallel ranks become {data}: the order of the data in mid-epoch does not continue. "
+            "Change batch_size with it, so that the global batch keeps its size."
+        )
+    if data != data_before or before["pipeline"] != sizes["pipeline"]:
+        found.append("Random numbers (dropout) are drawn anew: the data-parallel ranks or the pipeline are others.")
+    return found
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def topology_text(sizes: Mapping[str, int]) -> str:
+    """The axes that have more than one rank.
+
+    >>> topology_text({"pipeline": 1, "shard": 2, "tensor": 4}), topology_text({})
+    ('shard 2 × tensor 4', 'one rank')
+    """
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+def render(found: dict[str, Any], everything: bool = False) -> str:
+    """What ``explain`` returned, for people."""
+    ranks, totals = found["ranks"], found["totals"]
+    rows = [
+        (
+            str(rank["rank"]),
+            size_text(rank["needs"]),
+            size_text(rank["reads"]),
+            f"{rank['reads'] / rank['needs']:.2f} ×" if rank["needs"] else "",
+            size_text(rank["again"]) if rank["again"] else "",
+            f"{rank['calls']:,}",
+            f"{rank['files']:,}",
+            f"{len(rank['from'])}",
+        )
+        for rank in ranks[: None if everything else _LISTED]
+    ]
+    header = ("rank", "needs", "reads", "ratio", "again", "calls", "files", "of ranks")
+    more = len(ranks) - len(rows)
+    tail = [f"… and {count_text(more, 'more rank')}: --all lists them"] if more else []
+    again = f", and {size_text(totals['again'])} again to fill live tensors" if totals["again"] else ""
+    summary = (
+        f"{found['path']}: from {topology_text(found['saved_on'])} onto {topology_text(found['onto'])}\n"
+        f"All {count_text(len(ranks), 'rank')} need {size_text(totals['needs'])} and read {size_text(totals['reads'])}"
+        f"{again}, by {totals['calls']:,} calls.\n"
+        f"Besides, they read {size_text(totals['indexes'])} of indexes. "
+        f"The largest rank reads {found['imbalance']:.2f} × the mean."
+    )
+    notes = [f"- {note}" for note in [*found["assumed"], *found["continues"]]]
+    return "\n\n".join([summary, "\n".join([table(header, rows, header), *tail]), "\n".join(notes)])
+
+
+def show(
+    path: str, onto: str, tp_plan: Sequence[str], layers: Sequence[str], everything: bool, as_json: bool
+) -> str:
+    """The output of the command."""
+    found = explain(path, onto, tp_plan=tp_plan, layers=layers)
+    return json.dumps(found, indent=2, ensure_ascii=False) if as_json else render(found, everything)

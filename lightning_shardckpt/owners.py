@@ -1,0 +1,104 @@
+"""Which rank has what of a checkpoint's tensors, in its memory and in its files? Follows from the root index alone.
+
+A box is *held* by every rank whose shard it belongs to, and *written* by one of them. No file is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.index import RootIndex, TensorSpec
+from lightning_shardckpt.layout import Part, parts_of_shard, replicas, shards_meeting
+from lightning_shardckpt.plan import plan_load
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """How much a rank has: tensors of which it has elements, their boxes, and the bytes of these."""
+
+    tensors: int = 0
+    boxes: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Owned) -> Owned:
+        return Owned(self.tensors + other.tensors, self.boxes + other.boxes, self.nbytes + other.nbytes)
+
+    def times(self, count: int) -> Owned:
+        """As much of so many tensors that are alike."""
+        return Owned(self.tensors * count, self.boxes * count, self.nbytes * count)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedBox:
+    """A box as it is stored: the rank that wrote it, and all that hold it, ascending."""
+
+    box: Box
+    writer: int
+    holders: Sequence[int]
+
+
+def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
+    """The stored boxes of a tensor; ``replica``: what ``plan.choose_replicas`` chose for it."""
+    for part, holders in _held(spec):
+        for overlap in plan_load(spec, replica, (Part(part.box, part.at),)):
+            yield OwnedBox(overlap.stored, overlap.writer, holders)
+
+
+def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
+    """What every rank holds of the tensors, by rank; replicas count each."""
+    total: dict[int, Owned] = {}
+    for spec, count in Counter(tensors.values()).items():
+        found: dict[int, Owned] = {}
+        for part, holders in _held(spec):
+            for rank in holders:
+                _add(found, rank, part.box, spec)
+        _merge(total, found, count)
+    return total
+
+
+def written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
+    """What every rank wrote of the tensors, by rank; ``chosen``: by ``plan.choose_replicas`` for the component."""
+    total: dict[int, Owned] = {}
+    for (spec, replica), count in Counter((spec, chosen[key]) for key, spec in tensors.items()).items():
+        found: dict[int, Owned] = {}
+        for one in boxes_of(spec, replica):
+            _add(found, one.writer, one.box, spec)
+        _merge(total, found, count)
+    return total
+
+
+def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
+    """Where a rank is in the mesh, by axis, outermost first; nothing if the topology is not that of the world.
+
+    >>> coordinates(RootIndex("", 4, {}, {}, topology={"shard": 2, "tensor": 2}), 1)
+    {'shard': 0, 'tensor': 1}
+    """
+    sizes = list(root.topology.values())
+    if prod(sizes) != root.world_size:
+        return {}
+    return {axis: rank // prod(sizes[i + 1 :]) % size for i, (axis, size) in enumerate(root.topology.items())}
+
+
+def _held(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
+    """The parts of every shard that has elements, and who holds them."""
+    if not prod(spec.shape):
+        return
+    for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):
+        holders = replicas(spec.layout, spec.holders, shard)
+        for part in parts_of_shard(spec.layout, spec.shape, shard):
+            yield part, holders
+
+
+def _add(found: dict[int, Owned], rank: int, box: Box, spec: TensorSpec) -> None:
+    known = found.get(rank, Owned(tensors=1))
+    found[rank] = known + Owned(0, 1, box.numel * DTYPE_BYTES[spec.dtype])
+
+
+def _merge(total: dict[int, Owned], found: Mapping[int, Owned], count: int) -> None:
+    for rank, one in found.items():
+        total[rank] = total.get(rank, Owned()) + one.times(count)

@@ -1,0 +1,270 @@
+"""What the tool says has changed is what was changed. Oracle: torch, on the whole tensors before they were saved."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.diff import diff, is_same
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.values import Difference, numbers
+from tests.pool import run_ranks
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+KINDS: dict[str, tuple[tuple[int, ...], torch.dtype, Any]] = {
+    "rows": ((13, 7), torch.float32, Shard(0)),
+    "columns": ((13, 7), torch.float64, Shard(1)),
+    "half": ((9, 6), torch.float16, Shard(0)),
+    "brain": ((9, 6), torch.bfloat16, Shard(1)),
+    "waves": ((4, 6), torch.complex64, Shard(0)),
+    "double_waves": ((4, 6), torch.complex128, Shard(1)),
+    "whole_numbers": ((5, 3), torch.int32, Shard(0)),
+    "bytes": ((5, 3), torch.uint8, Shard(1)),
+    "flags": ((5, 3), torch.bool, Shard(0)),
+    "scalar": ((), torch.float32, Replicate()),
+    "none": ((0, 3), torch.float32, Shard(0)),
+    "large": ((1500, 1100), torch.float32, Shard(1)),  # more than a window
+    **{str(dtype).removeprefix("torch."): ((16, 16), dtype, Shard(1)) for dtype in FLOAT8},
+}
+SAME = ("half", "large")
+
+
+def drawn(name: str, is_changed: bool) -> Tensor:
+    """A tensor, or the same with every third element changed; NaNs and infinities are among the 8-bit ones."""
+    shape, dtype, _ = KINDS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    if dtype in FLOAT8:
+        bits = torch.arange(256, dtype=torch.uint8).view(shape)
+        return (bits.flip(0) if is_changed else bits).view(dtype)
+    values = torch.randint(0, 2, shape, generator=generator).to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        values = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+    if is_changed and name not in SAME and values.numel():
+        flat = values.view(-1)
+        flat[::3] = ~flat[::3] if dtype == torch.bool else flat[::3] * 3 + 1
+    return values
+
+
+def tensors(is_changed: bool) -> dict[str, Tensor]:
+    return {name: drawn(name, is_changed) for name in KINDS}
+
+
+def save(path: str, is_changed: bool, **state: Any) -> None:
+    """On a mesh of all ranks, or alone with whole tensors."""
+    ranks, io = Ranks.of_default_group(60), ShardCkptIO(sync_files=False)
+    found = tensors(is_changed)
+    if ranks.world > 1:
+        mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
+        found = {n: distribute_tensor(t, mesh, [KINDS[n][2]], src_data_rank=None) for n, t in found.items()}
+    io.attach(ranks, torch.nn.Module(), {"shard": ranks.world})
+    io.save_checkpoint({"state_dict": found, **state}, path)
+
+
+def hyper(lr: float) -> dict[str, Any]:
+    group = {"lr": lr, "betas": (0.9, 0.99), "params": ["rows"]}
+    state = {"rows": {"exp_avg": drawn("rows", False), "step": torch.tensor(7.0)}}
+    more = {"width": 3, "name": "a", "nested": {"depth": 2 if lr > 0.1 else 4, 7: "odd"}}
+    optimizer = {"state": state, "param_groups": [group]}
+    return {"global_step": int(lr * 10), "epoch": 1, "hyper_parameters": more, "optimizer_states": [optimizer]}
+
+
+def save_two(folder: str) -> None:
+    for name, is_changed in (("a", False), ("same", False), ("b", True)):
+        save(f"{folder}/{name}.ckpt", is_changed, **hyper(0.5))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a, same and b were saved on 2 ranks; alone and changed, with the values of a and b, on one."""
+    folder = tmp_path_factory.mktemp("diff")
+    run_ranks(2, save_two, str(folder))
+    save(str(folder / "alone.ckpt"), False, **hyper(0.5))
+    save(str(folder / "changed.ckpt"), True, **hyper(0.1))
+    return folder
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8).view(-1, tensor.element_size())
+
+
+# ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("b", ["same", "alone"])
+def test_equal_bytes_are_the_same_on_any_topology(saved: Path, b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(saved / "a.ckpt"), str(saved / f"{b}.ckpt")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{len(KINDS) + 1} tensors the same"
+
+
+@pytest.mark.parametrize("b", ["b", "changed"])
+def test_every_changed_tensor_is_found_with_the_size_of_the_change(saved: Path, b: str) -> None:
+    found = diff(saved / "a.ckpt", saved / f"{b}.ckpt")
+    assert is_same(found) is False
+    different = {t["name"]: t for t in found["tensors"]["different"]}
+    assert different.keys() == KINDS.keys() - {*SAME, "none"}
+    for name, one in different.items():
+        before, after = drawn(name, False), drawn(name, True)
+        differs = (bits(before) != bits(after)).any(1)
+        kind = torch.complex128 if before.is_complex() else torch.float64
+        a, b_ = (t.to(torch.float32 if t.dtype in FLOAT8 else t.dtype).to(kind).flatten() for t in (before, after))
+        usable = a.isfinite() & b_.isfinite()
+        apart = (b_ - a)[usable].abs()
+        assert one["elements"] == int(differs.sum()) and one["of"] == before.numel(), name
+        assert one["not_finite"] == int((differs & ~usable).sum()), name
+        assert one["max_abs"] == pytest.approx(float(apart.max()), rel=1e-12), name
+        expected = float(apart.norm() / a[a.isfinite()].abs().norm())  # sums in another order
+        assert one["relative_l2"] == pytest.approx(expected, rel=1e-9), name
+
+
+def test_every_byte_is_verified_and_trouble_has_its_own_status(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "damaged.ckpt"
+    save(str(path), False, **hyper(0.5))
+    file = path / "model-dist-00000-shard-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["diff", str(saved / "a.ckpt"), str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "corrupted data of" in error and file.name in error and "Traceback" not in error
+    assert main(["diff", str(saved / "a.ckpt"), str(saved / "nothing.ckpt")]) == 2
+    assert "there is nothing at this path" in capsys.readouterr().err
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    state = {"huge": torch.randn(4000, 3000)}
+    paths = [alone(tmp_path / name, state) for name in "ab"]
+    tracemalloc.start()
+    try:
+        assert is_same(diff(*paths)) is True
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 30 << 20, "four windows of 4 MiB and what is computed with them, of two tensors of 46 MiB"
+
+
+def test_quick_tells_by_checksums_and_admits_what_it_cannot_tell(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status(b: str, *more: str) -> int:
+        return main(["diff", str(saved / "a.ckpt"), str(saved / f"{b}.ckpt"), "--quick", *more])
+
+    for file in saved.glob("same.ckpt/*.safetensors"):
+        file.rename(file.with_suffix(".away"))  # no tensor is read
+    assert status("same") == 0
+    for file in saved.glob("same.ckpt/*.away"):
+        file.rename(file.with_suffix(".safetensors"))
+    capsys.readouterr()
+    assert status("b", "--json") == 1
+    found = json.loads(capsys.readouterr().out)["tensors"]
+    assert {t["name"] for t in found["different"]} == KINDS.keys() - {*SAME, "none"} and not found["undecided"]
+    assert status("alone") == 2
+    assert "indexes cannot tell: run without --quick" in capsys.readouterr().out
+    assert status("alone", "--tensors", "scalar") == 0
+
+
+def test_a_pattern_leaves_out_the_rest(saved: Path) -> None:
+    found = diff(saved / "a.ckpt", saved / "b.ckpt", tensors="double_*")
+    assert [t["name"] for t in found["tensors"]["different"]] == ["double_waves"] and not found["tensors"]["same"]
+
+
+# ── what is not the values ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def alone(path: Path, state: dict[str, Tensor], module: torch.nn.Module | None = None) -> Path:
+    io = ShardCkptIO(sync_files=False)
+    io.attach(Ranks.alone(), module or torch.nn.Module(), {})
+    io.save_checkpoint({"state_dict": state}, path)
+    return path
+
+
+def test_tensors_that_came_went_or_have_another_shape_or_dtype_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = {"kept": torch.ones(3), "gone": torch.ones(2, 2), "shape": torch.ones(3), "dtype": torch.ones(3)}
+    b = {"kept": torch.ones(3), "new": torch.ones(4), "shape": torch.ones(1, 3), "dtype": torch.ones(3).half()}
+    paths = [str(alone(tmp_path / "a", a)), str(alone(tmp_path / "b", b))]
+    assert main(["diff", *paths]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for row in (
+        ["shape", "F32", "3", "F32", "1", "×", "3", "changed"],
+        ["dtype", "F32", "3", "F16", "3", "changed"],
+        ["gone", "F32", "2", "×", "2", "–", "removed"],
+        ["new", "–", "F32", "4", "added"],
+    ):
+        assert row in lines
+    assert lines[-1] == ["1", "tensor", "the", "same,", "2", "changed,", "1", "removed,", "1", "added"]
+
+
+def test_a_tied_tensor_is_compared_by_any_of_its_names(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    module = torch.nn.ParameterDict({"x": parameter, "y": parameter})
+    tied = alone(tmp_path / "tied", {"x": parameter.detach(), "y": parameter.detach()}, module)
+    apart = alone(tmp_path / "apart", {"x": torch.ones(3), "y": torch.zeros(3)})
+    found = diff(tied, apart)["tensors"]
+    assert (found["same"], [t["name"] for t in found["different"]]) == (1, ["y"])
+    assert is_same(diff(tied, tied)) is True
+
+
+def test_step_topology_and_hyper_parameters_are_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = diff(saved / "a.ckpt", saved / "changed.ckpt", tensors="none")
+    assert is_same(found) is True, "only tensors decide"
+    assert found["about"] == {"step": ["5", "1"], "ranks": ["2", "1"], "topology/shard": ["2", "1"]}
+    assert found["hyper_parameters"] == {
+        "hyper_parameters/nested/depth": ["2", "4"],
+        "optimizer 0/group 0/lr": ["0.5", "0.1"],
+    }
+    assert main(["diff", str(saved / "a.ckpt"), str(saved / "changed.ckpt")]) == 1
+    out = capsys.readouterr().out
+    assert "optimizer 0/group 0/lr         0.5  0.1" in out and max(map(len, out.splitlines())) < 120
+
+
+# ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, torch.bfloat16], ids=str)
+def test_every_value_of_a_type_that_numpy_has_not_is_that_of_torch(dtype: torch.dtype) -> None:
+    raw = torch.arange(256, dtype=torch.uint8)
+    if dtype == torch.bfloat16:
+        raw = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    found = numbers(memoryview(raw.numpy()), DTYPES[dtype])
+    assert numpy.array_equal(found, raw.view(dtype).float().numpy(), equal_nan=True)
+    zeros = found == 0
+    assert numpy.array_equal(numpy.signbit(found[zeros]), raw.view(dtype).float().signbit().numpy()[zeros])
+
+
+def test_a_zero_that_changes_its_sign_and_a_nan_that_changes_its_bits_differ_by_no_magnitude() -> None:
+    a, b = numpy.array([0.0, numpy.nan, 1.0], "f4"), numpy.array([-0.0, numpy.nan, 1.0], "f4")
+    b.view("u4")[1] += 1
+    found = Difference()
+    found.add(memoryview(a.tobytes()), memoryview(b.tobytes()), "F32")
+    assert (found.elements, found.not_finite, found.max_abs, found.relative_l2) == (2, 1, 0.0, 0.0)
+
+
+def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"a": 1.7e308, "b": -1.7e308}
+    paths = [alone(tmp_path / n, {"x": torch.tensor([v], dtype=torch.float64)}) for n, v in values.items()]
+    assert main(["diff", *map(str, paths), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["tensors"]["different"]
+    assert (found["max_abs"], found["relative_l2"], found["elements"]) == (None, None, 1)
+    assert main(["diff", *map(str, paths)]) == 1
+
+
+def test_of_the_largest_doubles_there_is_no_relative_change() -> None:
+    a, b = (numpy.array([x], "f8").tobytes() for x in (1.7e308, -1.7e308))
+    found = Difference()
+    found.add(memoryview(a), memoryview(b), "F64")
+    assert (found.elements, found.max_abs, found.relative_l2) == (1, numpy.inf, None)

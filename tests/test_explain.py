@@ -1,0 +1,198 @@
+"""What a resume would read is what it reads. The oracle is the storage, which notes every read of a real resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shardckpt import ShardCkptIO, explain, sources
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.explain import HELD_BYTES
+from lightning_shardckpt.layout import parts_of_rank
+from lightning_shardckpt.onto import AXES, STYLES, Onto, parse_plan, parse_topology
+from lightning_shardckpt.parallel import mesh, tensor
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.protocol import Reader
+from tests import tiny
+from tests.pool import run_ranks
+
+FSDP2_TP2 = {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+PP2_TP2 = {**FSDP2_TP2, "data_parallel_shard_size": 1, "pipeline_parallel_size": 2, "pipeline_layers": ["blocks"]}
+RULES = [f"{pattern}={style}" for pattern, style in tiny.TP_PLAN.items()]
+
+
+class Counting(LocalStorage):
+    """Notes the length of every read of tensors' bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[int] = []
+        self.files: set[str] = set()
+
+    def open(self, path: str) -> Reader:
+        return self._noting(super().open(path))
+
+    def _noting(self, reader: Reader) -> Reader:
+        read_into, twin = reader.read_into, reader.twin
+
+        def noted(name: str, offset: int, target: memoryview) -> None:
+            read_into(name, offset, target)
+            if name.endswith(".safetensors") and offset > 8:  # behind the header
+                self.reads.append(len(target))
+                self.files.add(name)
+
+        reader.read_into, reader.twin = noted, lambda: self._noting(twin())  # type: ignore[method-assign]
+        return reader
+
+
+Strategy = dict[str, Any]
+Case = tuple[str, Strategy, int]
+
+
+def saved_and_resumed(folder: str, saved: dict[str, Strategy], cases: list[Case]) -> list[tuple[int, int, int]]:
+    """Of each case what this rank read, in how many calls, from how many files; with so many bytes to hold."""
+    for name, strategy in saved.items():
+        tiny.fit(strategy, 1, save=f"{folder}/{name}.ckpt")
+    found = []
+    for name, target, held_bytes in cases:
+        sources._HELD_BYTES = held_bytes  # type: ignore[attr-defined]
+        io = ShardCkptIO(share_reads=False)
+        io.storage = storage = Counting()
+        tiny.fit(target, 1, resume=f"{folder}/{name}.ckpt", plugins=[io])
+        found.append((sum(storage.reads), len(storage.reads), len(storage.files)))
+    return found
+
+
+def onto(target: dict[str, Any]) -> str:
+    sizes = {k: v for k, v in target.items() if k.endswith("_size")}
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4 ranks as FSDP 2 × TP 2, with whatever the tests ask of its resumes beside it as JSON."""
+    folder = tmp_path_factory.mktemp("explain")
+    found = run_ranks(4, saved_and_resumed, str(folder), {"a": FSDP2_TP2, "pipelined": PP2_TP2}, CASES)
+    (folder / "read.json").write_text(json.dumps(found))
+    return folder / "a.ckpt"
+
+
+TARGETS: list[dict[str, Any]] = [
+    {"data_parallel_shard_size": 4},
+    {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
+    FSDP2_TP2,
+    {"data_parallel_shard_size": 1, "tensor_parallel_size": 4, "tensor_parallel_plan": tiny.TP_PLAN},
+    PP2_TP2,
+]
+
+
+# each live tensor is read twice, or once
+CASES: list[Case] = [("a", target, held) for target in TARGETS for held in (0, HELD_BYTES)]
+CASES += [("pipelined", target, 0) for target in (TARGETS[0], PP2_TP2)]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name} {onto(to)} {held}" for name, to, held in CASES])
+def test_what_is_predicted_is_what_a_resume_reads(saved: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_rank = json.loads((saved.parent / "read.json").read_text())
+    name, target, held_bytes = CASES[number]
+    monkeypatch.setattr(explain, "HELD_BYTES", held_bytes)
+    found = explain.explain(saved.with_name(f"{name}.ckpt"), onto(target))
+    predicted = [[rank["reads"] + rank["again"], rank["calls"], rank["files"]] for rank in found["ranks"]]
+    assert predicted == [rank[number] for rank in by_rank]
+    assert all(bool(rank["again"]) == (held_bytes == 0) for rank in found["ranks"])
+    assert all(rank["needs"] <= rank["reads"] for rank in found["ranks"])
+    assert all(sum(rank["from"].values()) == rank["needs"] for rank in found["ranks"])
+
+
+def test_a_plan_cuts_like_the_one_that_the_checkpoint_was_saved_with(saved: Path) -> None:
+    with Checkpoint(LocalStorage(), str(saved)) as checkpoint:
+        sizes = parse_topology("fsdp=2,tp=2")
+        reused, planned = Onto(checkpoint.root, sizes), Onto(checkpoint.root, sizes, parse_plan(RULES))
+        specs = checkpoint.root.components["model"].tensors
+    for key, aim in reused.aims()["model"].items():
+        assert planned.aims()["model"][key] == aim, key
+        for rank in range(4):
+            shape, layout = specs[key].shape, specs[key].layout
+            assert parts_of_rank(aim.layout, shape, rank) == parts_of_rank(layout, shape, rank), key
+
+
+def test_all_ranks_of_plain_fsdp_need_every_parameter_once_and_every_buffer_each(saved: Path) -> None:
+    found = explain.explain(saved, {"fsdp": 3})
+    with Checkpoint(LocalStorage(), str(saved)) as checkpoint:
+        stored = [s for c in checkpoint.root.components.values() for s in c.tensors.values()]
+    sizes = {"F32": 4, "F64": 8, "I64": 8}
+    once = sum(prod(s.shape) * sizes[s.dtype] for s in stored if s.layout.axes)
+    each = sum(prod(s.shape) * sizes[s.dtype] for s in stored if not s.layout.axes)
+    assert found["totals"]["needs"] == once + 3 * each
+    assert found["imbalance"] == pytest.approx(max(r["reads"] for r in found["ranks"]) * 3 / found["totals"]["reads"])
+
+
+def test_notes_say_what_is_assumed_and_what_does_not_continue(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(saved), "--onto", "pp=2,tp=2,fsdp=1"]) == 0
+    out = capsys.readouterr().out
+    assert "from shard 2 × tensor 2 onto pipeline 2 × tensor 2" in out
+    assert "Tensor parallelism is taken to cut the dims that it cut when this was saved." in out
+    assert "an estimate from names: blocks.0 … blocks.1 over 2 stages" in out
+    assert "2 data-parallel ranks become 1: the order of the data in mid-epoch does not continue" in out
+    assert "Random numbers (dropout) are drawn anew" in out
+    assert main(["explain", str(saved), "--onto", "fsdp=2,tp=2"]) == 0
+    assert "The topology is the same" in capsys.readouterr().out
+    assert main(["explain", str(saved), "--onto", "tp=2,fsdp=2", "--tp-plan", *RULES, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed"] == []
+
+
+def test_without_tensor_parallelism_before_a_plan_is_asked_for(tmp_path: Path) -> None:
+    run_ranks(1, tiny_save, str(tmp_path / "one.ckpt"))
+    found = explain.explain(tmp_path / "one.ckpt", "tp=2")
+    assert any("taken as not cut by tensor parallelism" in note for note in found["assumed"])
+    (first, second) = found["ranks"]
+    assert first["needs"] == second["needs"] == found["totals"]["needs"] // 2
+    planned = explain.explain(tmp_path / "one.ckpt", "tp=2", tp_plan=RULES)
+    assert planned["totals"]["needs"] < found["totals"]["needs"] and planned["assumed"] == []
+
+
+def tiny_save(path: str) -> None:
+    tiny.fit({}, 1, save=path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--onto", "tp"], "'tp' is no topology"),
+        (["--onto", "tp=2,tp=2"], "each has one size"),
+        (["--onto", "tp=0"], "is no topology"),
+        (["--onto", "ep=2"], "The axes are pp, dp, fsdp, tp"),
+        (["--onto", "pp=3"], "2 layers (blocks.0 …) cannot be cut into 3 pipeline stages"),
+        (["--onto", "pp=2", "--layers", "nets.*"], "'nets.*' names no module of the checkpoint"),
+        (["--onto", "tp=2", "--tp-plan", "block.*.up=colwise"], "'block.*.up' matches no module of the checkpoint"),
+        (["--onto", "tp=2", "--tp-plan", "blocks.*.up=diagonal"], "is no rule: give pattern=style"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(
+    saved: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(saved), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+def test_a_missing_rank_index_is_an_error_that_names_it(saved: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(saved, tmp_path / "copy.ckpt")
+    (copy / "model-meta-dist-00003.index.json").unlink()
+    with pytest.raises(OSError, match=r"model-meta-dist-00003\.index\.json: the file is missing"):
+        explain.explain(copy, "fsdp=2")
+
+
+def test_axes_styles_and_memory_are_those_of_the_strategy_and_the_load() -> None:
+    assert AXES == mesh.AXES
+    assert set(STYLES) == {*tensor.STYLES, tensor.PARTIAL, "replicate"}
+    assert HELD_BYTES == sources._HELD_BYTES
+    with pytest.raises(TopologyError):
+        parse_topology("")
