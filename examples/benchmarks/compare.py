@@ -19,7 +19,8 @@ mapped files count). Where a load makes the optimizer's state anew, as ours does
 
 Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
 from the page cache, and from the disk behind it), reshard (other ranks, columns), small (microseconds per tensor),
-consolidate (shards of 4 ranks into whole tensors), planning (worlds of up to 16,384 ranks, simulated).
+consolidate (shards of 4 ranks into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384
+ranks, simulated).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Section consolidate: how fast do the shards of 4 ranks become files with whole tensors?
 
 Each way runs in a fresh process that has imported torch already; a whole command, with its imports, is a row of its
-own. Only ours is durable: it ends with an fsync.
+own; ours to safetensors imports no torch. All write model and optimizer. Only ours is durable: it ends with an fsync.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from lightning_shardckpt.consolidate import consolidate as ours_consolidate
 
 LIMIT, PEER = "limit: cp -r, no fsync", "DCP, dcp_to_torch_save"
 _TWO = "torch, …_files_on_every_rank, 2 ranks"
+_CHUNK_MB = 256  # so that several threads write to several files also where the state is small
 _CUT = ("rows", "columns")
 _Names = list[str]
 
@@ -114,12 +115,28 @@ def _tools(*, slow: bool) -> Iterator[Tool]:
     yield Tool("ours", lambda source, out, _: ours_consolidate(source / "ours", out), _of_ours)
     command = [sys.executable, "-m", "lightning_shardckpt.consolidate"]
     yield Tool("ours, the whole command", _Command(command, "ours"), _of_ours)
+    safetensors: dict[str, Any] = {"format": "safetensors", "optimizer": True}
+    yield Tool("ours, safetensors", _Ours(**safetensors), _of_our_safetensors)
+    chunks = _Ours(**safetensors, split="chunks", size_per_shard=_CHUNK_MB)
+    yield Tool("ours, safetensors in chunks", chunks, _of_our_safetensors)
+    command = [*command, "--format", "safetensors", "--optimizer", "true"]
+    yield Tool("ours, safetensors, the whole command", _Command(command, "ours"), _of_our_safetensors)
     yield Tool(PEER, lambda source, out, _: dcp_to_torch_save(str(source / "DCP"), out), _of_torch)
     yield Tool("torch, consolidate_safetensors_files", _hugging_face, _of_safetensors)
     yield Tool(_TWO, _on_every_rank, _of_safetensors, ranks=2)
     if slow:
         command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
         yield Tool("Lightning, the whole command", _Command(command, "Lightning"), _of_lightning)
+
+
+class _Ours:
+    """Our function with some options."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __call__(self, source: Path, out: Path, names: _Names) -> None:
+        ours_consolidate(source / "ours", out, **self.options)
 
 
 class _Command:
@@ -160,6 +177,14 @@ def _of_ours(out: Path) -> dict[str, Tensor]:
     flat = {f"optimizer.{of}.{key}": value for of, state in moments for key, value in state.items()}
     model = {f"model.{name}": tensor for name, tensor in found["state_dict"].items()}
     return model | {name: tensor for name, tensor in flat.items() if tensor.ndim}
+
+
+def _of_our_safetensors(out: Path) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in _of_safetensors(out).items():
+        number, *rest = name.split("/")  # of a model's tensor, its name; of an optimizer's 0, its name and its state's
+        found[".".join(["optimizer", *rest]) if rest else f"model.{number}"] = tensor
+    return found
 
 
 def _of_torch(out: Path) -> dict[str, Tensor]:
