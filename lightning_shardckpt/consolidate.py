@@ -14,21 +14,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.exporting import Stored, is_replaceable, nbytes, plan_export, write_directory, write_file
 from lightning_shardckpt.formats.peft import export_adapters
-from lightning_shardckpt.header import parse_json
-from lightning_shardckpt.index import ROOT_NAME, Component
+from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import described, did_you_mean
 from lightning_shardckpt.options import Format, KeyMapping, OptimizerKeys, Options, Split, make_options
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.state.documents import HUGGING_FACE, checked
+from lightning_shardckpt.saved import Saved
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.outputs import new_directory, new_file
 from lightning_shardckpt.text import progress
-from lightning_shardckpt.whole import Wholes
 
 if TYPE_CHECKING:
     from lightning_shardckpt.sources import Source
@@ -114,42 +112,20 @@ def consolidate_as(
         export_adapters(folder, output)
         return output
     with ExitStack() as stack:
-        if options.format == "torch" or options.optimizer:
-            stored = stack.enter_context(_opened_with_torch(folder, Path(checkpoint_folder)))
+        if options.format == "torch":
+            source = stack.enter_context(_opened_with_torch(folder, Path(checkpoint_folder)))
             _check_output(output, folder, options)
-            _write_torch(stored, output, options) if options.format == "torch" else _export(stored, output, options)
-            _tell_left_out(folder, stored)
+            _write_torch(source, output, options)
+            _tell_left_out(folder, source)
         else:
-            light = stack.enter_context(_opened(folder, Path(checkpoint_folder)))
+            stored = stack.enter_context(_opened(folder, Path(checkpoint_folder)))
             _check_output(output, folder, options)
-            _export(light, output, options)
-            _tell_left_out(folder, light)
+            _export(stored, output, options)
+            _tell_left_out(folder, stored)
     return output
 
 
 # ── what is read ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Model:
-    """What an export of the model needs of a checkpoint of ours; without torch."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.tensors = Wholes(checkpoint)
-
-    def components(self) -> dict[str, Component]:
-        """Tensors by component."""
-        return self._checkpoint.root.components
-
-    def document(self, role: str) -> Any:
-        """The document about Hugging Face; of the role "model" what names it has."""
-        known, where = self._checkpoint.root.documents, f"checkpoint {self._checkpoint.path!r}"
-        if role == "huggingface":
-            content = self._checkpoint.document(HUGGING_FACE) if HUGGING_FACE in known else None
-            return checked(role, content, f"{where}, {HUGGING_FACE}") if content is not None else None
-        names = sorted(name for name in known if name.startswith(f"{role}-state-dist-"))
-        parsed = [parse_json(self._checkpoint.document(name), f"{where}, {name}") for name in names]
-        return {key: None for one in parsed for key in one}
 
 
 @contextmanager
@@ -162,7 +138,7 @@ def _opened(folder: Path, given: Path) -> Iterator[Stored]:
             yield source
         return
     with checkpoint:
-        yield _Model(checkpoint)
+        yield Saved(checkpoint)
 
 
 @contextmanager

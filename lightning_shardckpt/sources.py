@@ -25,7 +25,7 @@ from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.staging import bytes_of, is_host_memory
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, checked
 from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
-from lightning_shardckpt.state.optimizer import merge_optimizers
+from lightning_shardckpt.state.merging import merge_optimizers
 from lightning_shardckpt.state.tree import decode
 from lightning_shardckpt.whole import Tensors, Wholes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lightning_shardckpt.regions import Region, fill
 from lightning_shardckpt.sources import Source
 from lightning_shardckpt.staging import TORCH_DTYPES
 
+_LAYER = re.compile(r"(.*?\.|)(\d+)\.")
 Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
@@ -41,7 +43,8 @@ def write_torch(source: Source, options: Options, file: BinaryIO, progress: Prog
     checkpoint = assemble(source, stand_in, optimizers=options.optimizer)
     _rename(checkpoint, options.naming)
     if options.optimizer_keys == "id":
-        checkpoint["optimizer_states"] = [_numbered(one) for one in checkpoint.get("optimizer_states", ())]
+        staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
+        checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
     checkpoint = plain.of(checkpoint)
     archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
     regions = [_converted(source, options, region) for region in archive.regions]
@@ -85,9 +88,31 @@ def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
+def _numbered(optimizer: dict[str, Any], staged: bool) -> dict[str, Any]:
     """The same as torch's ``Optimizer.state_dict`` has it: parameters numbered in the order of their groups."""
-    order = [param for group in optimizer["param_groups"] for param in group["params"]]
-    number = {param: i for i, param in enumerate(order)}
-    groups = [{**g, "params": [number[p] for p in g["params"]]} for g in optimizer["param_groups"]]
+    params = [group["params"] for group in optimizer["param_groups"]]
+    params = [in_order_of_layers(one) if staged else one for one in params]
+    number = {param: i for i, param in enumerate(param for group in params for param in group)}
+    groups = [
+        {**group, "params": [number[param] for param in of]}
+        for group, of in zip(optimizer["param_groups"], params, strict=True)
+    ]
     return {"state": {number[p]: v for p, v in optimizer["state"].items()}, "param_groups": groups}
+
+
+def in_order_of_layers(params: list[str]) -> list[str]:
+    """What pipeline stages stored one after the other, in the order of the model: its layers ascend where they are.
+
+    >>> in_order_of_layers(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "layers.3.w", "head"])
+    ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head']
+    """
+    places: dict[str, list[tuple[int, int]]] = {}
+    for place, param in enumerate(params):
+        layer = _LAYER.match(param) if isinstance(param, str) else None
+        if layer is not None:
+            places.setdefault(layer[1], []).append((int(layer[2]), place))
+    found = list(params)
+    for layers in places.values():
+        for (_, place), (_, old) in zip(sorted(layers, key=lambda one: one[1]), sorted(layers), strict=True):
+            found[place] = params[old]
+    return found

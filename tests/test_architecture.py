@@ -30,7 +30,7 @@ ROWS = [
     {"shardfile", "processes", "regions", "foreign"},
     {"staging", "ranks"},
     {"state"},
-    {"torchfile", "sources", "background", "exchange", "converting", "hub"},
+    {"torchfile", "sources", "background", "exchange", "converting", "hub", "saved"},
     {"exporting"},
     {"formats"},
     {"joining", "opening"},
@@ -51,7 +51,7 @@ ROWS = [
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "naming", "containers", "mirror"}
 BYTES_ONLY = PURE | {"pages", "storage", "write", "read", "fetch", "planning", "locate", "whole"}
-BYTES_ONLY |= {"regions", "shardfile", "foreign", "options", "hub"}
+BYTES_ONLY |= {"regions", "shardfile", "foreign", "options", "hub", "saved"}
 BYTES_ONLY |= {"owners", "outline", "onto", "values", "hyper", "inspect", "diff", "explain", "map"}
 LIGHT_START = BYTES_ONLY | {"mirrored", "verify", "lazy", "consolidate", "exporting", "cli"}
 LIGHT_START |= {"__main__", "__init__"}

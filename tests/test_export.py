@@ -8,19 +8,26 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 
+from lightning_shardckpt.box import Box
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.containers import file_name
 from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.foreign import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.formats.source import ForeignSource
 from lightning_shardckpt.header import checksum
+from lightning_shardckpt.storage.local import LocalReader
+from tests import test_pipeline_checkpoints as pipelines
 from tests import tiny, zoo
 from tests.pool import ROOT, run_ranks
 from tests.test_consolidate import flip, in_small_windows, same_bits
@@ -57,9 +64,9 @@ def wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit but for NaNs: which of their bits survive a conversion depends on where torch's vectors begin."""
-    if a.is_floating_point() and a.dtype == b.dtype and a.shape == b.shape:
-        return torch.equal(a.isnan(), b.isnan()) and same_bits(a.masked_fill(a.isnan(), 0), b.masked_fill(b.isnan(), 0))
-    return same_bits(a, b)
+    if same_bits(a, b) or not a.is_floating_point() or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return same_bits(a, b)
+    return torch.equal(a.isnan(), b.isnan()) and same_bits(a.masked_fill(a.isnan(), 0), b.masked_fill(b.isnan(), 0))
 
 
 def in_directory(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
@@ -189,6 +196,46 @@ def test_a_full_disk_leaves_no_directory(number: int, copy: Path, monkeypatch: p
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 
 
+# ── other formats ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors", "huggingface"])
+def test_a_checkpoint_of_another_format_is_converted_as_ours_is(
+    format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = expected_tensors()
+    (tmp_path / "foreign").mkdir()
+    save_file(tensors, tmp_path / "foreign" / "model.safetensors")
+
+    @contextmanager
+    def opened(path: str, **options: Any) -> Iterator[ForeignSource]:
+        reader = LocalReader(path)
+        length = bytearray(8)
+        reader.read_into("model.safetensors", 0, memoryview(length))
+        header = bytearray(int.from_bytes(length, "little"))
+        reader.read_into("model.safetensors", 8, memoryview(header))
+        found = {}
+        for name, one in json.loads(header).items():
+            if name != "__metadata__":
+                box = ForeignBox(Box.whole(tuple(one["shape"])), "model.safetensors", 8 + len(header))
+                box = box._replace(begin=box.begin + one["data_offsets"][0])
+                found[name] = ForeignTensor(one["dtype"], tuple(one["shape"]), (box,))
+        source = ForeignSource(ForeignTensors(path, reader, {"model": found}), {}, {"epoch": 5})
+        yield source
+        source.close()
+
+    monkeypatch.setattr("lightning_shardckpt.opening.opened", opened)
+    for options in ({}, {"dtype": "float32"}):
+        out = consolidate(tmp_path / "foreign", tmp_path / f"out{len(options)}", format=format, **options)
+        found = torch.load(out) if format == "torch" else load_file(out / "model.safetensors" if out.is_dir() else out)
+        assert format != "torch" or found["epoch"] == 5
+        state = found["state_dict"] if format == "torch" else found
+        kind = torch.float32 if options else None
+        expected = {k: t.to(kind) if kind and t.is_floating_point() else t for k, t in tensors.items()}
+        assert state.keys() == expected.keys()
+        assert [k for k, t in expected.items() if not same_numbers(t, state[k])] == []
+
+
 # ── the optimizer ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -242,6 +289,17 @@ def test_a_plain_torch_optimizer_loads_numbered_parameters_and_goes_on(
     assert tiny.differences(expected, tiny.full_state(module, [optimizer])) == []
     groups = [one["param_groups"][0]["params"] for one in (optimizer.state_dict(), found["optimizer_states"][0])]
     assert groups[0] == groups[1]
+
+
+def test_numbers_are_in_the_order_of_the_model_where_each_stage_has_every_other_layer(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    states = run_ranks(2, pipelines.train, pipelines.LOOPED, 2, path, None, "adamw", 1)
+    found = torch.load(consolidate(path, optimizer_keys="id"))
+    module = pipelines.Deep("adamw")
+    module.load_state_dict(found["state_dict"])
+    optimizer = module.configure_optimizers()["optimizer"]
+    optimizer.load_state_dict(found["optimizer_states"][0])
+    assert tiny.differences(pipelines.union(states), tiny.full_state(module, [optimizer])) == []
 
 
 # ── dtypes and names ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -449,7 +507,7 @@ def test_an_export_of_safetensors_does_not_import_torch(saved: Path, tmp_path: P
     code = f"""
 import sys
 from lightning_shardckpt.consolidate import consolidate
-for number, options in enumerate(({{}}, {{"split": "chunks"}}, {{"format": "huggingface"}})):
+for number, options in enumerate(({{"optimizer": True}}, {{"split": "chunks"}}, {{"format": "huggingface"}})):
     out = {str(tmp_path)!r} + f"/{{number}}"
     consolidate({str(saved)!r}, out, **{{"format": "safetensors", "exclude": "*.complex128", **options}})
 print(sys.modules.keys() & {{"torch", "lightning", "transformers", "safetensors"}})

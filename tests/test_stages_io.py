@@ -25,8 +25,9 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.resume import Place, load_edited, parameter_names
+from lightning_shardckpt.state.merging import merge_optimizers
 from lightning_shardckpt.state.model import WholeNames, canonical_name, tied_names
-from lightning_shardckpt.state.optimizer import StoredOptimizer, merge_optimizers, optimizer_leaves, optimizer_state
+from lightning_shardckpt.state.optimizer import StoredOptimizer, optimizer_leaves, optimizer_state
 from tests import tiny
 from tests.pool import run_ranks
 

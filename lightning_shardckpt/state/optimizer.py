@@ -9,8 +9,7 @@ numbers) and the hyper-parameters of the param groups go into a JSON document.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.geometry import new_like
+from lightning_shardckpt.state.merging import add_value
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tree import decode_small, encode_small
@@ -69,7 +69,7 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
                 if isinstance(value, torch.Tensor) and (value.ndim > 0 or isinstance(value, DTensor)):
                     tensors[key] = value
                 else:
-                    _add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
+                    add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
         groups = {}
         for i, group in enumerate(state["param_groups"]):
             hyper = {k: v for k, v in group.items() if k not in _NOT_HYPER}
@@ -83,40 +83,6 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
 
 def _name(param: str | int) -> str:
     return param if isinstance(param, str) else f"#{param}"
-
-
-def _add_value(values: dict[str, Any], name: str, param: str, value: Any) -> None:
-    """Group parameters by equal value: all step counters of an optimizer usually agree."""
-    text = json.dumps(value, sort_keys=True)
-    values.setdefault(name, {}).setdefault(text, {"value": value, "params": []})["params"].append(param)
-
-
-def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What one process would have stored, from the documents of groups of ranks: pipeline stages.
-
-    Hyper-parameters are those of the first document. Parameters are in the order of the documents, each once: several
-    stages have those of containers, and tied ones.
-    """
-    merged: dict[str, Any] = {}
-    for number in dict.fromkeys(n for document in documents for n in document):
-        parts = [document[number] for document in documents if number in document]
-        groups: dict[str, Any] = {}
-        grouped: set[str] = set()
-        for i in dict.fromkeys(i for part in parts for i in part["groups"]):
-            found = [part["groups"][i] for part in parts if i in part["groups"]]
-            params = [p for p in dict.fromkeys(p for group in found for p in group["params"]) if p not in grouped]
-            grouped.update(params)
-            groups[i] = {"hyper": found[0]["hyper"], "params": params}
-        values: dict[str, Any] = {}
-        seen: set[tuple[str, str]] = set()
-        entries = [(name, entry) for part in parts for name, shared in part["values"].items() for entry in shared]
-        for name, param, value in ((name, p, entry["value"]) for name, entry in entries for p in entry["params"]):
-            if (name, param) not in seen:
-                _add_value(values, name, param, value)
-            seen.add((name, param))
-        shared = {name: list(by_value.values()) for name, by_value in values.items()}
-        merged[number] = {"groups": groups, "values": shared, "numbered": any(part["numbered"] for part in parts)}
-    return merged
 
 
 class StoredOptimizer:
