@@ -103,6 +103,26 @@ def test_a_tokenizer_is_serialised_once_and_a_changed_config_is_seen() -> None:
     assert tokenizer.saves == 2
 
 
+class Closed:
+    """A tokenizer that can be neither referred to weakly nor compared."""
+
+    __slots__ = ("saves",)
+
+    def __init__(self) -> None:
+        self.saves = 0
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "vocab.txt").write_text("a")
+
+
+def test_a_tokenizer_of_any_class_is_saved() -> None:
+    found, notes = HuggingFace().document(Wrapped(llama(), tokenizer=Closed()))
+    assert found is not None and notes == () and found["files"] == {"vocab.txt": "a"}
+
+
 def test_what_cannot_be_saved_is_a_note_and_the_checkpoint_is_there(tmp_path: Path) -> None:
     class Broken(Words):
         def save_pretrained(self, folder: str) -> None:
@@ -130,8 +150,7 @@ def test_a_config_that_raises_does_not_fail_a_save(tmp_path: Path) -> None:
 def test_several_models_are_recorded_with_their_prefixes_and_a_peft_model_by_its_base() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import peft
-
+        peft = pytest.importorskip("peft")
         adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
         module = Wrapped(llama(), teacher=torch.compile(llama()), adapted=adapted)
     found, notes = HuggingFace().document(module)

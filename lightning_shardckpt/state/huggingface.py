@@ -12,8 +12,9 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -33,7 +34,7 @@ _FILES_BYTES = MAX_JSON_BYTES // 2  # of all companions: a reader takes no large
 class _Kept:
     """What was made of an object that is still the same."""
 
-    of: Any
+    of: Callable[[], Any]
     mark: Any
     value: Any
 
@@ -122,15 +123,30 @@ class HuggingFace:
                     notes.append(f"{where}, a {type(one).__name__}, is not in the checkpoint: {_said(error)}")
                     return {}
 
-            mark = repr(one), str(getattr(one, "chat_template", None)), len(one) if hasattr(one, "__len__") else 0
-            found |= self._once(("files", where), one, mark, make)
+            found |= self._once(("files", where), one, _mark(one), make)
         return found
 
     def _once(self, key: Any, of: Any, mark: Any, make: Any) -> Any:
         kept = self._kept.get(key)
         if kept is None or kept.of() is not of or kept.mark != mark:
-            self._kept[key] = kept = _Kept(ref(of), mark, make())
+            self._kept[key] = kept = _Kept(_reference(of), mark, make())
         return kept.value
+
+
+def _reference(of: Any) -> Callable[[], Any]:
+    try:
+        return ref(of)
+    except TypeError:  # its class has no room for one
+        return lambda: of
+
+
+def _mark(one: Any) -> Any:
+    """What differs where a tokenizer has changed; what cannot be compared is equal to nothing."""
+    try:
+        size = len(one) if hasattr(one, "__len__") else 0
+        return repr(one), str(getattr(one, "chat_template", None)), size
+    except Exception:  # a class of the user's may do anything
+        return object()
 
 
 def class_name(model: Any) -> str:
@@ -141,7 +157,7 @@ def class_name(model: Any) -> str:
 
 def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> Iterator[tuple[str, Any, str | None]]:
     """The outermost models of transformers with their names, and the prefix of adapters' names that PEFT put there."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
+    kinds = _kinds(type(module))
     if "PreTrainedModel" in kinds and hasattr(getattr(module, "config", None), "to_json_string"):
         yield name, module, adapter
         return
@@ -149,6 +165,11 @@ def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> It
         adapter = str(getattr(module, "prefix", "")) or "adapter"
     for child_name, child in module.named_children():
         yield from _models(child, f"{name}.{child_name}" if name else child_name, adapter)
+
+
+@cache
+def _kinds(of: type) -> frozenset[str]:
+    return frozenset(kind.__name__ for kind in of.__mro__)
 
 
 def _state_names(model: nn.Module) -> Iterator[str]:
