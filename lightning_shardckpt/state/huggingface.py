@@ -157,7 +157,8 @@ def class_name(model: Any) -> str:
 
 def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> Iterator[tuple[str, Any, str | None]]:
     """The outermost models of transformers with their names, and the prefix of adapters' names that PEFT put there."""
-    kinds = _kinds(type(module))
+    kind: Any = type(module)
+    kinds = _kinds(kind)
     if "PreTrainedModel" in kinds and hasattr(getattr(module, "config", None), "to_json_string"):
         yield name, module, adapter
         return
@@ -168,7 +169,7 @@ def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> It
 
 
 @cache
-def _kinds(of: type) -> frozenset[str]:
+def _kinds(of: Any) -> frozenset[str]:
     return frozenset(kind.__name__ for kind in of.__mro__)
 
 
