@@ -16,7 +16,7 @@ from lightning_shardckpt.containers import Tensor
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.state.documents import unpacked
-from lightning_shardckpt.state.patterns import applied
+from lightning_shardckpt.state.patterns import applied, pattern_of
 
 CONFIG_DTYPES = {
     "F64": "float64",
@@ -91,7 +91,8 @@ class Model:
             FormatError: if the document's boxes do not tile the tensor.
         """
         own = tensor.name.replace(_ADAPTED, ".") if self.recorded["adapter"] else tensor.name
-        found = next((p for k, v in self.recorded["names"].items() if (p := applied(k, v, own)) is not None), None)
+        names, rule = self.recorded["names"], own if own in self.recorded["names"] else pattern_of(own)
+        found = applied(rule, names[rule], own) if rule in names else None
         if found is None:
             found = [[own, [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)]]
         total = 0
@@ -109,23 +110,23 @@ class Model:
             raise FormatError(f"huggingface.json: {problem}")
 
     def files(self, dtype: str | None, converted: bool) -> dict[str, bytes]:
-        """The files beside the weights; the config tells ``dtype``, by its name in safetensors, if that is known."""
+        """The files beside the weights; the config tells ``dtype``, by its name in safetensors, if all is of it now."""
         content = {**self.shared, **self.recorded["files"]}
         found = {name: unpacked(one, f"huggingface.json, {name}") for name, one in content.items()}
         config = json.loads(found["config.json"])
-        if dtype in CONFIG_DTYPES:
-            _set_dtype(config, CONFIG_DTYPES[dtype], everywhere=converted)
+        if dtype in CONFIG_DTYPES and (converted or not any(key in config for key in _DTYPE_KEYS)):
+            _set_dtype(config, CONFIG_DTYPES[dtype])
         found["config.json"] = (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
         return found
 
 
-def _set_dtype(config: dict[str, Any], dtype: str, *, everywhere: bool) -> None:
-    """Have the config tell a dtype, in configs within it, too, if they do and all is converted."""
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Have the config tell a dtype, and configs within it that tell one."""
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     config.update(dict.fromkeys(keys, dtype))
-    for inner in config.values() if everywhere else ():
+    for inner in config.values():
         if isinstance(inner, dict) and any(key in inner for key in _DTYPE_KEYS):
-            _set_dtype(inner, dtype, everywhere=True)
+            _set_dtype(inner, dtype)
 
 
 def pick(document: Mapping[str, Any] | None, prefix: str) -> Model | None:

@@ -159,6 +159,35 @@ def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: P
     assert tiny.differences(found.state_dict(), model.bfloat16().state_dict()) == []
 
 
+def test_weights_of_several_dtypes_stay_what_they_are(tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=True).bfloat16()
+    model.lm_head.float()  # the tied embedding with it
+    path = saved(Wrapped(model), tmp_path / "a.ckpt")
+    found = from_pretrained(consolidate(path, format="huggingface"))
+    model.save_pretrained(tmp_path / "judge")
+    assert tiny.differences(found.state_dict(), from_pretrained(tmp_path / "judge").state_dict()) == []
+    exported = load_file(tmp_path / "a.ckpt.consolidated" / "model.safetensors")
+    assert tiny.differences(exported, load_file(tmp_path / "judge" / "model.safetensors")) == []
+
+
+def test_a_real_tokenizer_comes_back(tmp_path: Path) -> None:
+    import tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", "one", "two", *map(str, range(30_000))])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", chat_template="{{ messages }}")
+    path = saved(Wrapped(llama(), tokenizer=tokenizer), tmp_path / "a.ckpt")
+    folder = consolidate(path, format="huggingface")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    for file in (tmp_path / "judge").iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+    found = AutoTokenizer.from_pretrained(folder)
+    assert found("two one 29999 three")["input_ids"] == [2, 1, 30_002, 0] and found.chat_template == "{{ messages }}"
+    assert (path / "huggingface.json").stat().st_size < (folder / "tokenizer.json").stat().st_size / 2
+
+
 def test_of_several_models_one_is_chosen_by_its_prefix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = Wrapped(llama(), teacher=llama())
     path = saved(module, tmp_path / "a.ckpt")

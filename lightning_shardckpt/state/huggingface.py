@@ -73,7 +73,8 @@ class HuggingFace:
         prefix = f"{canonical_name(name)}." if canonical_name(name) else ""
         kind = class_name(model)
         config = json.loads(model.config.to_json_string())
-        files = {"config.json": _pretty(config | {"architectures": [kind]})}
+        told = {"torch_dtype" if "torch_dtype" in config else "dtype": str(model.dtype).removeprefix("torch.")}
+        files = {"config.json": _pretty({**config, **told, "architectures": [kind]})}
         generation = getattr(model, "generation_config", None)
         if generation is not None and getattr(model, "can_generate", bool)():
             text = json.loads(generation.to_json_string())
@@ -87,11 +88,11 @@ class HuggingFace:
             "adapter": adapter,
             "ties": sorted(n for n in here if any(p.search(n) for p in patterns)),
             "ignored": sorted(ignored.intersection(here)),
-            "names": self._original(model, config, notes),
+            "names": self._original(model, notes),
             "files": files | self._companions(name, model, notes),
         }
 
-    def _original(self, model: nn.Module, config: Any, notes: list[str]) -> Mapping[str, Parts]:
+    def _original(self, model: nn.Module, notes: list[str]) -> Mapping[str, Parts]:
         """What the weights are called in the files of ``from_pretrained``; looked up once per model."""
 
         def make() -> Any:
