@@ -21,6 +21,7 @@ from lightning_shardckpt.ranks import Ranks
 from tests import tiny
 from tests.pool import run_ranks
 from tests.small import edit
+from tests.test_consolidate import in_small_windows
 from tests.test_huggingface_document import LLAMA, Words, Wrapped, llama
 
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
@@ -157,6 +158,19 @@ def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: P
     found = from_pretrained(folder)
     assert found.dtype == torch.bfloat16
     assert tiny.differences(found.state_dict(), model.bfloat16().state_dict()) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float16"}, {"dtype": "float64"}], ids=str)
+def test_experts_are_cut_apart_alike_in_windows_of_any_size(
+    options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(Wrapped(built("mixtral")), tmp_path / "a.ckpt")
+    found = []
+    for name, nbytes in (("a", 4 << 20), ("b", 200), ("c", 72)):
+        in_small_windows(monkeypatch, nbytes)
+        folder = consolidate(path, tmp_path / name, format="huggingface", size_per_shard=0.005, **options)
+        found.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert found[0] == found[1] == found[2] and len(found[0]) > 5
 
 
 def test_weights_of_several_dtypes_stay_what_they_are(tmp_path: Path) -> None:
