@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from lightning_shardckpt.naming import Naming, unique
 from lightning_shardckpt.options import Options
 from lightning_shardckpt.regions import Conversion, Destination, Region, fill
 from lightning_shardckpt.state.documents import is_companion
+from lightning_shardckpt.storage.outputs import write_at
 from lightning_shardckpt.whole import Tensors
 from lightning_shardckpt.write import MB
 
@@ -215,17 +216,23 @@ def write_directory(stored: Stored, export: Export, folder: str, advance: Callab
         if name in ours:
             raise FormatError(f"two files would be called {name!r}")
         os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
-        with open(os.path.join(folder, name), "xb") as file:
-            file.write(content)
+        with _new(folder, name) as file:
+            write_at(file, memoryview(content), 0)
     for first in range(0, len(export.containers), _OPEN_FILES):
         batch = export.containers[first : first + _OPEN_FILES]
         with ExitStack() as stack:
-            files = []
-            for one in batch:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                files.append(os.open(os.path.join(folder, one.name), flags, 0o666))
-                stack.callback(os.close, files[-1])
+            files = [stack.enter_context(_new(folder, one.name)) for one in batch]
             fill(files, _regions(stored, batch), stored.tensors, None, advance)
+
+
+@contextmanager
+def _new(folder: str, name: str) -> Iterator[int]:
+    """A descriptor of a new file."""
+    file = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def nbytes(export: Export) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -292,6 +294,42 @@ def _consolidated(root: str) -> Found:
         return "lost"
 
 
+def _export(root: str) -> None:
+    options: Any = {"format": "safetensors", "split": "chunks", "size_per_shard": 0.0002, "overwrite": True}
+    consolidate(_one(root), os.path.join(root, "chunks"), **options)
+
+
+def _save_and_export(root: str, ranks: Ranks) -> None:
+    """An export of the old checkpoint, and the new one."""
+    save_step(_one(root), OLD, ranks)
+    if ranks.rank == 0:
+        _export(root)
+    save_step(_one(root), NEW, ranks)
+
+
+def _export_over(root: str, ranks: Ranks) -> None:
+    _export(root)
+
+
+def _exported(root: str) -> Found:
+    if loads(_one(root)) != "new":
+        return "lost"
+    try:
+        with open(os.path.join(root, "chunks", "model.safetensors.index.json"), encoding="utf-8") as file:
+            names = json.load(file)["weight_map"]
+        files = {name: load_file(os.path.join(root, "chunks", name)) for name in set(names.values())}
+    except Exception:
+        return "lost"
+    state = {tensor: files[name][tensor] for tensor, name in names.items()}
+    is_of = [equal(state, whole(step)["state_dict"]) for step in (OLD, NEW)]
+    return "old" if is_of[0] else "new" if is_of[1] else "mixed"
+
+
+def _export_again(root: str) -> None:
+    _export(root)
+    save_step(_one(root), NEW, Ranks.alone())
+
+
 _old, _new = partial(_save_one, step=OLD), partial(_save_one, step=NEW)
 _FIRST = Scenario("first save", 1, _nothing, _new, _first, _save_again)
 _REPLACE = Scenario("save over an older one", 1, _old, _new, _replaced, _save_again)
@@ -328,6 +366,7 @@ _OVER_LINK = Scenario("save over a link", 1, _save_and_link, _save_over_link, _o
 _DELETE = Scenario("deletion", 1, _old, _delete, _deleted, _save_and_delete)
 _CONSOLIDATE = Scenario("consolidation", 1, _new, _consolidate, _consolidated, _consolidate_again)
 _BY_THREADS = Scenario("consolidation by threads", 1, _new, _consolidate_by_threads, _consolidated, _consolidate_again)
+_EXPORT = Scenario("export over an older one", 1, _save_and_export, _export_over, _exported, _export_again)
 
 
 def scenarios(*worlds: int) -> Iterator[Scenario]:
@@ -338,7 +377,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
             yield replace(kind, name=kind.name + by, world=world)
         for kind in (_REPLACE, _OVER_LINK):
             yield replace(kind, name=f"{kind.name} by two renames{by}", world=world, exchange=False)
-        for kind in (_DELETE, _CONSOLIDATE, _BY_THREADS):
+        for kind in (_DELETE, _CONSOLIDATE, _BY_THREADS, _EXPORT):
             yield replace(kind, name=kind.name + by, prepared_by=world)
 
 
