@@ -190,7 +190,7 @@ def load(
     with _no_garbage_collection(), source_of as source:
         job = Load(source, live, strict, pick_rank or (lambda _: ranks.rank))
         judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
-        sharing = Sharing(source, share_reads if ranks.world > 1 else False)
+        sharing = Sharing(job.source, share_reads if ranks.world > 1 else False)
         share = ranks.step(f"planning to load {where}", lambda: sharing.plan(job.plan(judged)), sharing.choose)
         ranks.step(f"verifying {where}", lambda: sharing.verify(share), _nothing)
         if share is None:

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
+from lightning.__version__ import version as pl_version
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
@@ -23,9 +25,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.formats.huggingface import is_safetensors
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
+from lightning_shardckpt.pretrained.fitted import fitted_to
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.adapters import adapter_tensors
@@ -283,17 +287,19 @@ class ShardCkptIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The whole checkpoint as Lightning's dict, for strategies that hold whole tensors. Not collective.
 
-        Also reads plain files of ``torch.save``. Waits for asynchronous saves of this process.
+        Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
+        asynchronous saves of this process.
         """
         _drain()
-        if os.path.isfile(path):
+        if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
             safe = weights_only is not False
             found: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return found
-        checkpoint = engine.load_full(os.fspath(path), verify=self.verify, storage=self.storage)
-        if frozen := checkpoint.pop(FROZEN, None):
+        whole = engine.load_full(os.fspath(path), verify=self.verify, storage=self.storage)
+        whole.setdefault("pytorch-lightning_version", pl_version)  # weights alone have none, and Lightning asks
+        if frozen := whole.pop(FROZEN, None):
             self._warn([f"{os.fspath(path)!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
-        return checkpoint
+        return whole
 
     def load_into(
         self,
@@ -324,7 +330,8 @@ class ShardCkptIO(CheckpointIO):
         leaves, _ = model_leaves(tensors, self._module, self.names)
         extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
         adapters = adapter_tensors(self._module, leaves.tensors) if self._module is not None else frozenset[str]()
-        live = Live(leaves, extra_state, optimizers, names, self.names, adapters)
+        fitting = partial(fitted_to, module=self._module or nn.Module(), live=leaves, whole=self.names)
+        live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting)
         loaded = engine.load(
             os.fspath(path),
             live,

@@ -22,7 +22,7 @@ from lightning_shardckpt.naming import Naming, unique
 from lightning_shardckpt.options import Options
 from lightning_shardckpt.regions import Conversion, Destination, Region, fill
 from lightning_shardckpt.state.documents import is_companion
-from lightning_shardckpt.storage.outputs import write_at
+from lightning_shardckpt.storage.durable import write_at
 from lightning_shardckpt.whole import Tensors
 from lightning_shardckpt.write import MB
 

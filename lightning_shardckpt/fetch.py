@@ -28,6 +28,7 @@ _PART_BYTES = 16 << 20  # of one read without
 _DIRECT_BYTES = 64 << 10  # so much is read into its place, less goes through a window
 _GAP_BYTES = 16 << 10  # between rows: reading so much is no slower than a call
 _GAP_SHARE = 16  # and of neighbouring tensors' bytes, one in so many
+_FOREIGN_GAP_BYTES = 512  # between rows that nobody has read before, of which one in _GAP_SHARE bytes may be a gap, too
 _THREADED_BYTES = 32 << 20  # less is not worth a thread
 _ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # numpy types; only their size matters
 
@@ -109,7 +110,7 @@ def _is_direct(piece: _Slice) -> bool:
 class _Rows:
     """A region as groups of rows: in a group, bytes that are not needed lie between needed ones in small gaps only."""
 
-    def __init__(self, request: Request, gap_bytes: int) -> None:
+    def __init__(self, request: Request, gap_bytes: int, gap_share: int = 1 << 62) -> None:
         overlap, size = request.overlap, DTYPE_BYTES[request.entry.dtype]
         self.shape = overlap.common.shape
         self.pitches, self.target_pitches = _pitches(overlap.stored.shape, size), _pitches(request.local_shape, size)
@@ -118,7 +119,8 @@ class _Rows:
             lengths.append((n - 1) * pitch + lengths[-1])
         lengths.reverse()
         dims = range(len(self.shape))
-        wide = [d for d in dims if self.shape[d] > 1 and self.pitches[d] - lengths[d + 1] > gap_bytes]
+        gaps = [max(gap_bytes, length // gap_share) for length in lengths[1:]]
+        wide = [d for d in dims if self.shape[d] > 1 and self.pitches[d] - lengths[d + 1] > gaps[d]]
         fitting = next(d for d in dims if self.pitches[d] <= _WINDOW_BYTES)
         self.dim = max([fitting, *(d + 1 for d in wide)])
         self.row_bytes, self.group_bytes = lengths[self.dim + 1], lengths[self.dim]
@@ -212,7 +214,7 @@ class _Fetch:
         """What ``run`` reads: see ``planned_reads``."""
         for task in self._tasks_of(requests):
             if isinstance(task, Request):
-                rows, first = _Rows(task, self._gap(task)), task.entry.begin
+                rows, first = self._rows(task), task.entry.begin
                 for source, _ in rows.groups():
                     for low, high in self._pieces(task.entry, first + source, first + source + rows.group_bytes):
                         yield task.entry.file, low, high - low
@@ -310,7 +312,7 @@ class _Fetch:
                 piece.request.target[there] = data[piece.start - low : piece.stop - low]
 
     def _region(self, request: Request, reader: Reader, window: memoryview) -> None:
-        rows = _Rows(request, self._gap(request))
+        rows = self._rows(request)
         pitch, kind = rows.pitches[rows.dim], _ITEMS[DTYPE_BYTES[request.entry.dtype]]
         for source, at in rows.groups():
             first, end = request.entry.begin + source, request.entry.begin + source + rows.group_bytes
@@ -330,9 +332,13 @@ class _Fetch:
                 left = high - min(max(first + done * pitch, begin), high)
                 window[:left] = window[high - begin - left : high - begin]
 
-    def _gap(self, request: Request) -> int:
-        """The largest gap between rows that is read, too."""
-        return request.entry.block if self._verify else _GAP_BYTES
+    def _rows(self, request: Request) -> _Rows:
+        """Without checksums there was no first pass that has brought all to the page cache: gaps cost more then."""
+        if self._verify:
+            return _Rows(request, request.entry.block)
+        if request.entry.checksums:
+            return _Rows(request, _GAP_BYTES)
+        return _Rows(request, _FOREIGN_GAP_BYTES, _GAP_SHARE)
 
     def _pieces(self, entry: ShardEntry, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of a file that follow one another and cover ``[first, end)``; whole blocks if they are verified."""

@@ -93,6 +93,10 @@ class ForeignTensors:
         """Its dtype and shape."""
         return self.components[component].tensors[key]
 
+    def tensor(self, component: str, key: str) -> ForeignTensor:
+        """What it was described as, to describe others with."""
+        return self._tensors[component][key]
+
     def boxes(self, component: str, key: str) -> list[Stored]:
         """Its boxes, in the order in which they begin in it."""
         tensor, found = self._tensors[component][key], list[Stored]()

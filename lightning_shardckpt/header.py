@@ -150,6 +150,19 @@ def decode_with_metadata(text: bytes, where: str) -> tuple[dict[str, Stored], di
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict):
         raise FormatError(f"{where}: the header is not a JSON object with __metadata__")
     metadata: dict[str, Any] = header.pop("__metadata__")
+    return _tensors(header, text, where), metadata
+
+
+def decode_foreign(text: bytes, where: str) -> dict[str, Stored]:
+    """The same for a file of any writer, of which ``__metadata__`` is optional and not looked at."""
+    header = parse_json(text, where)
+    if not isinstance(header, dict):
+        raise FormatError(f"{where}: the header is not a JSON object")
+    header.pop("__metadata__", None)
+    return _tensors(header, text, where)
+
+
+def _tensors(header: dict[str, Any], text: bytes, where: str) -> dict[str, Stored]:
     try:
         found = {check_text(key): _stored(value, 8 + len(text)) for key, value in header.items()}
         position = 8 + len(text)
@@ -160,12 +173,12 @@ def decode_with_metadata(text: bytes, where: str) -> tuple[dict[str, Stored], di
             position += stored.nbytes
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{where}: the header describes a tensor wrongly: {shown(error)}") from None
-    return found, metadata
+    return found
 
 
 def _stored(value: dict[str, Any], data: int) -> Stored:
     begin, end = map(check_size, value["data_offsets"])
-    dtype, shape = value["dtype"], check_shape(value["shape"])
+    dtype, shape = check_dtype(value["dtype"]), check_shape(value["shape"])
     if bytes_in(shape, dtype) != end - begin:
         raise ValueError(f"{dtype} {shape} does not fill {end - begin} bytes")
     return Stored(dtype, shape, data + begin, end - begin)

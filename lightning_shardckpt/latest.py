@@ -40,6 +40,8 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
 
     found: str | None = None
     """What one of the words stood for in the last call."""
+    resumes_from: str | os.PathLike[str] | None = None
+    """The path of a checkpoint that the last call was given."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -54,12 +56,24 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
         call = inspect.signature(function).bind(*args, **kwargs)
         given = call.arguments.get("ckpt_path")
         found = resolved(trainer, given, weights_only=call.arguments.get("weights_only") is not False)
-        self.found = None if found == given else found
+        self.found, self.resumes_from = (None if found == given else found), found
         if found != given:
             call.arguments["ckpt_path"] = found
         if self.cluster_environment.creates_processes_externally:
             return function(*call.args, **call.kwargs)
         return super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+
+
+def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
+    """Whether a run may need weights to begin with; False if a checkpoint has all of them.
+
+    One that is loaded with ``strict_loading=False`` may lack some. Where it is not known yet whether Lightning will
+    find a checkpoint, as with ``ckpt_path="last"``, it may.
+    """
+    path = launcher.resumes_from if isinstance(launcher, ResolvingLauncher) else None
+    if path is None and trainer._checkpoint_connector._user_managed:
+        path = trainer.ckpt_path
+    return path is None or not os.path.lexists(path) or not trainer.lightning_module.strict_loading
 
 
 def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) -> Any:

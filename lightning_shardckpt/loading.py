@@ -30,6 +30,7 @@ class Live:
 
     ``optimizers`` None: weights only. ``names``: FQN by ``id`` of the parameter. ``whole``: of all pipeline stages.
     ``adapters``: keys of ``model`` that PEFT made for adapters.
+    ``fitting``: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
     """
 
     model: Leaves
@@ -38,17 +39,18 @@ class Live:
     names: Mapping[int, str]
     whole: WholeNames
     adapters: frozenset[str] = frozenset()
+    fitting: Callable[[Source], tuple[Source, list[str]]] | None = None
 
 
 class Load:
     """One load on one rank: compared first, then judged for all ranks, planned, filled and applied."""
 
     def __init__(self, source: Source, live: Live, strict: bool, pick_rank: Callable[[Any], int]) -> None:
-        self._source, self._live, self._strict, self._pick_rank = source, live, strict, pick_rank
-        self._components = source.components()
+        self.source, self._live, self._strict, self._pick_rank = source, live, strict, pick_rank
+        self._components: Mapping[str, Component] = {}
         here = {*live.model.tensors, *live.model.aliases, *live.extra_state}
         self._elsewhere = live.whole.elsewhere(here)
-        self._sources: dict[str, list[int] | None] = {}
+        self.sources: dict[str, list[int] | None] = {}
         self._optimizers: list[OptimizerLoad] = []
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
@@ -61,10 +63,14 @@ class Load:
         Returns every difference over model and optimizers, and which stored param groups each live one continues.
         """
         found = Differences()
+        if self._live.fitting is not None:
+            self.source, problems = self._live.fitting(self.source)
+            found.problems += problems
+        self._components = self.source.components()
         stored = self._components.get("model", Component({}))
-        extra = (set(self._source.document("model") or {}), set(self._live.extra_state))
+        extra = (set(self.source.document("model") or {}), set(self._live.extra_state))
         ties, elsewhere = self._live.whole.ties, self._elsewhere
-        left_out = self._source.document("frozen")
+        left_out = self.source.document("frozen")
         live, kept = self._without_adapters(stored)
         matched = match_model(stored, live, extra, found, ties=ties, elsewhere=elsewhere, left_out=left_out)
         self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
@@ -81,7 +87,7 @@ class Load:
         model, adapters = self._live.model, self._live.adapters
         if not adapters or self._live.optimizers is not None:
             return model, []
-        if self._source.document("peft") or adapters & stored.tensors.keys():
+        if self.source.document("peft") or adapters & stored.tensors.keys():
             return model, []
         kept = {key for key in adapters & model.tensors.keys() if base_name(key) not in stored.tensors}
         tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
@@ -97,7 +103,7 @@ class Load:
         problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
         count = len(problems)
         lines = problems[:_LISTED] + ([f"… and {count - _LISTED} more"] if count > _LISTED else [])
-        listed, path = "\n  ".join(lines), repr(self._source.path)
+        listed, path = "\n  ".join(lines), repr(self.source.path)
         if count and self._strict:
             raise MismatchError(
                 f"cannot load {path} into this model: {count} differences\n  {listed}\n"
@@ -119,26 +125,27 @@ class Load:
 
         Returns what is to be filled.
         """
-        self.notes, self._sources = judged["notes"], judged["sources"]
+        self.notes, self.sources = judged["notes"], judged["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
         live = {tuple(param.shape) for group in groups for param in group["params"]}
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
             if spec.shape not in live and not self._elsewhere:
-                self._source.backed("optimizer", key)  # its shape is only what the checkpoint says
+                self.source.backed("optimizer", key)  # its shape is only what the checkpoint says
         for optimizer in self._optimizers:
             allocated = optimizer.allocate(self._components.get("optimizer"))
             self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in allocated.items()]
-        extra = self._source.document("model") or {}
+        extra = self.source.document("model") or {}
         self.extra_state = {n: decode_small(v) for n, v in extra.items() if n in self._live.extra_state}
         self._read_trainer()
         return self.targets
 
     def _compare_optimizers(self, live: Sequence[Optimizer], matched: Mapping[str, str], found: Differences) -> None:
-        document = self._source.document("optimizer")
+        document = self.source.document("optimizer")
         if document is None:
             raise MismatchError(
-                f"cannot resume training from {self._source.path!r}: it holds weights only, no optimizer state. "
-                "validate, test and predict can use it; to resume training, save with save_weights_only=False."
+                f"cannot resume training from {self.source.path!r}: it holds weights only, no optimizer state. "
+                "validate, test and predict can use it, and training can begin with it: "
+                "ShardedStrategy(pretrained=path). To resume training, save with save_weights_only=False."
             )
         component = self._components.get("optimizer")
         if len(document) != len(live):
@@ -162,17 +169,17 @@ class Load:
             if like is not None:
                 tensors[key] = new_like(like, dtype)
                 continue
-            shape = spec.shape if device == "meta" else self._source.backed("trainer", key)
+            shape = spec.shape if device == "meta" else self.source.backed("trainer", key)
             tensors[key] = torch.empty(shape, dtype=dtype, device=device)
         self.targets += [
             Target("trainer", key, tensor, fresh=True) for key, tensor in tensors.items() if not tensor.is_meta
         ]
-        self.trainer = self._source.trainer(tensors.__getitem__)
+        self.trainer = self.source.trainer(tensors.__getitem__)
         if self._elsewhere:
             drop_elsewhere(self.trainer, self._is_elsewhere)
-        first = decode_small(self._source.document("rank"))
+        first = decode_small(self.source.document("rank"))
         rank = 0 if first is None else self._pick_rank(first)
-        self.trainer["rank_state"] = first if rank == 0 else decode_small(self._source.document("rank", rank))
+        self.trainer["rank_state"] = first if rank == 0 else decode_small(self.source.document("rank", rank))
 
     def _is_elsewhere(self, key: str) -> bool:
         """Whether a key of trainer state is about what only other pipeline stages have."""
@@ -182,4 +189,4 @@ class Load:
         """Put the filled optimizer state in place; the model's tensors were filled where they are."""
         filled = {t.key: t.tensor for t in self.targets if t.component == "optimizer"}
         for optimizer in self._optimizers:
-            self.notes += optimizer.apply(filled, self._sources)
+            self.notes += optimizer.apply(filled, self.sources)

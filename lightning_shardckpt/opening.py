@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.formats.plain import PlainSource
+from lightning_shardckpt.formats.detect import recognised
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.sources import ShardedSource, Source
@@ -43,9 +46,9 @@ def opened(
 
     def look() -> dict[str, str]:
         nonlocal source
-        if os.path.isfile(path):
-            source = PlainSource(path, weights_only)
-            return {"id": "plain file"}
+        if not os.path.exists(os.path.join(path, ROOT_NAME)) and (known := recognised(path)) is not None:
+            source = known.open(path, weights_only)
+            return {"id": f"{known.name}, {_digest(source)}"}
         try:
             sharded = ShardedSource(Checkpoint(storage, path), verify)
         except CheckpointNotFoundError as error:
@@ -76,6 +79,12 @@ def opened(
     finally:
         if source is not None:
             source.close()
+
+
+def _digest(source: Source) -> str:
+    """Tells apart what other programs wrote, without a save id."""
+    found = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
+    return checksum(json.dumps(found, sort_keys=True).encode())
 
 
 def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True) -> dict[str, Any]:

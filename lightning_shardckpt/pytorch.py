@@ -39,7 +39,7 @@ from typing_extensions import override
 from lightning_shardckpt.adapt import copy_slice, gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.latest import ResolvingLauncher, agree_on_path
+from lightning_shardckpt.latest import ResolvingLauncher, agree_on_path, begins_anew
 from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.cutting import PipelineRecipe
 from lightning_shardckpt.parallel.deferred import DeferredInit
@@ -60,11 +60,13 @@ from lightning_shardckpt.parallel.statistics import broadcast_statistics
 from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.preemption import Ending, Preemption, save_behind_exception
 from lightning_shardckpt.preflight import check_room, state_bytes, tensor_bytes
+from lightning_shardckpt.pretrained.start import Pretrained, beginning, imported
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.resume import (
     Continuation,
     Place,
     checked_io,
+    fill_live,
     load_checkpoint,
     load_edited,
     not_live,
@@ -125,6 +127,13 @@ class ShardedStrategy(ParallelStrategy):
             pipelines, which would gather them for each microbatch again.
         activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or class.
         cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
+        pretrained: Path of weights to begin with: a Hugging Face directory, a file of safetensors or of ``torch.save``,
+            or a checkpoint. Each rank reads its slices when the module is cut, unless the Trainer is given a ckpt_path.
+            See "Pretrained weights" in the README.
+        pretrained_key_mapping: From stored names to those of the model, where they don't fit by themselves: regular
+            expression → replacement (None leaves a tensor out), all of them applied at once; or a function from a
+            name to another one or None, or the import path of one.
+        pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
         defer_init: Run ``configure_model`` without allocating weights; every rank then builds only its slices.
         accumulate_unsharded: While gradients accumulate, keep them whole on every rank and communicate once. False
             communicates every backward and keeps the memory of gradients sharded.
@@ -154,6 +163,9 @@ class ShardedStrategy(ParallelStrategy):
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | list[str] = False,
         cpu_offload: bool = False,
+        pretrained: str | None = None,
+        pretrained_key_mapping: dict[str, str | None] | str | Callable[..., Any] | None = None,
+        pretrained_strict: bool = False,
         defer_init: bool = True,
         accumulate_unsharded: bool = True,
         timeout_s: float = 1800.0,
@@ -185,6 +197,8 @@ class ShardedStrategy(ParallelStrategy):
             cpu_offload=cpu_offload,
             pipeline=pipelined,
         )
+        mapping = imported(pretrained_key_mapping)
+        self._pretrained = Pretrained(str(pretrained), mapping, pretrained_strict) if pretrained is not None else None
         self._defer_init = defer_init
         self._accumulate_unsharded = accumulate_unsharded
         self._timeout_s = timeout_s
@@ -374,10 +388,19 @@ class ShardedStrategy(ParallelStrategy):
     def _shard(self) -> ShardedModule:
         assert self.lightning_module is not None
         module = self.precision_plugin.convert_module(self.lightning_module)
-        with same_rng():  # for modules that draw their own first values only now
-            record = shard(
-                module, self.meshes, self._recipe, device=self.root_device, values=self._deferred, copy_slice=copy_slice
-            )
+        wanted = self._pretrained if begins_anew(self._trainer(), self._launcher) else None
+        with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
+            with same_rng():  # for modules that draw their own first values only now
+                record = shard(
+                    module,
+                    self.meshes,
+                    self._recipe,
+                    device=self.root_device,
+                    values=self._deferred,
+                    copy_slice=copy_slice,
+                    loaded=start.names,
+                )
+            fill_live(start, module, WholeNames(record.state_names, record.state_ties), self._ranks)
         self._deferred = None
         object.__setattr__(module, _RECORD, record)
         for size, group in (

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.__version__ import version as pl_version
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.adapt import copy_slice
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.pretrained.start import Start
+from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.state.geometry import local_tensor
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
@@ -112,6 +115,7 @@ def load_checkpoint(
     )
     _set_extra_state(module, loaded.extra_state)
     checkpoint = loaded.trainer
+    checkpoint.setdefault("pytorch-lightning_version", pl_version)  # weights alone have none, and Lightning asks
     checkpoint["state_dict"] = state_dict
     rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)
     if rank_state is not None and "loops" in checkpoint and Place(**rank_state["place"]).data_size == place.data_size:
@@ -119,6 +123,17 @@ def load_checkpoint(
         if any(states):  # a loader of the user's has a state of its own
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
     return checkpoint, rank_state
+
+
+def fill_live(start: Start, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
+    """Give a module that was cut the weights to begin with.
+
+    Collective: every rank must call it.
+    """
+    if start.names:
+        state_dict = module.state_dict()
+        start.fill(state_dict, module, whole, ranks)
+        load_edited(module, state_dict, state_dict, not_live(module, state_dict), whole)
 
 
 def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:

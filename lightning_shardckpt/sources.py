@@ -42,7 +42,8 @@ class Target:
 
     ``fresh``: it was allocated for this load, so that nobody minds what is in it if the load fails. ``region``: of the
     local tensor, if that is to be filled alone; ``local`` is its memory then. ``box``: of the stored tensor, if a plain
-    tensor takes just that.
+    tensor takes just that. ``dtype``: of the stored tensor, if that is another; ``local`` is memory on the host then
+    that has nothing to do with the tensor's.
     """
 
     component: str
@@ -51,11 +52,13 @@ class Target:
     fresh: bool = False
     region: Box | None = None
     box: Box | None = None
+    dtype: torch.dtype | None = None
     local: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         local = local_tensor(self.tensor)
-        object.__setattr__(self, "local", local if self.region is None else view_at(local, self.region))
+        local = local if self.region is None else view_at(local, self.region)
+        object.__setattr__(self, "local", local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype))
 
     def parts(self, rank: int) -> tuple[Part, ...]:
         """The boxes to fill, and where they lie in ``local``; ``rank``: this one's."""

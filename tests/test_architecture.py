@@ -34,6 +34,7 @@ ROWS = [
     {"exporting"},
     {"formats"},
     {"joining", "opening"},
+    {"pretrained"},
     {"mirroring", "mirrored"},
     {"saving", "loading", "sharing", "torchoutput"},
     {"checkpoint"},

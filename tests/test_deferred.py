@@ -547,6 +547,21 @@ def test_numpy_memory_of_a_deferred_parameter_is_read_only() -> None:
             array[0] = 5
 
 
+def test_skipped_parameters_are_left_out_and_the_others_have_their_values() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    with (deferred := DeferredInit()):
+        module = build()
+    expected = dict(build().named_parameters())
+    skip = {(id(module[0]), "weight"), (id(module[1]), "bias")}
+    found = {(owner, name): full for owner, name, full in deferred.replay(module, skip=skip)}
+    assert found.keys() == {(module[0], "bias"), (module[1], "weight")}
+    assert torch.equal(found[module[0], "bias"], expected["0.bias"])
+    assert torch.equal(found[module[1], "weight"], expected["1.weight"])
+
+
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MEASURE = """

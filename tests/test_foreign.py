@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,37 @@ def test_boxes_of_several_files_fill_a_tensor(whole: torch.Tensor, reader: Local
     expected = torch.zeros(700, 301)
     expected[290:310, 190:210] = whole[290:310, 190:210]
     assert torch.equal(part, expected)
+
+
+def test_columns_and_blocks_are_read_without_what_lies_between_them(tmp_path: Path) -> None:
+    tensor = torch.randn(300, 40, 64)
+    (tmp_path / "w").write_bytes(tensor.numpy().tobytes())
+    reader = Counting(LocalReader(str(tmp_path)))
+    stored = ForeignTensor("F32", (300, 40, 64), (ForeignBox(Box.whole((300, 40, 64)), "w", 0),))
+    source = ForeignSource(ForeignTensors("here", reader, {"model": {"w": stored}}))
+    for region in [Box((0, 0, 0), (300, 20, 64)), Box((7, 13, 0), (9, 40, 64)), Box((0, 39, 0), (300, 40, 64))]:
+        target, reader.nbytes = torch.zeros(300, 40, 64), 0
+        source.fill([Target("model", "w", target, region=region)])
+        place = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
+        assert torch.equal(target[place], tensor[place])
+        assert region.numel * 4 <= reader.nbytes <= 1.1 * region.numel * 4
+        target[place] = 0
+        assert not target.any()
+    source.close()
+
+
+class Counting:
+    """A reader that counts what is read."""
+
+    def __init__(self, inner: LocalReader) -> None:
+        self._inner, self.nbytes = inner, 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        self.nbytes += len(target)
+        self._inner.read_into(name, offset, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def test_boxes_of_several_files_become_a_region_of_one(

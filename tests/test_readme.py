@@ -78,12 +78,14 @@ def test_the_command_of_the_main_job_runs_a_script_that_is_there() -> None:
     assert len(SET_UPS) == 2
 
 
-def test_the_yaml_is_a_config_of_a_lightning_cli(tmp_path: Path) -> None:
-    (block,) = (block for block in BLOCKS if block.language == "yaml")
-    (tmp_path / "config.yaml").write_text(block.code)
-    names, size = run_ranks(1, parse, str(tmp_path / "config.yaml"), init_process_group=False)[0]
-    assert names == ("ShardedStrategy", "ShardCkptIO")
-    assert size == 512
+def test_all_yaml_is_a_config_of_a_lightning_cli(tmp_path: Path) -> None:
+    sizes = []
+    for block in (block for block in BLOCKS if block.language == "yaml"):
+        (tmp_path / "config.yaml").write_text(block.code)
+        names, size = run_ranks(1, parse, str(tmp_path / "config.yaml"), init_process_group=False)[0]
+        assert names == ("ShardedStrategy", "ShardCkptIO")
+        sizes.append(size)
+    assert sizes[0] == 512
 
 
 def parse(config: str) -> tuple[tuple[str, str], float]:

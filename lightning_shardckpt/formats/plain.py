@@ -1,52 +1,108 @@
-"""A file of ``torch.save``, such as Lightning's checkpoints and those that were consolidated, as a source."""
+"""Files of ``torch.save``, such as Lightning's checkpoints and Hugging Face's older ones, as a source.
+
+torch maps such a file. Where a tensor lies in it follows from where it lies in memory, so that it is read like those of
+other formats: a rank reads its slices, and a file that became shorter is an error and no SIGBUS. Tensors that are not
+in one piece are copied out of the mapping.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from lightning_shardckpt.foreign import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.formats.source import ForeignSource
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Target
+from lightning_shardckpt.staging import dtype_name
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.geometry import this_rank, view_at
 from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
+from lightning_shardckpt.storage.local import LocalReader
 from lightning_shardckpt.whole import Tensors
+
+_LISTED = 5
 
 
 class PlainSource:
-    """A file of ``torch.save`` with Lightning's keys, memory-mapped: each rank copies its slices out of it."""
+    """A file of ``torch.save`` with Lightning's keys, with a state dict under "model", or that is a state dict.
 
-    def __init__(self, path: str, weights_only: bool = True) -> None:
+    Args:
+        path: of the file; with ``files``, of their directory.
+        weights_only: as in ``torch.load``.
+        files: names of several, each with a part of a state dict.
+    """
+
+    def __init__(self, path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> None:
         self.path = path
-        self._checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        folder, name = os.path.split(os.path.abspath(path))
+        self._folder, names = (path, list(files)) if files is not None else (folder, [name])
+        found = [_load(os.path.join(self._folder, name), weights_only) for name in names]
+        self._checkpoint, state_dict = _parts(found[0], path)
+        for other in found[1:]:
+            state_dict = {**state_dict, **_parts(other, path)[1]}
         self._leaves: dict[str, Leaves] = {}
         self._documents: dict[str, Any] = {}
-        if not isinstance(self._checkpoint, dict) or "state_dict" not in self._checkpoint:
-            raise CheckpointNotFoundError(f"{path!r} is a file, but no Lightning checkpoint: it has no state_dict")
-        self._leaves["model"], self._documents["model"] = model_leaves(self._checkpoint["state_dict"])
+        self._leaves["model"], self._documents["model"] = model_leaves(state_dict)
         if "optimizer_states" in self._checkpoint:
-            states = self._checkpoint["optimizer_states"]
+            states = self._checkpoint.pop("optimizer_states")
             self._leaves["optimizer"], self._documents["optimizer"] = optimizer_leaves(states)
         if FROZEN in self._checkpoint:
             check_frozen(self._checkpoint[FROZEN])
             self._documents["frozen"] = self._checkpoint[FROZEN]
+        specs = {n: specs_of(n, leaves, ((0, 1),)) for n, leaves in self._leaves.items()}
+        self._components = {n: Component(found, self._leaves[n].aliases) for n, found in specs.items()}
+        self._read = ForeignSource(self._in_files(names))
+
+    def _in_files(self, names: Sequence[str]) -> ForeignTensors:
+        """The tensors that lie in the files in one piece."""
+        maps = [found for name in names for found in _mappings(self._folder, name)]
+        tensors = {
+            component: {
+                key: ForeignTensor(dtype_name(tensor, key), tuple(tensor.shape), boxes)
+                for key, tensor in leaves.tensors.items()
+                if (boxes := _boxes(tensor, maps)) is not None
+            }
+            for component, leaves in self._leaves.items()
+        }
+        aliases = {
+            component: {a: of for a, of in leaves.aliases.items() if of in tensors[component]}
+            for component, leaves in self._leaves.items()
+        }
+        return ForeignTensors(self.path, LocalReader(self._folder, follow_links=True), tensors, aliases)
 
     @property
     def tensors(self) -> Tensors:
-        """Not as bytes in files: torch has mapped them."""
-        raise FormatError(f"{self.path!r} is a file for torch.load already; only sharded checkpoints are converted")
+        """The tensors as bytes in the files.
+
+        Raises:
+            FormatError: naming tensors that are not there in one piece.
+        """
+        found = self._read.tensors
+        lost = [k for n, leaves in self._leaves.items() for k in leaves.tensors if k not in found.components[n].tensors]
+        if lost:
+            more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
+            raise FormatError(
+                f"{self.path!r}: {', '.join(map(repr, lost[:_LISTED]))}{more} are not in the file in one piece; load "
+                "it with torch.load and save contiguous tensors"
+            )
+        return found
 
     def close(self) -> None:
-        """Nothing: the mapping ends with the tensors."""
+        """Release the files; the mapping ends with the tensors."""
+        self._read.close()
 
     def components(self) -> Mapping[str, Component]:
         """Tensors by component, each whole."""
-        return {n: Component(specs_of(n, leaves, ((0, 1),)), leaves.aliases) for n, leaves in self._leaves.items()}
+        return self._components
 
     def document(self, role: str, rank: int = 0) -> Any:
         """The JSON of "model", "optimizer" or "frozen"."""
@@ -54,7 +110,7 @@ class PlainSource:
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """Everything but model and optimizers, as it was pickled."""
-        return {k: v for k, v in self._checkpoint.items() if k not in ("state_dict", "optimizer_states", FROZEN)}
+        return {key: value for key, value in self._checkpoint.items() if key != FROZEN}
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """Its shape: torch has mapped the tensor."""
@@ -65,8 +121,83 @@ class PlainSource:
         return 0
 
     def fill(self, targets: list[Target]) -> None:
-        """Copy the slices."""
+        """Read the slices; copy those of tensors that are not in one piece."""
+        known = self._read.components()
+        self._read.fill([target for target in targets if target.key in known[target.component].tensors])
         for target in targets:
-            full = self._leaves[target.component].tensors[target.key]
-            for part in target.parts(this_rank()):
-                view_at(target.local, part.local).copy_(view_at(full, part.box))
+            if target.key not in known[target.component].tensors:
+                full = self._leaves[target.component].tensors[target.key]
+                for part in target.parts(this_rank()):
+                    view_at(target.local, part.local).copy_(view_at(full, part.box))
+
+
+def _load(path: str, weights_only: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except RuntimeError as error:
+        if "mmap can only be used" in str(error):
+            raise FormatError(
+                f"{path!r} is no file that torch maps into memory: it is of torch before 1.6, or no file of torch.save "
+                f"at all. If it is old, write it anew: torch.save(torch.load(path, weights_only=True), path)"
+            ) from None
+        raise CorruptionError(f"{path!r}: torch.load cannot read it: {str(error).partition(chr(10))[0]}") from error
+
+
+def _parts(found: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Everything else, and the state dict.
+
+    Raises:
+        CheckpointNotFoundError: if there is none.
+    """
+    if isinstance(found, dict) and isinstance(found.get("state_dict"), Mapping):
+        return {k: v for k, v in found.items() if k != "state_dict"}, dict(found["state_dict"])
+    if isinstance(found, dict) and isinstance(found.get("model"), Mapping) and _is_state_dict(found["model"]):
+        return {}, dict(found["model"])
+    if isinstance(found, Mapping) and _is_state_dict(found):
+        return {}, dict(found)
+    raise CheckpointNotFoundError(
+        f'{path!r} is a file, but no Lightning checkpoint: it has no state_dict; nor has it one as "model", nor is it '
+        "a dict of tensors"
+    )
+
+
+def _is_state_dict(found: Mapping[Any, Any]) -> bool:
+    return bool(found) and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items())
+
+
+class _Mapping(NamedTuple):
+    """Addresses at which the bytes of a file from ``offset`` on are."""
+
+    first: int
+    last: int
+    offset: int
+    name: str
+
+
+def _mappings(folder: str, name: str) -> Iterator[_Mapping]:
+    """Where the file is in this process's memory; of another byte order nothing, since torch has changed the copy."""
+    path = os.path.join(folder, name)
+    archive: Any = torch._C.PyTorchFileReader(path)  # its stub lacks half of it
+    if archive.has_record("byteorder") and archive.get_record("byteorder").decode() != sys.byteorder:
+        return
+    inode = os.stat(path).st_ino
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            addresses, _, offset, _, number, *_ = line.split(None, 5)
+            if int(number) == inode:
+                first, last = (int(address, 16) for address in addresses.split("-"))
+                yield _Mapping(first, last, int(offset, 16), name)
+
+
+def _boxes(tensor: torch.Tensor, maps: Sequence[_Mapping]) -> tuple[ForeignBox, ...] | None:
+    """Where it lies in a file; None if it does not lie there in one piece, as it is."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    if not tensor.numel():
+        return ()
+    first = tensor.data_ptr()
+    for found in maps:
+        if found.first <= first and first + tensor.nbytes <= found.last:
+            begin = first - found.first + found.offset
+            return (ForeignBox(Box.whole(tuple(tensor.shape)), found.name, begin),)
+    return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -98,13 +98,16 @@ class DeferredInit:
         """Returns whether the parameter of that name of `module` was made in this context."""
         return name in self._registered.get(module, {})
 
-    def replay(self, root: nn.Module, *, skip_foreign: bool = False) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    def replay(
+        self, root: nn.Module, *, skip_foreign: bool = False, skip: Collection[tuple[int, str]] = ()
+    ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Returns (owner, name, full real tensor) for each meta parameter of `root`; also makes its buffers real.
 
         What to compute is decided by this call, and each tensor is computed when the iteration comes to it: `root` may
         be parallelised before, between or after. Tied parameters follow each other, with the same tensor object.
         The order is that of `root.named_parameters`. A tensor is freed once the caller drops it.
-        `skip_foreign` leaves out meta parameters that were not made in this context, instead of raising.
+        `skip_foreign` leaves out meta parameters that were not made in this context, instead of raising; `skip` those
+        of which (id of the module, name) is in it: they are not computed.
 
         Raises:
             StateError: some parameters or buffers were not made in this context, or changed since; before any replay.
@@ -115,6 +118,8 @@ class DeferredInit:
             dtypes: dict[View, torch.dtype] = {}
             unknown = []
             for fqn, module, name, parameter in _meta_parameters(root):
+                if (id(module), name) in skip:
+                    continue
                 view = self._origin(module, name, parameter)
                 if view is _FOREIGN and skip_foreign:
                     continue

@@ -6,7 +6,7 @@ keeps its slices. Modules built on the meta device by the user fill themselves t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.names import clean_fqn
 
 CopySlice = Callable[[Tensor, Tensor], None]
 """Copies this rank's slices of the second, full tensor into the first."""
@@ -30,8 +31,10 @@ class FirstValues(Protocol):
     def knows(self, module: nn.Module, name: str) -> bool:
         """Whether `replay` would give a value to that parameter."""
 
-    def replay(self, root: nn.Module, *, skip_foreign: bool = False) -> Iterable[Value]:
-        """The values of the parameters of ``root``, read once, one at a time."""
+    def replay(
+        self, root: nn.Module, *, skip_foreign: bool = False, skip: Collection[tuple[int, str]] = ()
+    ) -> Iterable[Value]:
+        """The values of the parameters of ``root``, read once, one at a time, but for those to ``skip``."""
 
 
 @torch.no_grad()
@@ -61,6 +64,54 @@ def meta_slots(root: nn.Module) -> list[Slot]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if parameter.is_meta
     ]
+
+
+def unfilled(root: nn.Module, loaded: Collection[str]) -> tuple[set[tuple[int, str]], list[Slot], list[Slot]]:
+    """What somebody else fills, as (id of module, name), and the slots on the meta device that remain to be filled.
+
+    Args:
+        root: before it is cut.
+        loaded: clean FQNs of what somebody else fills.
+
+    Returns:
+        The first, and of the remaining ones parameters and buffers.
+    """
+    theirs: set[tuple[int, str]] = set()
+    buffers: list[Slot] = []
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if clean_fqn(f"{prefix}.{name}" if prefix else name) in loaded:
+                theirs.add((id(module), name))
+            elif name in module._buffers and tensor is not None and tensor.is_meta:
+                buffers.append((module, name))
+    return theirs, [(m, n) for m, n in meta_slots(root) if (id(m), n) not in theirs], buffers
+
+
+def fill_buffers(root: nn.Module, slots: Iterable[Slot]) -> None:
+    """Compute buffers that were built on the meta device and that nothing fills, such as those of rotary embeddings.
+
+    By ``reset_parameters``, of which only what it does to buffers counts, or as Hugging Face's models do.
+
+    Raises:
+        TopologyError: naming the modules that cannot compute theirs.
+    """
+    here = set(root.modules())
+    modules = list({id(module): module for module, _ in slots if module in here}.values())
+    models = {sub: model for model in root.modules() if hasattr(model, "_init_weights") for sub in model.modules()}
+    helpless = []
+    for module in modules:
+        if hasattr(module, "reset_parameters"):
+            list(_reset([module]))
+        elif module in models and not any(True for _ in module.parameters()):
+            with torch.no_grad():
+                models[module]._init_weights(module)  # type: ignore[operator]  # a method of transformers' models
+        else:
+            helpless.append(type(module).__name__)
+    if helpless:
+        raise TopologyError(
+            f"buffers of {', '.join(sorted(set(helpless)))} are on the meta device and nothing says what their values "
+            "are. Give these modules a reset_parameters() method, or build them without torch.device('meta')."
+        )
 
 
 @torch.no_grad()

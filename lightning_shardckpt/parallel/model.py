@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +31,10 @@ from lightning_shardckpt.parallel.materialize import (
     allocate,
     broadcast_weights,
     fill,
+    fill_buffers,
     meta_slots,
     retie,
+    unfilled,
 )
 from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.names import clean_fqn, named_modules, parameter_names, select_modules, tied_state
@@ -118,10 +120,12 @@ def shard(
     device: torch.device,
     values: FirstValues | None = None,
     copy_slice: CopySlice,
+    loaded: Collection[str] = (),
 ) -> ShardedModule:
     """Cut ``root`` in place, unless the user already did, and give it its first values.
 
-    ``values`` knows the first values of parameters on the meta device.
+    ``values`` knows the first values of parameters on the meta device. ``loaded``: clean FQNs of parameters and buffers
+    that the caller will fill; none is computed for them.
     Collective: every rank of the world must call it.
     """
     names = parameter_names(root)
@@ -137,29 +141,31 @@ def shard(
         )
     stages = cut_stages(root, meshes, recipe.pipeline, device)
     plan = TensorPlan()
-    slots = meta_slots(root)
+    skip, slots, buffers = unfilled(root, loaded)
     first_values: Iterable[Value] = ()
     if not is_parallel(root):
         plan = _cut_tensors(root, meshes, recipe, ties)
         units, checkpointed = _choose(root, recipe)
         if stages is not None:
             stages.hollow_out(root)
-        first_values = values.replay(root, skip_foreign=True) if values is not None else ()
+        first_values = values.replay(root, skip_foreign=True, skip=skip) if values is not None else ()
         _cut_parameters(step, meshes, recipe, units, checkpointed)
     elif values is not None:
-        first_values = values.replay(root, skip_foreign=True)
+        first_values = values.replay(root, skip_foreign=True, skip=skip)
     _materialize(step, ties, torch.device("cpu") if recipe.cpu_offload else device, device)
     here = {(id(module), name) for module in root.modules() for name in module._parameters}
-    fill(
-        [(m, n) for m, n in slots if (id(m), n) in here or values is None or not values.knows(m, n)],
-        first_values,
-        copy_slice,
-    )
-    after = dict(root.named_parameters(remove_duplicate=False))
+    slots = [(m, n) for m, n in slots if (id(m), n) in here or values is None or not values.knows(m, n)]
+    fill(slots, first_values, copy_slice)
+    fill_buffers(root, buffers)
+    _free(before, dict(root.named_parameters(remove_duplicate=False)))
+    return _record(step, meshes, recipe, plan, stages, names, state, before, device)
+
+
+def _free(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+    """Take the memory from parameters that were replaced; an optimizer may hold them until `rebind_optimizer`."""
     for name, old in before.items():
         if old is not after.get(name) and not old.is_meta:
-            old.data = old.data.new_empty(0)  # an optimizer may hold it until `rebind_optimizer`
-    return _record(step, meshes, recipe, plan, stages, names, state, before, device)
+            old.data = old.data.new_empty(0)
 
 
 def _record(

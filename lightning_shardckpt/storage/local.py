@@ -147,16 +147,19 @@ def _why_incomplete(path: str) -> str:
 
 
 class LocalReader:
-    """A checkpoint directory; files are opened relative to its descriptor, regular ones only, no links."""
+    """A checkpoint directory; files are opened relative to its descriptor, regular ones only.
 
-    def __init__(self, path: str, within: int | None = None) -> None:
-        self._path = path
+    Links are refused, unless the directory is another program's: Hugging Face's cache consists of links.
+    """
+
+    def __init__(self, path: str, within: int | None = None, *, follow_links: bool = False) -> None:
+        self._path, self._follow_links = path, follow_links
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
         self._files: dict[str, int] = {}
 
     def twin(self) -> LocalReader:
         """Another reader of the same directory, whatever its path is by now."""
-        found = LocalReader(".", self._directory)
+        found = LocalReader(".", self._directory, follow_links=self._follow_links)
         found._path = self._path
         return found
 
@@ -213,12 +216,13 @@ class LocalReader:
         return file
 
     def _open(self, name: str) -> int:
-        kind = os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_mode
+        kind = os.stat(name, dir_fd=self._directory, follow_symlinks=self._follow_links).st_mode
         if stat.S_ISLNK(kind) or stat.S_ISSOCK(kind):
             raise FormatError(f"{name} is a link or a socket; a checkpoint holds regular files only")
         if not stat.S_ISREG(kind):
             raise FormatError(f"{name} is not a regular file")  # not even opened: a device may act on that
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._directory)
+        links = 0 if self._follow_links else os.O_NOFOLLOW
+        file = os.open(name, os.O_RDONLY | links | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._directory)
         if not stat.S_ISREG(os.fstat(file).st_mode):  # it was exchanged since
             os.close(file)
             raise FormatError(f"{name} is not a regular file")

@@ -1,0 +1,132 @@
+"""A directory as Hugging Face's ``save_pretrained`` writes it, or a file of safetensors, as a source of weights.
+
+They are in ``model.safetensors``, or in the files that ``model.safetensors.index.json`` names; in older directories in
+``pytorch_model.bin`` or the files of its index. Where both kinds are there, safetensors are taken, as transformers
+does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.foreign import ForeignTensor, ForeignTensors
+from lightning_shardckpt.formats.plain import PlainSource
+from lightning_shardckpt.formats.safetensors import tensors_of
+from lightning_shardckpt.formats.source import ForeignSource
+from lightning_shardckpt.header import check_file_name, check_text, parse_json, shown
+from lightning_shardckpt.sources import Source
+from lightning_shardckpt.storage.local import LocalReader
+from lightning_shardckpt.storage.protocol import read_all
+
+_SAFE, _BIN = "model.safetensors", "pytorch_model.bin"
+_INDEX = ".index.json"
+WEIGHTS = (_SAFE, _SAFE + _INDEX, _BIN, _BIN + _INDEX)
+"""Names that make a directory one of Hugging Face's, the preferred ones first."""
+_LISTED = 5
+
+
+def is_directory(path: str) -> bool:
+    """Whether it is a directory with weights under a name of Hugging Face's."""
+    return any(os.path.lexists(os.path.join(path, name)) for name in WEIGHTS)
+
+
+def is_safetensors(path: str) -> bool:
+    """Whether it is a file that begins as one of safetensors does."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        start = file.read(9)
+    return path.endswith(".safetensors") or (start[8:] == b"{" and start[4:8] == bytes(4))
+
+
+def open_file(path: str, weights_only: bool = True) -> Source:
+    """A single file of safetensors."""
+    folder, name = os.path.split(os.path.abspath(path))
+    with _closed_on_error(LocalReader(folder, follow_links=True)) as reader:
+        return _safe(path, reader, {name: tensors_of(reader, name, folder)}, {})
+
+
+def open_directory(path: str, weights_only: bool = True) -> Source:
+    """A directory with weights.
+
+    Raises:
+        FormatError: if it holds two versions of them, or an index says what cannot be.
+        CorruptionError: if a file that the index names is missing, cut off, or has not what the index says.
+    """
+    single, index = _choose(path)
+    with _closed_on_error(LocalReader(path, follow_links=True)) as reader:
+        weight_map = {} if single is not None else _weight_map(reader, path, index)
+        names = [single] if single is not None else list(dict.fromkeys(weight_map.values()))
+        if index.startswith(_SAFE):
+            return _safe(path, reader, {name: tensors_of(reader, name, path) for name in names}, weight_map)
+    reader.close()
+    missing = [name for name in names if not os.path.isfile(os.path.join(path, name))]
+    if missing:
+        raise CorruptionError(f"{path!r}, file {missing[0]}: the file is missing, as named in {index}")
+    return PlainSource(path, files=names)
+
+
+@contextmanager
+def _closed_on_error(reader: LocalReader) -> Iterator[LocalReader]:
+    try:
+        yield reader
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _choose(path: str) -> tuple[str | None, str]:
+    """The single file if there is one, and the name of what would be its index."""
+    there = {name for name in WEIGHTS if os.path.lexists(os.path.join(path, name))}
+    for name in (_SAFE, _BIN):
+        if {name, name + _INDEX} <= there:
+            raise FormatError(
+                f"{path!r} holds two versions of the weights: {name}, and those of {name + _INDEX}. Remove one, or "
+                "give the path of the file."
+            )
+        if there & {name, name + _INDEX}:
+            return (name if name in there else None), name + _INDEX
+    raise FormatError(f"{path!r} holds none of {', '.join(WEIGHTS)}")
+
+
+def _weight_map(reader: LocalReader, path: str, index: str) -> dict[str, str]:
+    """Which file of the directory has which tensor."""
+    where = f"{path!r}, file {index}"
+    try:
+        found: Any = parse_json(read_all(reader, index), where)
+    except FileNotFoundError:
+        raise CorruptionError(f"{where}: a link to nothing") from None
+    except FormatError:
+        raise
+    except ValueError as error:  # too long
+        raise FormatError(f"{where}: {error}") from None
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"{where}: it has no weight_map that names files")
+    try:
+        return {check_text(key): check_file_name(name) for key, name in weight_map.items()}
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}; files must be in the same directory") from None
+
+
+def _safe(
+    path: str, reader: LocalReader, files: dict[str, dict[str, ForeignTensor]], weight_map: dict[str, str]
+) -> ForeignSource:
+    """All tensors of the files; of those that are in several, the one that the index means."""
+    tensors: dict[str, ForeignTensor] = {}
+    for name, found in files.items():
+        for key, tensor in found.items():
+            if weight_map.get(key, name) != name:
+                continue
+            if key in tensors:
+                raise FormatError(f"{path!r}: {shown(key)} is in {tensors[key].boxes[0].file} and in {name}")
+            tensors[key] = tensor
+    lost = [key for key in weight_map if key not in tensors]
+    if lost:
+        listed = "\n  ".join(f"{shown(key)} should be in {weight_map[key]}" for key in lost[:_LISTED])
+        raise CorruptionError(f"{path!r}: {len(lost)} tensors of the index are not in the files\n  {listed}")
+    return ForeignSource(ForeignTensors(path, reader, {"model": tensors}))

@@ -1,0 +1,204 @@
+"""Which stored tensors does Hugging Face's transformers put together, and how?
+
+Its models may have other names and other tensors than their files: the experts of a mixture are one tensor in memory
+and one for each expert in files. transformers keeps a list of such conversions for each model. Renaming is asked of it;
+stacking, joining and cutting along the first dim are done here on boxes of bytes, without reading one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from lightning_shardckpt.box import Box
+from lightning_shardckpt.foreign import ForeignBox, ForeignTensor
+from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.state.model import canonical_name
+
+Pieces = dict[str, list[ForeignTensor]]
+"""Tensors by the pattern of their names."""
+
+
+class UnsupportedError(Exception):
+    """A conversion that is more than stacking, joining and cutting; caught where the tensor's name is known."""
+
+
+def hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
+    """The outermost models of transformers inside a module, by canonical name, told by what their classes have."""
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        name = canonical_name(name)
+        if any(name.startswith(f"{outer}.") or not outer for outer in found):
+            continue
+        if isinstance(getattr(type(module), "base_model_prefix", None), str) and hasattr(module, "config"):
+            found[name] = module
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Stored tensors that become one or more of the model: by the converter's patterns, in order."""
+
+    converter: Any
+    parts: Mapping[str, Sequence[str]]
+
+
+class Conversions:
+    """What transformers does to the names and tensors of a model's files."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._transforms = _transforms_of(model)
+        self.prefix: str = getattr(type(model), "base_model_prefix", "")
+
+    def apply(self, stored: Iterable[str], known: Callable[[str], bool]) -> dict[str, str | Joined]:
+        """Name in the model → stored name, or what is joined for it; ``known``: whether the model has a name.
+
+        Names that the model does not have are given as they are stored.
+        """
+        renamings = [t for t in self._transforms if not hasattr(t, "operations")]
+        converters = [t for t in self._transforms if hasattr(t, "operations")]
+        found: dict[str, str | Joined] = {}
+        joined: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+        for name in sorted(stored, key=_natural):
+            new = name
+            for renaming in renamings:
+                new, _ = renaming.rename_source_key(new)
+            for converter in converters:
+                renamed, pattern = converter.rename_source_key(new)
+                if pattern is not None and (full := self.placed(renamed, known)) is not None:
+                    joined.setdefault(full, (converter, {}))[1].setdefault(pattern, []).append(name)
+                    break
+            else:
+                full = self.placed(new, known) or self.placed(name, known)
+                found.setdefault(full if full is not None else name, name)
+        return found | {name: Joined(converter, parts) for name, (converter, parts) in joined.items()}
+
+    def placed(self, name: str, known: Callable[[str], bool]) -> str | None:
+        """The name with or without the prefix of the base model, as the model has it."""
+        bare = name.removeprefix(f"{self.prefix}.") if self.prefix else name
+        return next((n for n in (name, bare, f"{self.prefix}.{name}") if known(n)), None)
+
+
+def _transforms_of(model: nn.Module) -> list[Any]:
+    if "transformers" not in sys.modules:
+        return []
+    try:
+        found: Any = import_module("transformers.conversion_mapping")
+    except ImportError:  # transformers before 5: files are as models are
+        return []
+    return list(found.get_model_conversion_mapping(model))
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sorts "layers.10" behind "layers.9"."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+
+
+def joined(converter: Any, parts: Mapping[str, Sequence[ForeignTensor]], target: str) -> dict[str, ForeignTensor]:
+    """The tensors of the model that a conversion makes, by name; ``target``: the first of them.
+
+    Raises:
+        UnsupportedError: saying what the conversion would have to do.
+    """
+    pieces: Pieces = {pattern: list(found) for pattern, found in parts.items()}
+    targets: list[str] = list(converter.target_patterns)
+    for operation in converter.operations:
+        kind = type(operation).__name__
+        if kind not in _OPERATIONS:
+            raise UnsupportedError(f"{kind} of {', '.join(converter.source_patterns)}")
+        pieces = _OPERATIONS[kind](pieces, operation, list(converter.source_patterns), targets)
+    made = {name: found[0] for name, found in pieces.items() if len(found) == 1}
+    if len(made) != len(pieces):
+        raise UnsupportedError(f"{len(pieces)} results of {', '.join(converter.source_patterns)}")
+    first = next(name for name in [*targets, ""] if name in target)
+    return {target.replace(first, name, 1): tensor for name, tensor in made.items()}
+
+
+def _merge(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
+    names = {pattern: targets[0] if len(pieces) == 1 else pattern for pattern in pieces}
+    return {names[pattern]: [stacked(found, operation.dim)] for pattern, found in pieces.items()}
+
+
+def _concatenate(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
+    return {targets[0]: [concatenated([t for s in sources for t in pieces.get(s, [])], operation.dim)]}
+
+
+def _chunk(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
+    (found,) = pieces.values()
+    if operation.dim != 0 or getattr(operation, "num_shards_attribute", None) is not None or len(found) != 1:
+        raise UnsupportedError(f"Chunk along dim {operation.dim} of {', '.join(sources)}")
+    return {target: [piece] for target, piece in zip(targets, chunks(found[0], len(targets)), strict=True)}
+
+
+_OPERATIONS: dict[str, Callable[[Pieces, Any, list[str], list[str]], Pieces]] = {
+    "MergeModulelist": _merge,
+    "Concatenate": _concatenate,
+    "Chunk": _chunk,
+}
+
+
+def stacked(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
+    """As ``torch.stack``.
+
+    Raises:
+        UnsupportedError: if the tensors are not alike.
+    """
+    first = tensors[0]
+    _check_alike([(t.dtype, t.shape) for t in tensors])
+    boxes = [
+        ForeignBox(Box(_insert(box.start, dim, i), _insert(box.stop, dim, i + 1)), file, begin)
+        for i, tensor in enumerate(tensors)
+        for box, file, begin in tensor.boxes
+    ]
+    return ForeignTensor(first.dtype, _insert(first.shape, dim, len(tensors)), tuple(boxes))
+
+
+def concatenated(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
+    """As ``torch.cat``.
+
+    Raises:
+        UnsupportedError: if the tensors do not fit together.
+    """
+    first, at = tensors[0], 0
+    if any(len(t.shape) <= dim for t in tensors):
+        raise UnsupportedError(f"shapes {[t.shape for t in tensors[:3]]} along dim {dim}")
+    _check_alike([(t.dtype, (*t.shape[:dim], *t.shape[dim + 1 :])) for t in tensors])
+    boxes: list[ForeignBox] = []
+    for tensor in tensors:
+        by = tuple(at if d == dim else 0 for d in range(len(tensor.shape)))
+        boxes += [ForeignBox(box.shift(by), file, begin) for box, file, begin in tensor.boxes]
+        at += tensor.shape[dim]
+    return ForeignTensor(first.dtype, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(boxes))
+
+
+def chunks(tensor: ForeignTensor, count: int) -> list[ForeignTensor]:
+    """As ``torch.chunk`` along the first dim, of a tensor that lies in one piece.
+
+    Raises:
+        UnsupportedError: if it does not, or cannot be cut so.
+    """
+    if len(tensor.boxes) != 1 or not tensor.shape or tensor.shape[0] % count:
+        raise UnsupportedError(f"Chunk of shape {tensor.shape} into {count}")
+    (_, file, begin), rest = tensor.boxes[0], tensor.shape[1:]
+    shape = (tensor.shape[0] // count, *rest)
+    nbytes = Box.whole(shape).numel * DTYPE_BYTES[tensor.dtype]
+    return [
+        ForeignTensor(tensor.dtype, shape, (ForeignBox(Box.whole(shape), file, begin + i * nbytes),))
+        for i in range(count)
+    ]
+
+
+def _insert(shape: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*shape[:dim], value, *shape[dim:])
+
+
+def _check_alike(kinds: Sequence[Any]) -> None:
+    if any(kind != kinds[0] for kind in kinds):
+        other = next(kind for kind in kinds if kind != kinds[0])
+        raise UnsupportedError(f"tensors that are not alike, {kinds[0]} and {other}")

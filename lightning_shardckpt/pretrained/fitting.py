@@ -1,0 +1,223 @@
+"""Which tensor of the model comes from which stored ones? Found from names, for the whole model, before it is cut.
+
+Names of a file are those of the model that was saved, which may be a part of the LightningModule, the base of a model
+with a head, or wrapped since. All ways of fitting are tried; the one that serves most tensors is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.foreign import ForeignTensor, ForeignTensors
+from lightning_shardckpt.formats.plain import PlainSource
+from lightning_shardckpt.formats.source import ForeignSource
+from lightning_shardckpt.index import Component
+from lightning_shardckpt.pretrained.conversion import (
+    Conversions,
+    Joined,
+    UnsupportedError,
+    hugging_face_models,
+    joined,
+)
+from lightning_shardckpt.pretrained.names import (
+    KeyMapping,
+    adapter_names,
+    common_prefix,
+    limited,
+    renamed,
+    without_adapters,
+)
+from lightning_shardckpt.sources import Source
+from lightning_shardckpt.state.model import WholeNames, is_extra_state
+
+
+@dataclass(slots=True)
+class Fit:
+    """What fits what.
+
+    Attributes:
+        stored: name in the model → key of the stored tensor.
+        made: name in the model → what is put together for it.
+        missing: names in the model for which nothing is stored, of each tie one; adapters are not among them.
+        unexpected: stored names for which the model has none.
+        problems: why some that belong together cannot be loaded, a line each.
+        apart: names that are tied in the model and stored several times; the first is taken.
+    """
+
+    stored: dict[str, str] = field(default_factory=dict)
+    made: dict[str, ForeignTensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    apart: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names in the model that get a value."""
+        return frozenset(self.stored) | frozenset(self.made)
+
+
+@dataclass(slots=True)
+class _Way:
+    """One way in which names may fit.
+
+    ``hits``: relative name in the model → where it comes from. ``live``: relative name → names in the model.
+    """
+
+    live: Mapping[str, list[str]]
+    hits: dict[str, str | Joined]
+    of: str
+    model: nn.Module | None = None
+
+    @property
+    def score(self) -> int:
+        return sum(len(self.live[name]) for name in self.hits)
+
+
+def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMapping | None = None) -> Fit:
+    """Fit what is stored to a model.
+
+    Args:
+        source: whose component "model" is meant.
+        module: the LightningModule; of a pipeline, any stage of it.
+        whole: names of the whole model.
+        mapping: of the user, applied to the stored names first.
+
+    Raises:
+        MismatchError: if nothing fits, or several parts of the model fit alike.
+    """
+    component = source.components().get("model", Component({}))
+    keys = {key: key for key in component.tensors} | component.aliases
+    names = renamed(keys, mapping)
+    state = [name for name in whole.state if not is_extra_state(name)]
+    ways = list(_ways(names, state, module))
+    best = max(ways, key=lambda way: way.score)  # the first of several
+    rivals = [w for w in ways if w.score == best.score and best.of and not _nested(w.of, best.of)]
+    if rivals and best.score:
+        raise MismatchError(
+            f"the weights at {source.path!r} fit {best.of!r} and {rivals[0].of!r} of {type(module).__name__} alike; "
+            f'say which is meant, such as pretrained_key_mapping={{"^": "{best.of}."}}'
+        )
+    if not best.score:
+        raise MismatchError(
+            f"no tensor at {source.path!r} has a name that {type(module).__name__} has. Stored are, for example, "
+            f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a pretrained_key_mapping."
+        )
+    return _fitted(best, {name: keys[old] for name, old in names.items()}, source, whole)
+
+
+def _nested(a: str, b: str) -> bool:
+    """Whether one of two module names is the other one or inside it."""
+    return not a or f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+
+
+def _ways(names: Mapping[str, str], state: Collection[str], module: nn.Module) -> Iterator[_Way]:
+    everything = _relative(state, "")
+    yield _Way(everything, {n: n for n in names if n in everything}, "")
+    for prefix, model in hugging_face_models(module).items():
+        live = _relative(state, f"{prefix}." if prefix else "")
+        found = Conversions(model).apply(names, live.__contains__)
+        hits = {name: where for name, where in found.items() if name in live}
+        yield _Way(live, hits, prefix, model)
+    ours = {common_prefix(state), *(f"{name}." for name, _ in module.named_children())} - {""}
+    theirs = common_prefix(names)
+    for prefix in ["", *sorted(ours)]:
+        live = _relative(state, prefix)
+        for cut in dict.fromkeys(["", theirs]):
+            yield _Way(live, {n.removeprefix(cut): n for n in names if n.removeprefix(cut) in live}, prefix[:-1])
+
+
+def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:
+    """Names below a prefix without it and without traces of PEFT → names in the model."""
+    found: dict[str, list[str]] = defaultdict(list)
+    adapters = adapter_names(state)
+    for name in sorted(state):
+        if name.startswith(prefix) and name not in adapters:
+            found[without_adapters(name.removeprefix(prefix))].append(name)
+    return dict(found)
+
+
+def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeNames) -> Fit:
+    """Follow the way. ``keys``: new name → key of the stored tensor."""
+    found, used = Fit(), set[str]()
+    for relative, where in way.hits.items():
+        if isinstance(where, str):
+            used.add(where)
+            found.stored |= dict.fromkeys(way.live[relative], keys[where])
+            continue
+        used.update(name for part in where.parts.values() for name in part)
+        try:
+            made = joined(where.converter, _parts(where, keys, source), relative)
+        except UnsupportedError as error:
+            found.problems.append(f"{way.live[relative][0]}  transformers makes it by {error}, which is not done here")
+            continue
+        for name, tensor in made.items():
+            if name in way.live:
+                found.made |= dict.fromkeys(way.live[name], tensor)
+    for tie in whole.ties:
+        first = next((name for name in tie if name in found.stored or name in found.made), None)
+        if len({found.stored[name] for name in tie if name in found.stored}) > 1:
+            found.apart.append(", ".join(tie))
+        if first in found.stored:
+            found.stored |= dict.fromkeys(tie, found.stored[first])
+        elif first is not None:
+            found.made |= dict.fromkeys(tie, found.made[first])
+    state = [name for name in whole.state if not is_extra_state(name)]
+    later = {name for tie in whole.ties for name in tie[1:]}
+    absent = set(state) - found.names - adapter_names(state) - later
+    ignored = _ignored(way.model)
+    found.missing = sorted(name for name in absent if not ignored[0](name))
+    found.unexpected = sorted(name for name in keys if name not in used and not ignored[1](name))
+    return found
+
+
+def _parts(where: Joined, keys: Mapping[str, str], source: Source) -> dict[str, list[ForeignTensor]]:
+    if not isinstance(source, ForeignSource | PlainSource):
+        raise UnsupportedError("joining tensors of a sharded checkpoint")
+    tensors = source.tensors
+    assert isinstance(tensors, ForeignTensors)
+    return {p: [tensors.tensor("model", keys[name]) for name in names] for p, names in where.parts.items()}
+
+
+class _Patterns:
+    def __init__(self, patterns: Collection[str]) -> None:
+        self._found = [re.compile(pattern) for pattern in sorted(patterns)]
+
+    def __call__(self, name: str) -> bool:
+        return any(pattern.search(name) for pattern in self._found)
+
+
+def _ignored(model: nn.Module | None) -> tuple[_Patterns, _Patterns]:
+    """What a model of transformers does not mind: names that are missing, and unexpected ones."""
+    if model is None:
+        return _Patterns(()), _Patterns(())
+    buffers = [name for name, _ in model.named_buffers()]
+    unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    # buffers that files have where models had them before: as in transformers' _adjust_missing_and_unexpected_keys
+    for ending, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+        if any(name.endswith(ending) for name in buffers):
+            unexpected.add(pattern)
+    return _Patterns(set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())), _Patterns(unexpected)
+
+
+def report(found: Fit, path: str) -> list[str]:
+    """A sentence on what is missing and unexpected, for a warning or an error; none if nothing is."""
+    lines = []
+    if found.missing:
+        listed = "\n  ".join(limited(found.missing))
+        count = len(found.missing)
+        lines.append(f"{count} tensors of the model are not in it and keep their first values:\n  {listed}")
+    if found.unexpected:
+        listed = "\n  ".join(limited(found.unexpected))
+        lines.append(f"{len(found.unexpected)} tensors in it are not in the model:\n  {listed}")
+    if found.apart:
+        listed = "\n  ".join(limited(found.apart))
+        count = len(found.apart)
+        lines.append(f"{count} tensors are tied in the model and apart in it; the first is taken:\n  {listed}")
+    return [f"pretrained weights at {path!r}: " + "\n".join(lines)] if lines else []

@@ -1,0 +1,153 @@
+"""Weights to begin with, in call order: open → compare → judge; cut the model; read. Each is a ``Ranks.step``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
+from lightning_shardckpt.opening import opened
+from lightning_shardckpt.pretrained.fitted import FittedSource, converts
+from lightning_shardckpt.pretrained.fitting import Fit, fit, report
+from lightning_shardckpt.pretrained.names import KeyMapping, limited
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.sources import Source, Target
+from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves, tied_names
+from lightning_shardckpt.storage.protocol import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """What the user said: the arguments ``pretrained…`` of ``ShardedStrategy``."""
+
+    path: str
+    key_mapping: KeyMapping | None = None
+    strict: bool = False
+
+
+def imported(key_mapping: KeyMapping | str | None) -> KeyMapping | None:
+    """A key mapping that may be given as the import path of a function.
+
+    Raises:
+        MismatchError: if there is no such function.
+    """
+    if not isinstance(key_mapping, str):
+        return key_mapping
+    module, _, name = key_mapping.replace(":", ".").rpartition(".")
+    try:
+        found: Any = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise MismatchError(
+            f"pretrained_key_mapping: cannot import {key_mapping!r} ({error}); give a dict of regular expression to "
+            "replacement, or the import path of a function from stored names to others"
+        ) from error
+    return cast("KeyMapping", found)
+
+
+class Start:
+    """A model to be, compared with what is stored; ``names`` of it get their values from there."""
+
+    def __init__(self, source: Source | None, found: Fit | None) -> None:
+        self._source, self._fit = source, found
+        self.names = found.names if found is not None else frozenset[str]()
+
+    def fill(self, state_dict: Mapping[str, Any], module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
+        """Read what this rank holds of the model that was cut since into the tensors of its state dict.
+
+        Collective: every rank of ``ranks`` must call it.
+        """
+        if self._source is None or self._fit is None:
+            return
+        source, found = self._source, self._fit
+
+        def read() -> None:
+            tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
+            leaves, _ = model_leaves(tensors, module, whole)
+            fitted = FittedSource(source, found, leaves.tensors)
+            here = [(key, tensor) for key, tensor in leaves.tensors.items() if key in found.names]
+            targets = [Target("model", key, tensor, fresh=True) for key, tensor in here]
+            fitted.verify(targets)
+            fitted.fill(targets)
+
+        ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
+
+
+@contextmanager
+def beginning(wanted: Pretrained | None, module: nn.Module, *, ranks: Ranks, storage: Storage) -> Iterator[Start]:
+    """Compare what is stored with a module that is not cut yet; inside, it may be, and then be filled.
+
+    Collective: every rank of ``ranks`` must enter it. Without ``wanted`` there is nothing to do.
+
+    Raises:
+        MismatchError: listing what cannot be loaded, and what is missing or unexpected if that is to be strict.
+        Exception: what opening it failed with, on all ranks.
+    """
+    if wanted is None:
+        yield Start(None, None)
+        return
+    with _opened(wanted.path, ranks, storage) as source:
+        found: list[Fit] = []
+
+        def compare() -> dict[str, list[str]]:
+            found.append(_compared(source, module, wanted.key_mapping))
+            return {"problems": found[0].problems, "report": report(found[0], source.path)}
+
+        phase = f"comparing pretrained weights at {source.path!r} with the model"
+        notes = ranks.step(phase, compare, _judging(source.path, strict=wanted.strict))
+        for note in notes if ranks.rank == 0 else ():
+            warnings.warn(note, stacklevel=3)
+        yield Start(source, found[0])
+
+
+@contextmanager
+def _opened(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
+    with ExitStack() as closing:
+        try:
+            source = closing.enter_context(opened(path, ranks=ranks, storage=storage))
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"no pretrained weights: {error}. Of a model on the Hugging Face hub, give the path of a local copy, "
+                "such as `hf download NAME --local-dir PATH` makes."
+            ) from None
+        yield source
+
+
+def _compared(source: Source, module: nn.Module, key_mapping: KeyMapping | None) -> Fit:
+    """What fits, with all that does not noted."""
+    state = {canonical_name(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
+    whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
+    found = fit(source, module, whole, key_mapping)
+    stored = FittedSource(source, found, {}).components()["model"].tensors
+    for name in sorted(found.names):
+        spec, live = stored[name], state[name]
+        dtype = DTYPES.get(live.dtype)
+        if spec.shape != tuple(live.shape):
+            found.problems.append(f"{name}  shape {spec.shape} in it, {tuple(live.shape)} in the model")
+        elif not converts(spec.dtype, dtype):
+            found.problems.append(f"{name}  dtype {spec.dtype} in it, {dtype or live.dtype} in the model")
+    return found
+
+
+def _judging(path: str, *, strict: bool) -> Callable[[list[dict[str, list[str]]]], list[str]]:
+    def judge(reports: list[dict[str, list[str]]]) -> list[str]:
+        problems = list(dict.fromkeys(line for one in reports for line in one["problems"]))
+        if problems:
+            listed = "\n  ".join(limited(problems, 20))
+            raise MismatchError(
+                f"cannot begin with the weights at {path!r}: {len(problems)} tensors differ\n  {listed}\n"
+                "Leave them out with a pretrained_key_mapping that makes None of their names, or change the model."
+            )
+        notes = reports[0]["report"]
+        if notes and strict:
+            raise MismatchError(f"{notes[0]}\nSet pretrained_strict=False to begin with the others.")
+        return notes
+
+    return judge

@@ -1,0 +1,231 @@
+"""Which stored tensor is which of the model? Oracles: torch's stack, cat and chunk, and names written out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.foreign import ForeignTensors
+from lightning_shardckpt.formats.huggingface import open_file
+from lightning_shardckpt.formats.source import ForeignSource
+from lightning_shardckpt.pretrained.conversion import (
+    UnsupportedError,
+    chunks,
+    concatenated,
+    joined,
+    stacked,
+)
+from lightning_shardckpt.pretrained.fitted import FittedSource
+from lightning_shardckpt.pretrained.fitting import Fit, fit, report
+from lightning_shardckpt.pretrained.names import renamed
+from lightning_shardckpt.sources import Target
+from lightning_shardckpt.state.model import WholeNames, tied_names
+
+
+class Model(nn.Module):
+    """What the fitting looks for in transformers' models; each name has a tensor of one element."""
+
+    base_model_prefix = "transformer"
+    config: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        add(self, *names)
+
+
+def add(root: nn.Module, *names: str) -> None:
+    for name in names:
+        *above, last = name.split(".")
+        module = root
+        for part in above:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(torch.zeros(1)))
+
+
+def root_of(**children: nn.Module) -> nn.Module:
+    root = nn.Module()
+    for name, child in children.items():
+        root.add_module(name, child)
+    return root
+
+
+def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None) -> Fit:
+    safetensors.torch.save_file({name: torch.zeros(1) for name in stored}, tmp_path / "w.safetensors")
+    whole = WholeNames(frozenset(module.state_dict()), tuple(map(tuple, tied_names(module))))
+    return fit(open_file(str(tmp_path / "w.safetensors")), module, whole, mapping)
+
+
+# ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("mapping", "found"),
+    [
+        (None, {"a.w": "a.w", "b.w": "b.w", "x": "x"}),
+        ({"^a": "b", "^b": "a"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}),
+        ({r"^(.)\.": r"net.\1.", "w$": "weight"}, {"net.a.weight": "a.w", "net.b.weight": "b.w", "x": "x"}),
+        ({"^": "net."}, {"net.a.w": "a.w", "net.b.w": "b.w", "net.x": "x"}),
+        ({"x": None}, {"a.w": "a.w", "b.w": "b.w"}),
+        (lambda name: f"m.{name}" if "." in name else None, {"m.a.w": "a.w", "m.b.w": "b.w"}),
+        ({"": "-"}, {"-a-.-w": "a.w", "-b-.-w": "b.w", "-x": "x"}),
+    ],
+)
+def test_all_replacements_happen_at_once(mapping: Any, found: dict[str, str]) -> None:
+    assert renamed(["a.w", "b.w", "x"], mapping) == found
+
+
+def test_names_that_become_one_are_listed() -> None:
+    with pytest.raises(MismatchError, match=r"gives 1 names several times\n  c.w  of a.w, b.w"):
+        renamed(["a.w", "b.w"], {"^[ab]": "c"})
+    with pytest.raises(MismatchError, match=r"'\(' is no regular expression"):
+        renamed(["a.w"], {"(": ""})
+    with pytest.raises(MismatchError, match=r"makes 3 of 'a.w'"):
+        renamed(["a.w"], lambda name: 3)  # type: ignore[arg-type,return-value]
+
+
+BASE = ["transformer.h.0.w", "transformer.h.1.w"]
+
+
+@pytest.mark.parametrize(
+    ("module", "stored", "found"),
+    [
+        (root_of(m=Model(*BASE, "head")), [*BASE, "head"], {f"m.{n}": n for n in [*BASE, "head"]}),
+        (root_of(m=Model(*BASE)), ["h.0.w", "h.1.w"], {"m.transformer.h.0.w": "h.0.w", "m.transformer.h.1.w": "h.1.w"}),
+        (root_of(m=Model("h.0.w", "h.1.w")), BASE, {"m.h.0.w": BASE[0], "m.h.1.w": BASE[1]}),
+        (root_of(m=Model(*BASE)), [f"m.{n}" for n in BASE], {f"m.{n}": f"m.{n}" for n in BASE}),
+        (root_of(net=root_of(a=Model("w"), b=Model("v"))), ["a.w", "b.v"], {"net.a.w": "a.w", "net.b.v": "b.v"}),
+        (root_of(other=Model("z"), m=Model("w")), ["w"], {"m.w": "w"}),
+    ],
+    ids=["a prefix", "files of the base", "a base of files", "full names", "no model of transformers", "one of two"],
+)
+def test_names_fit_by_what_they_have_in_common(
+    module: nn.Module, stored: list[str], found: dict[str, str], tmp_path: Path
+) -> None:
+    assert fitted(tmp_path, module, stored).stored == found
+
+
+def test_adapters_leave_the_names_of_what_they_wrap(tmp_path: Path) -> None:
+    inner = Model("transformer.q.base_layer.w", "transformer.q.lora_A.default.w", "transformer.norm.w")
+    add(inner, "head.original_module.w", "head.modules_to_save.default.w")
+    module = root_of(m=root_of(base_model=root_of(model=inner)))
+    found = fitted(tmp_path, module, ["transformer.q.w", "transformer.norm.w", "head.w"])
+    at = "m.base_model.model"
+    assert found.stored == {
+        f"{at}.transformer.q.base_layer.w": "transformer.q.w",
+        f"{at}.transformer.norm.w": "transformer.norm.w",
+        f"{at}.head.original_module.w": "head.w",
+        f"{at}.head.modules_to_save.default.w": "head.w",
+    }
+    assert (found.missing, found.unexpected) == ([], [])
+
+
+def test_ties_are_filled_by_any_of_their_names(tmp_path: Path) -> None:
+    model = Model("transformer.embed.w", "head.w")
+    model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
+    found = fitted(tmp_path, root_of(m=model), ["head.w", "old"])
+    assert found.names == {"m.transformer.embed.w", "m.head.w"}
+    assert (found.missing, found.unexpected) == ([], ["old"])
+
+
+def test_ties_that_are_stored_apart_are_told(tmp_path: Path) -> None:
+    model = Model("transformer.embed.w", "head.w")
+    model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
+    found = fitted(tmp_path, root_of(m=model), ["head.w", "transformer.embed.w"])
+    assert set(found.stored.values()) == {"transformer.embed.w"}
+    assert "tied in the model and apart in it; the first is taken:\n  m.transformer.embed.w, m.head.w" in "".join(
+        report(found, "here")
+    )
+
+
+def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -> None:
+    module = root_of(student=Model("w", "v"), teacher=Model("w", "v"))
+    with pytest.raises(MismatchError, match=r"fit 'student' and 'teacher' of Module alike; .*=.*student\."):
+        fitted(tmp_path, module, ["w", "v"])
+    found = fitted(tmp_path, module, ["w", "v"], {"^": "teacher."})
+    assert found.stored == {"teacher.w": "w", "teacher.v": "v"}
+    assert found.missing == ["student.v", "student.w"]
+
+
+def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"no tensor .* Stored are, for example, \['x'\]; the model has \['m.w'\]"):
+        fitted(tmp_path, root_of(m=Model("w")), ["x"])
+
+
+# ── tensors that are put together ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[ForeignSource, dict[str, Tensor]]:
+    tensors = {f"experts.{e}.{n}": torch.randn(5, 3) for e in range(11) for n in ("gate", "up")}
+    safetensors.torch.save_file(tensors, tmp_path / "w.safetensors")
+    found = open_file(str(tmp_path / "w.safetensors"))
+    assert isinstance(found, ForeignSource)
+    return found, tensors
+
+
+def read(source: ForeignSource, tensor: Any) -> Tensor:
+    target = Target("model", "x", torch.empty(tensor.shape), fresh=True)
+    ForeignSource(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).fill([target])
+    return target.tensor
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_boxes_are_stacked_and_joined_as_tensors_are(
+    dim: int, parts: tuple[ForeignSource, dict[str, Tensor]]
+) -> None:
+    source, tensors = parts
+    some = [source.tensors.tensor("model", name) for name in tensors]
+    whole = torch.stack(list(tensors.values()), dim)
+    assert torch.equal(read(source, stacked(some, dim)), whole)
+    twice = concatenated([stacked(some[:4], 0), stacked(some[4:8], 0)], dim)
+    values = list(tensors.values())
+    assert torch.equal(read(source, twice), torch.cat([torch.stack(values[:4]), torch.stack(values[4:8])], dim))
+    for found, expected in zip(chunks(some[0], 5), values[0].chunk(5), strict=True):
+        assert torch.equal(read(source, found), expected)
+    with pytest.raises(UnsupportedError, match="not alike"):
+        stacked([some[0], concatenated(some[:2], 0)], 0)
+
+
+class Converter:
+    """As transformers' WeightConverter."""
+
+    def __init__(self, sources: list[str], targets: list[str], *operations: Any) -> None:
+        self.source_patterns, self.target_patterns, self.operations = sources, targets, operations
+
+
+class Transpose:
+    dim = 0
+
+
+def test_a_conversion_that_moves_elements_is_told_and_not_done(
+    parts: tuple[ForeignSource, dict[str, Tensor]],
+) -> None:
+    source, tensors = parts
+    first = source.tensors.tensor("model", next(iter(tensors)))
+    with pytest.raises(UnsupportedError, match="Transpose of a"):
+        joined(Converter(["a"], ["b"], Transpose()), {"a": [first]}, "x.b")
+
+
+# ── dtypes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64, torch.float32])
+@pytest.mark.parametrize("live", [torch.bfloat16, torch.float32])
+def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live: torch.dtype, tmp_path: Path) -> None:
+    value = torch.randn(3000, 1500).to(stored)  # more than a window
+    safetensors.torch.save_file({"w": value}, tmp_path / "w.safetensors")
+    source = open_file(str(tmp_path / "w.safetensors"))
+    tensor = torch.zeros(3000, 1500, dtype=live)
+    fitting = FittedSource(source, Fit({"net.w": "w"}), {"net.w": tensor})
+    targets = [Target("model", "net.w", tensor, fresh=True)]
+    fitting.verify(targets)
+    fitting.fill(targets)
+    assert torch.equal(tensor, value.to(live))
