@@ -300,6 +300,8 @@ def test_f24_an_unknown_tag_is_refused() -> None:
         ("frozen", ["w"], "the document is not an object"),
         ("frozen", {"w": ["F32"]}, "'w' is not described by a dtype and a shape"),
         ("frozen", {"w": ["F33", [2]]}, "unknown dtype 'F33'"),
+        ("frozen", {"w": [["F32"], [2]]}, "'w' is not described by a dtype and a shape"),
+        ("frozen", {"w": ["F32", [-2]]}, "-2 is not a size"),
         ("peft", {"adapters": {}}, "the document is not an object with a list of adapters"),
         ("peft", {"adapters": [{"name": "a"}]}, "adapters/0 is not an object with name, prefix, root and config"),
         ("peft", {"adapters": [{"name": "a/b", "prefix": "", "root": "", "config": ""}]}, "adapters/0 has a name or"),

@@ -34,7 +34,7 @@ def expected() -> dict[Case, Any]:
         pytest.param(2, {}, [LORA], id="fsdp2"),
         pytest.param(2, TP, [LORA, QWEN3], id="tp2"),
         pytest.param(2, PP, [LORA], id="pp2"),
-        pytest.param(4, TP, [LORA], id="fsdp2 x tp2"),
+        pytest.param(4, TP, [LORA], id="fsdp2 x tp2", marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_plain_torch(
@@ -57,6 +57,7 @@ def train_here(case: Case, sizes: dict[str, Any]) -> Any:
     return train_all([case], sizes)[0]
 
 
+@pytest.mark.slow
 def test_dropout_before_a_cut_adapter_drops_what_it_would_on_one_process() -> None:
     """Of a tied embedding with an adapter, too."""
     case = Case("lora embedding", late=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import FormatError, MismatchError, StateError
+from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.sources import ShardedSource
 from lightning_shardckpt.state.adapters import unchanging
 from lightning_shardckpt.state.peft import base_name
 from lightning_shardckpt.storage.local import LocalStorage
@@ -54,7 +52,7 @@ def stored(path: str) -> set[str]:
         pytest.param(2, FSDP, 2, TP, id="fsdp2 to tp2"),
         pytest.param(2, TP, 2, PP, id="tp2 to pp2"),
         pytest.param(2, PP, 1, FSDP, id="pp2 to one process"),
-        pytest.param(4, TP, 2, FSDP, id="fsdp2 x tp2 to fsdp2"),
+        pytest.param(4, TP, 2, FSDP, id="fsdp2 x tp2 to fsdp2", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_alone_resume_on_any_topology(
@@ -99,8 +97,11 @@ def without_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dic
     return path, whole(run_ranks(2, fit, FSDP, saved))
 
 
-@pytest.mark.parametrize("kind", ["directory", "file"])
-@pytest.mark.parametrize(("world", "strategy"), [(2, TP), (2, PP), (1, FSDP)], ids=["tp2", "pp2", "one process"])
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"),
+    [("directory", 2, TP), ("directory", 2, PP), ("file", 2, FSDP)],
+    ids=["directory, tp2", "directory, pp2", "file, fsdp2"],
+)
 def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
     kind: str, world: int, strategy: Any, without_adapters: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -160,15 +161,6 @@ def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) 
     small.edit(path, "frozen-state-dist-00000.json", shrunk)
     (message,) = run_ranks(1, refused_alone, str(path), base)
     assert f"1 differences\n  {name}  F32 (8,) when the checkpoint left it out, F32 (16,) in model" in message
-    for wrong in ([], "F32", ["F99", [16]], ["F32", [-1]], [["F32"], [16]]):
-
-        def spoiled(frozen: dict[str, Any], wrong: Any = wrong) -> None:
-            frozen[name] = wrong
-
-        small.edit(path, "frozen-state-dist-00000.json", spoiled)
-        source = ShardedSource(Checkpoint(LocalStorage(), str(path)))
-        with closing(source), pytest.raises(FormatError):
-            source.document("frozen")
 
 
 def refused_alone(path: str, base: str) -> str:
@@ -232,12 +224,12 @@ def test_what_an_adapter_changed_of_the_base_when_it_was_made_is_saved_with_it()
 
 def keep_the_best(folder: str, base: str) -> tuple[list[str], bool, int]:
     """Asynchronous saves every step; then resume the last."""
-    warnings.filterwarnings("ignore", "a save waited")  # a slow machine
     checkpoints = {"dirpath": folder, "monitor": "loss", "every_n_train_steps": 1, "save_top_k": 1, "save_last": True}
     state: list[dict[str, Any]] = []
+    warnings.filterwarnings("ignore", "a save waited until an earlier one was written")  # of the last, on a slow disk
     for steps, resume in ((3, None), (3, os.path.join(folder, "last.ckpt")), (4, "last")):
         pl.seed_everything(1, verbose=False)
-        io = ShardCkptIO(adapters_only=True, use_async=True, max_pending=4)
+        io = ShardCkptIO(adapters_only=True, use_async=True)
         options = {"max_steps": steps, "limit_val_batches": 0, "plugins": [io], "enable_checkpointing": True}
         run = tiny.trainer(FSDP, callbacks=[ModelCheckpoint(**checkpoints)], **options)
         module = adapters.Adapted(base)

@@ -63,7 +63,7 @@ def compare_with_peft(folder: str, base: str, state: dict[str, Any], options: di
         pytest.param(TP, False, adapters.LORA, id="tp2"),
         pytest.param(PP, True, adapters.LORA, id="pp2 adapters-only"),
         pytest.param(TP, True, EMBEDDED, id="tp2 adapters-only embedding"),
-        pytest.param(FSDP, False, EMBEDDED, id="fsdp2 embedding"),
+        pytest.param(FSDP, False, EMBEDDED, id="fsdp2 embedding", marks=pytest.mark.slow),
     ],
 )
 def test_peft_loads_what_is_exported(
