@@ -132,6 +132,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "lora embedding": lambda: lora(
         llama(tie_word_embeddings=True), target_modules=["embed_tokens", "up_proj", "down_proj"], lora_dropout=0.2
     ),
+    "dora": lambda: lora(use_dora=True),
     "lora qwen3": lambda: lora(qwen3(), modules_to_save=["mlp"]),
     "gpt2": gpt2,
 }

@@ -17,23 +17,23 @@ from tests.nets import BUILDERS, Case, lora
 from tests.pool import run_ranks
 from tests.test_strategy import TOLERANCE, train_all, twins
 
-LORA, QWEN3 = Case("lora", late=True), Case("lora qwen3", accumulate=2)
+LORA, QWEN3, DORA = Case("lora", late=True), Case("lora qwen3", accumulate=2), Case("dora", late=True)
 TP = {"tensor_parallel_size": 2}
 PP = {"pipeline_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[Case, Any]:
-    cases = [LORA, QWEN3]
+    cases = [LORA, QWEN3, DORA]
     return dict(zip(cases, run_ranks(1, twins, cases)[0], strict=True))
 
 
 @pytest.mark.parametrize(
     ("world", "sizes", "cases"),
     [
-        pytest.param(2, {}, [LORA], id="fsdp2"),
+        pytest.param(2, {}, [LORA, DORA], id="fsdp2"),
         pytest.param(2, TP, [LORA, QWEN3], id="tp2"),
-        pytest.param(2, PP, [LORA], id="pp2"),
+        pytest.param(2, PP, [LORA, DORA], id="pp2"),
         pytest.param(4, TP, [LORA], id="fsdp2 x tp2", marks=pytest.mark.slow),
     ],
 )

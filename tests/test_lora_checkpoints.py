@@ -155,12 +155,12 @@ def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) 
     name = "model.base_model.model.model.norm.weight"
 
     def shrunk(frozen: dict[str, Any]) -> None:
-        assert frozen[name] == ["F32", [16]]
-        frozen[name] = ["F32", [8]]
+        assert frozen[name] == ["BF16", [16]]
+        frozen[name] = ["F32", [16]]
 
     small.edit(path, "frozen-state-dist-00000.json", shrunk)
     (message,) = run_ranks(1, refused_alone, str(path), base)
-    assert f"1 differences\n  {name}  F32 (8,) when the checkpoint left it out, F32 (16,) in model" in message
+    assert f"1 differences\n  {name}  F32 (16,) when the checkpoint left it out, BF16 (16,) in model" in message
 
 
 def refused_alone(path: str, base: str) -> str:
