@@ -204,14 +204,22 @@ def load(
         return Loaded(job.trainer, job.extra_state, job.notes)
 
 
-def load_full(path: str, *, optimizers: bool = True, verify: bool = True, storage: Storage = _LOCAL) -> dict[str, Any]:
+def load_full(
+    path: str,
+    *,
+    optimizers: bool = True,
+    verify: bool = True,
+    weights_only: bool = True,
+    storage: Storage = _LOCAL,
+) -> dict[str, Any]:
     """Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         CorruptionError: naming file, tensor and rank.
     """
-    with opened(path, ranks=Ranks.alone(), storage=storage, verify=verify) as source:
+    ranks = Ranks.alone()
+    with opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
 
         def whole(component: str, key: str) -> torch.Tensor:
             spec = source.components()[component].tensors[key]

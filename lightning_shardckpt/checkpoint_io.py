@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import lightning
 import lightning.pytorch as pl
 import torch
-from lightning.__version__ import version as pl_version
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.formats.huggingface import is_safetensors
+from lightning_shardckpt.formats.places import is_safetensors
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
@@ -43,6 +44,7 @@ from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 
 _T = TypeVar("_T")
+_VERSION = "pytorch-lightning_version"
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which lets them be as they are; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -295,11 +297,11 @@ class ShardCkptIO(CheckpointIO):
             safe = weights_only is not False
             found: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return found
-        whole = engine.load_full(os.fspath(path), verify=self.verify, storage=self.storage)
-        whole.setdefault("pytorch-lightning_version", pl_version)  # weights alone have none, and Lightning asks
-        if frozen := whole.pop(FROZEN, None):
+        safe = weights_only is not False
+        full = engine.load_full(os.fspath(path), verify=self.verify, weights_only=safe, storage=self.storage)
+        if frozen := full.pop(FROZEN, None):
             self._warn([f"{os.fspath(path)!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
-        return whole
+        return as_of_a_trainer(full, os.fspath(path))
 
     def load_into(
         self,
@@ -380,6 +382,18 @@ class ShardCkptIO(CheckpointIO):
             self._stay()
 
 
+def as_of_a_trainer(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:
+    """Lightning's checkpoint dict, also where the checkpoint is of something else: training begins at step 0 then."""
+    if _VERSION not in checkpoint:
+        checkpoint = {"epoch": 0, "global_step": 0, "lr_schedulers": [], **checkpoint, _VERSION: lightning.__version__}
+        if fitting:
+            rank_zero_warn(
+                f"{path!r} is not of Lightning's Trainer: it has no loops and no learning rate schedulers. Training "
+                "begins at step 0, with its weights and optimizer state."
+            )
+    return checkpoint
+
+
 _BACKGROUNDS: WeakSet[Background] = WeakSet()
 """Those of this process: what one ShardCkptIO saves, another one may load."""
 
@@ -415,6 +429,7 @@ def load_from_checkpoint(
     if os.path.isfile(checkpoint_path):
         return cls.load_from_checkpoint(os.fspath(checkpoint_path), strict=strict, **kwargs)  # type: ignore[return-value]
     checkpoint = engine.load_full(os.fspath(checkpoint_path), optimizers=False)
+    checkpoint = as_of_a_trainer(checkpoint, os.fspath(checkpoint_path), fitting=False)
     checkpoint = _pl_migrate_checkpoint(checkpoint, checkpoint_path=os.fspath(checkpoint_path))
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hyper.update(kwargs)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.exporting import Stored, is_replaceable, nbytes, plan_export, write_directory, write_file
+from lightning_shardckpt.formats.detect import recognised
 from lightning_shardckpt.formats.peft import export_adapters
 from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.locate import described, did_you_mean
+from lightning_shardckpt.locate import READABLE, described, did_you_mean
 from lightning_shardckpt.options import Format, KeyMapping, OptimizerKeys, Options, Split, make_options
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.saved import Saved
@@ -57,7 +58,8 @@ def consolidate(
     It appears when it is complete and durable; an error leaves nothing behind.
 
     Args:
-        checkpoint_folder: a checkpoint.
+        checkpoint_folder: a checkpoint of this package, of Lightning's FSDPStrategy or ModelParallelStrategy, or
+            another one of torch.distributed.checkpoint.
         output_file: by default the folder's name with ``.consolidated`` appended, and ``.safetensors`` for such a file.
         format: "torch", one file for ``torch.load``; "safetensors", whole tensors, of the model or the optimizers too;
             "huggingface", a directory for ``from_pretrained``, if the module that was saved has such a model; "peft",
@@ -146,7 +148,8 @@ def _opened_with_torch(folder: Path, given: Path) -> Iterator[Source]:
     """The checkpoint in a folder, of any format."""
     ours = True
     try:
-        LocalStorage().open(str(folder)).close()
+        if not folder.is_dir() or recognised(str(folder)) is None:
+            LocalStorage().open(str(folder)).close()
     except CheckpointNotFoundError:
         ours = False
         if not folder.is_dir():
@@ -208,20 +211,15 @@ def _export(stored: Stored, output: Path, options: Options) -> None:
 
 def _what_is_wrong(folder: Path) -> str:
     """Why a folder is no checkpoint of ours: Lightning's sentences, and what we can tell beyond them."""
-    said, hint = described(folder), did_you_mean(folder)
+    said, hint = described(folder), did_you_mean(folder, READABLE)
     if not folder.exists():
         return f"The provided checkpoint folder does not exist: {folder}{hint}"
     if not folder.is_dir():
         sentence = "The provided checkpoint path must be a folder, containing the checkpoint shards"
         return f"{sentence}: {folder}; {said}{hint}"
-    remedy = ""
-    if (folder / "meta.pt").exists():
-        remedy = "; for FSDP, use `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
-    elif (folder / ".metadata").exists():
-        remedy = "; use `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`"
     return (
-        "Only sharded checkpoints saved with lightning-shardckpt are supported for consolidation. The provided folder"
-        f" is not in that format: {folder}; {said or f'it has no {ROOT_NAME}'}{remedy}{hint}"
+        "Only sharded checkpoints saved with lightning-shardckpt or torch.distributed.checkpoint are supported for"
+        f" consolidation. The provided folder is not in that format: {folder}; {said or f'it has no {ROOT_NAME}'}{hint}"
     )
 
 

@@ -26,7 +26,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
+from lightning_shardckpt.formats.dcp import step_of
+from lightning_shardckpt.formats.places import dcp_place
 from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.locate import READABLE
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.local import LocalStorage
 
@@ -42,6 +45,8 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
     """What one of the words stood for in the last call."""
     resumes_from: str | os.PathLike[str] | None = None
     """The path of a checkpoint that the last call was given."""
+    weights_only: bool | None = None
+    """What the user passed in it; Lightning forgets it where a checkpoint is loaded behind the setup."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -54,6 +59,7 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
         """Call a Trainer's function in all processes."""
         assert trainer is not None
         call = inspect.signature(function).bind(*args, **kwargs)
+        self.weights_only = call.arguments.get("weights_only")
         given = call.arguments.get("ckpt_path")
         found = resolved(trainer, given, weights_only=call.arguments.get("weights_only") is not False)
         self.found, self.resumes_from = (None if found == given else found), found
@@ -129,9 +135,12 @@ def _entries(directory: str) -> Iterable[str]:
 
 
 def _claimed_step(path: str) -> int:
-    """The step in the first bytes of a root index, to be verified later: of many checkpoints one has to be read."""
+    """The step in the first bytes of a root index, to be verified later: of many checkpoints one has to be read.
+
+    The largest number for what must be looked at to know, such as checkpoints of other formats.
+    """
     if os.path.isfile(path):
-        return sys.maxsize  # has to be looked at to know
+        return sys.maxsize
     try:
         with open(os.path.join(path, ROOT_NAME), "rb") as file:
             found = _STEP.search(file.read(_HEAD_BYTES))
@@ -168,6 +177,9 @@ def _look(path: str, *, fitting: bool, weights_only: bool) -> Seen:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             problem = lacks if fitting and "optimizer_states" not in found else None
             return Seen(path, int(found["global_step"]), problem, ours=False)
+        if dcp_place(path) == path:  # else it is not a Trainer's
+            step, resumes = step_of(path, weights_only=weights_only)
+            return Seen(path, step, None if resumes or not fitting else lacks, ours=False)
         with Checkpoint(LocalStorage(), path) as checkpoint:
             documents = checkpoint.root.documents
             resumes = not fitting or any(name.startswith("optimizer-state-dist-") for name in documents)
@@ -185,7 +197,7 @@ def _choose(word: str, paths: list[str], look: Callable[[str], Seen]) -> str | N
     for path in paths:
         seen = look(path)
         (complete if seen.problem is None else skipped).append(seen)
-        if seen.problem is None and (word == "best" or not os.path.isfile(path)):
+        if seen.problem is None and (word == "best" or _claimed_step(path) < sys.maxsize):
             break  # those behind it have lower scores, or steps
     listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
     if not complete and any(seen.ours for seen in skipped):
@@ -214,7 +226,8 @@ def _warn_of_another_branch(chosen: Seen, paths: list[str]) -> None:
 
 def _saved_at(path: str) -> float:
     with suppress(OSError):
-        return os.stat(path if os.path.isfile(path) else os.path.join(path, ROOT_NAME)).st_mtime
+        marks = (os.path.join(path, name) for name in READABLE)
+        return os.stat(path if os.path.isfile(path) else next(filter(os.path.exists, marks), "")).st_mtime
     return 0.0
 
 

@@ -70,14 +70,17 @@ class Load:
         stored = self._components.get("model", Component({}))
         extra = (set(self.source.document("model") or {}), set(self._live.extra_state))
         ties, elsewhere = self._live.whole.ties, self._elsewhere
-        left_out = self.source.document("frozen")
+        left_out, alike = self.source.document("frozen"), self.source.alike
         live, kept = self._without_adapters(stored)
-        matched = match_model(stored, live, extra, found, ties=ties, elsewhere=elsewhere, left_out=left_out)
+        matched = match_model(
+            stored, live, extra, found, ties=ties, elsewhere=elsewhere, left_out=left_out, alike=alike
+        )
         self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
         if self._live.optimizers is not None:
             self._compare_optimizers(self._live.optimizers, matched, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
-        return {"differences": found.problems, "sources": sources, "kept": kept}
+        groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
+        return {"differences": found.problems, "sources": sources, "kept": kept, "groups": groups}
 
     def _without_adapters(self, stored: Component) -> tuple[Leaves, list[str]]:
         """What to look for, and which adapters are not: of a checkpoint without any, when weights alone are loaded.
@@ -100,7 +103,10 @@ class Load:
         Raises:
             MismatchError: listing the differences, if ``strict``.
         """
-        problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
+        found = Differences()
+        joined = self._joined(reports, found)
+        lines = [line for report in reports for line in report["differences"]]
+        problems = list(dict.fromkeys(lines + found.problems))
         count = len(problems)
         lines = problems[:_LISTED] + ([f"… and {count - _LISTED} more"] if count > _LISTED else [])
         listed, path = "\n  ".join(lines), repr(self.source.path)
@@ -118,7 +124,17 @@ class Load:
         notes = [note] if count else []
         if kept := list(dict.fromkeys(key for report in reports for key in report["kept"])):
             notes.append(f"{path} has no adapters: {len(kept)} tensors of adapters keep the values that they have")
-        return {"notes": notes, "sources": sources}
+        return {"notes": notes, "sources": sources, "joined": joined}
+
+    def _joined(self, reports: list[dict[str, Any]], found: Differences) -> dict[str, list[list[str]]]:
+        """By optimizer, the param groups of the whole model, of which each pipeline stage has a part."""
+        return {
+            str(one.number): one.join_groups(
+                [report["groups"][str(one.number)] for report in reports], self._live.whole.parameters, found
+            )
+            for one in self._optimizers
+            if one.is_joined
+        }
 
     def plan(self, judged: dict[str, Any]) -> list[Target]:
         """On every rank: allocate what is not there to be filled, read what is not tensors. Changes nothing.
@@ -131,6 +147,7 @@ class Load:
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
             if spec.shape not in live and not self._elsewhere:
                 self.source.backed("optimizer", key)  # its shape is only what the checkpoint says
+        self._take_numbers(judged["joined"])
         for optimizer in self._optimizers:
             allocated = optimizer.allocate(self._components.get("optimizer"))
             self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in allocated.items()]
@@ -138,6 +155,17 @@ class Load:
         self.extra_state = {n: decode_small(v) for n, v in extra.items() if n in self._live.extra_state}
         self._read_trainer()
         return self.targets
+
+    def _take_numbers(self, joined: Mapping[str, list[list[str]]]) -> None:
+        """On pipeline stages: which parameters the stored numbers mean."""
+        found = Differences()
+        for optimizer in self._optimizers:
+            if optimizer.is_joined:
+                optimizer.take_numbers(joined[str(optimizer.number)], self._components.get("optimizer"), found)
+        if found.problems and self._strict:
+            listed = "\n  ".join(found.problems[:_LISTED])
+            raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
+        self.notes += found.problems
 
     def _compare_optimizers(self, live: Sequence[Optimizer], matched: Mapping[str, str], found: Differences) -> None:
         document = self.source.document("optimizer")
@@ -152,7 +180,7 @@ class Load:
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
             one = StoredOptimizer(number, document[str(number)], component)
-            load = OptimizerLoad(number, optimizer, one, self._live.names, matched)
+            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, self._live.whole.parameters)
             load.compare(component, found, self._elsewhere)
             self._optimizers.append(load)
 

@@ -15,6 +15,10 @@ from lightning_shardckpt.storage.protocol import Storage
 
 _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
 
+READABLE = (ROOT_NAME, ".metadata")
+"""Files that tell a directory that can be resumed from and consolidated: ours, and torch.distributed.checkpoint's."""
+
+_READS = "; `trainer.fit(ckpt_path=…)` and `python -m lightning_shardckpt consolidate` read it"
 _FOREIGN_DIRECTORIES = (
     ("meta.pt", "a sharded checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy"),
     (".metadata", "a checkpoint of torch.distributed.checkpoint"),
@@ -54,10 +58,19 @@ def described(path: str | os.PathLike[str]) -> str | None:
         return f"{str(path)!r} is a file{_kind_of_file(path)}; a sharded checkpoint is a directory"
     for name, kind in _FOREIGN_DIRECTORIES:
         if (path / name).exists():
-            return f"{str(path)!r} is {kind}, not of lightning-shardckpt"
-    if path.name.startswith(".tmp-") or any(path.glob("*-meta-dist-*.index.json")):
+            reads = _READS if (path / ".metadata").is_file() else ""
+            return f"{str(path)!r} is {kind}, not of lightning-shardckpt{reads}"
+    if is_unfinished(path):
         return f"{str(path)!r} is what an unfinished save left: it has no {ROOT_NAME}, so nothing of it can be trusted"
     return None
+
+
+def is_unfinished(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory is what an unfinished save of ours left."""
+    path = Path(path)
+    if (path / ROOT_NAME).exists() or not path.is_dir():
+        return False
+    return path.name.startswith(".tmp-") or any(path.glob("*-meta-dist-*.index.json"))
 
 
 def _kind_of_file(path: Path) -> str:
@@ -68,10 +81,10 @@ def _kind_of_file(path: Path) -> str:
     return " that torch.load reads, not sharded" if start == b"PK\x03\x04" else ""
 
 
-def did_you_mean(path: str | os.PathLike[str]) -> str:
-    """A question that names checkpoints of ours near ``path``, or nothing."""
+def did_you_mean(path: str | os.PathLike[str], marks: tuple[str, ...] = (ROOT_NAME,)) -> str:
+    """A question that names checkpoints near ``path``, or nothing; ``marks`` are files that tell one."""
     path = Path.cwd() / path
-    found = list(_above(path)) or list(_below(path)) or _beside(path)
+    found = list(_above(path, marks)) or list(_below(path, marks)) or _beside(path, marks)
     if not found:
         return ""
     names = [repr(_shown(name)) for name in found[:_SUGGESTED]]
@@ -84,12 +97,16 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
-def _above(path: Path) -> Iterator[Path]:
-    if path.parent != path and (path.parent / ROOT_NAME).is_file():
+def _is_one(path: Path, marks: tuple[str, ...]) -> bool:
+    return any((path / mark).is_file() for mark in marks)
+
+
+def _above(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
+    if path.parent != path and _is_one(path.parent, marks):
         yield path.parent
 
 
-def _below(path: Path) -> Iterator[Path]:
+def _below(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
     """Checkpoints under a directory, a few levels deep; bounded however large the tree is."""
     looked_at, level = 0, [path]
     for _ in range(_DEPTH):
@@ -99,16 +116,16 @@ def _below(path: Path) -> Iterator[Path]:
                 looked_at += 1
                 if looked_at > _LOOKED_AT:
                     return
-                if (child / ROOT_NAME).is_file():
+                if _is_one(child, marks):
                     yield child
                 else:
                     below.append(child)
         level = below
 
 
-def _beside(path: Path) -> list[Path]:
+def _beside(path: Path, marks: tuple[str, ...]) -> list[Path]:
     """Siblings with a similar name."""
-    siblings = {child.name: child for child in _directories(path.parent) if (child / ROOT_NAME).is_file()}
+    siblings = {child.name: child for child in _directories(path.parent) if _is_one(child, marks)}
     return [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=_SUGGESTED, cutoff=0.6)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.formats.detect import recognised
 from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.locate import READABLE, did_you_mean
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.sources import ShardedSource, Source
@@ -46,15 +45,11 @@ def opened(
 
     def look() -> dict[str, str]:
         nonlocal source
-        if not os.path.exists(os.path.join(path, ROOT_NAME)) and (known := recognised(path)) is not None:
-            source = known.open(path, weights_only)
-            return {"id": f"{known.name}, {_digest(source)}"}
         try:
-            sharded = ShardedSource(Checkpoint(storage, path), verify)
+            source, mark = open_source(path, storage, verify=verify, weights_only=weights_only)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
-        source = sharded
-        return {"id": sharded.checkpoint.root.save_id}
+        return {"id": mark}
 
     def same(views: list[dict[str, str]]) -> bool:
         if all(view == views[0] for view in views) and "id" in views[0]:
@@ -85,6 +80,27 @@ def _digest(source: Source) -> str:
     """Tells apart what other programs wrote, without a save id."""
     found = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
     return checksum(json.dumps(found, sort_keys=True).encode())
+
+
+def open_source(
+    path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True
+) -> tuple[Source, str]:
+    """What is at a path, for this process alone, and text that is equal where others see the same.
+
+    Raises:
+        CheckpointNotFoundError: if it is nothing that can be read; says which path was probably meant.
+        FormatError: if it is several things at once.
+    """
+    other = recognised(path)
+    if other is not None:
+        source = other.open(path, weights_only)
+        return source, f"{other.name}, {_digest(source)}"
+    try:
+        sharded = ShardedSource(Checkpoint(storage, path), verify)
+    except CheckpointNotFoundError as error:
+        hint = did_you_mean(path, READABLE) if "://" not in path and "did you mean" not in str(error) else ""
+        raise CheckpointNotFoundError(str(error) + hint) from None
+    return sharded, sharded.checkpoint.root.save_id
 
 
 def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True) -> dict[str, Any]:

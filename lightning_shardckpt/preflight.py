@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks.callback import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.locate import READABLE
 from lightning_shardckpt.state.geometry import local_tensor
 
 # Tensors of a parameter's size that an optimizer keeps for it; of others it is not known before the first step.
@@ -67,10 +67,11 @@ def _free_bytes(directory: str) -> int | None:
 
 
 def _kept(directory: str) -> int:
-    """Complete checkpoints that are there already."""
+    """Complete checkpoints that are there already, those of Lightning's own sharded strategies included."""
     if not os.path.isdir(directory):
         return 0
-    return sum(os.path.exists(os.path.join(directory, name, ROOT_NAME)) for name in os.listdir(directory))
+    paths = [os.path.join(directory, name) for name in os.listdir(directory)]
+    return sum(any(os.path.exists(os.path.join(path, mark)) for mark in READABLE) for path in paths)
 
 
 def _gb(nbytes: int) -> str:

@@ -712,7 +712,8 @@ class ShardedStrategy(ParallelStrategy):
     @property
     def _names(self) -> WholeNames:
         """Of the whole model, also on a stage that has a part of it."""
-        return WholeNames(self.sharded.state_names, self.sharded.state_ties)
+        parameters = dict.fromkeys(self.sharded.canonical_names.values()) if self.topology.pipeline > 1 else ()
+        return WholeNames(self.sharded.state_names, self.sharded.state_ties, tuple(parameters))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -761,6 +762,8 @@ class ShardedStrategy(ParallelStrategy):
         """Collective: fills the live model and optimizers in place, from any topology."""
         trainer = self._trainer()
         self.reshard()
+        assert isinstance(self._launcher, ResolvingLauncher)
+        weights_only = self._launcher.weights_only if weights_only is None else weights_only
         checkpoint, rank_state = load_checkpoint(
             self._attached_io(), trainer, self._place, checkpoint_path, weights_only=weights_only
         )

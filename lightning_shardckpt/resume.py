@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.__version__ import version as pl_version
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.adapt import copy_slice
-from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO
+from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.pretrained.start import Start
 from lightning_shardckpt.ranks import Ranks
@@ -115,9 +114,9 @@ def load_checkpoint(
     )
     _set_extra_state(module, loaded.extra_state)
     checkpoint = loaded.trainer
-    checkpoint.setdefault("pytorch-lightning_version", pl_version)  # weights alone have none, and Lightning asks
     checkpoint["state_dict"] = state_dict
     rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)
+    checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting)
     if rank_state is not None and "loops" in checkpoint and Place(**rank_state["place"]).data_size == place.data_size:
         states = rank_state.get("loaders", [])
         if any(states):  # a loader of the user's has a state of its own

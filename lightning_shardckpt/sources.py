@@ -7,7 +7,7 @@ same specs, so comparing and planning do not know which one it is; ``opening`` f
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
@@ -89,6 +89,9 @@ class Source(Protocol):
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The trainer's state; ``stored`` gives the tensor of a key of the component trainer."""
 
+    def alike(self, names: Sequence[str]) -> bool:
+        """Whether tensors of the model that are stored apart are equal, so that they may be one that is tied."""
+
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor, after making sure that its bytes can be there."""
 
@@ -145,6 +148,10 @@ class ShardedSource:
         """The decoded trainer state."""
         found: dict[str, Any] = decode(self.document("trainer") or {}, stored)
         return found
+
+    def alike(self, names: Sequence[str]) -> bool:
+        """Never: what is tied is stored once."""
+        return False
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor; memory for it may be allocated, since files of its size are there.

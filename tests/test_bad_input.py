@@ -66,7 +66,7 @@ def test_path_that_is_no_checkpoint(tmp_path: Path, saved: str) -> None:
     load_fails(os.path.dirname(saved), "CheckpointNotFoundError", f"did you mean {saved!r}")
     (tmp_path / "dcp.ckpt").mkdir()
     (tmp_path / "dcp.ckpt" / ".metadata").touch()
-    load_fails(str(tmp_path / "dcp.ckpt"), "CheckpointNotFoundError", "torch.distributed.checkpoint")
+    load_fails(str(tmp_path / "dcp.ckpt"), "FormatError", "dcp.ckpt", ".metadata")
 
 
 def damaged(saved: str, directory: Path) -> Path:

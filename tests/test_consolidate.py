@@ -221,19 +221,6 @@ def _grandparent(copy: Path) -> Path:
     return copy.parent / "a"
 
 
-def _lightning_directory(copy: Path) -> Path:
-    (copy.parent / "fsdp").mkdir()
-    for name in ("meta.pt", ".metadata"):
-        (copy.parent / "fsdp" / name).touch()
-    return copy.parent / "fsdp"
-
-
-def _dcp_directory(copy: Path) -> Path:
-    (copy.parent / "x" / "dcp").mkdir(parents=True)
-    (copy.parent / "x" / "dcp" / ".metadata").touch()
-    return copy.parent / "x" / "dcp"
-
-
 def _plain_file(copy: Path) -> Path:
     torch.save({}, copy.parent / "plain.ckpt")
     return copy.parent / "plain.ckpt"
@@ -244,14 +231,12 @@ def _unfinished(copy: Path) -> Path:
     return copy
 
 
-NOT_OURS = "Only sharded checkpoints saved with lightning-shardckpt .* is not in that format"
+NOT_OURS = "Only sharded checkpoints saved with lightning-shardckpt or torch.* is not in that format"
 WRONG_FOLDERS = {
     "missing": (lambda c: c.parent / "zo.ckpt", r"does not exist: .*zo\.ckpt; did you mean '.*zoo\.ckpt'\?"),
     "file inside": (_file_inside, r"must be a folder, .*; did you mean '.*zoo\.ckpt'\?"),
     "parent": (lambda c: c.parent, rf"{NOT_OURS}: .*did you mean '.*zoo\.ckpt'\?"),
     "grandparent": (_grandparent, rf"{NOT_OURS}: .*did you mean '.*zoo\.ckpt'\?"),
-    "Lightning FSDP": (_lightning_directory, r"Lightning's FSDPStrategy .*lightning\.pytorch\.utilities\.consol"),
-    "DCP": (_dcp_directory, r"a checkpoint of torch\.distributed\.checkpoint.*dcp_to_torch"),
     "plain file": (_plain_file, r"must be a folder, .* is a file that torch\.load reads, not sharded"),
     "unfinished": (_unfinished, r"what an unfinished save left: it has no checkpoint\.index\.json"),
 }

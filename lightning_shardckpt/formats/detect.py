@@ -1,6 +1,6 @@
-"""Of which format is what lies at a path, if it is no checkpoint of this package?
+"""Which format does a path hold, if it is no checkpoint of this package? A row for each that can be read. No torch.
 
-A new format is a row of ``FORMATS``.
+It is told by names of files and their first bytes; what reads them is imported when something is opened.
 """
 
 from __future__ import annotations
@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.formats import huggingface
-from lightning_shardckpt.formats.plain import PlainSource
-from lightning_shardckpt.sources import Source
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.formats.places import dcp_place, is_hub_directory, is_safetensors
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.locate import READABLE, did_you_mean, is_unfinished
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of checkpoint: its name with an article, whether a path is one, and how it is opened.
+    """A kind of checkpoint that other programs write: its name with an article, whether a path is one, how to open it.
 
     ``open`` is given the path, and ``weights_only`` as ``torch.load`` takes it, for what is unpickled.
     """
@@ -27,25 +31,65 @@ class Format:
     open: Callable[[str, bool], Source]
 
 
+def _is_dcp(path: str) -> bool:
+    return dcp_place(path) is not None
+
+
+def _open_dcp(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.dcp import open_dcp
+
+    return open_dcp(path, weights_only)
+
+
+def _open_hub_directory(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.huggingface import open_directory
+
+    return open_directory(path)
+
+
+def _open_safetensors(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.huggingface import open_file
+
+    return open_file(path)
+
+
 def _is_other_file(path: str) -> bool:
-    return os.path.isfile(path) and not huggingface.is_safetensors(path)
+    return os.path.isfile(path) and not is_safetensors(path)
+
+
+def _open_other_file(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.plain import PlainSource
+
+    name = os.path.basename(path)
+    if name in (ROOT_NAME, ".metadata", "meta.pt") or name.endswith(".distcp"):
+        raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
+    return PlainSource(path, weights_only)
 
 
 FORMATS = (
-    Format("a Hugging Face directory", huggingface.is_directory, huggingface.open_directory),
-    Format("a file of safetensors", huggingface.is_safetensors, huggingface.open_file),
-    Format("a file of torch.save", _is_other_file, PlainSource),
+    Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, _open_dcp),
+    Format("a Hugging Face directory", is_hub_directory, _open_hub_directory),
+    Format("a file of safetensors", is_safetensors, _open_safetensors),
+    Format("a file of torch.save", _is_other_file, _open_other_file),
 )
 
 
 def recognised(path: str) -> Format | None:
-    """The format of what is at ``path``; None if it is of none of them.
+    """The format of what is at ``path``; None for a checkpoint of this package, and for nothing that can be read.
+
+    A checkpoint of this package may hold files for Hugging Face, too. What an unfinished save of it left is nothing.
 
     Raises:
-        FormatError: if it is of several.
+        FormatError: naming the candidates, if there are several.
     """
-    found = [known for known in FORMATS if known.matches(path)]
-    if len(found) > 1:
-        names = " and ".join(known.name for known in found)
-        raise FormatError(f"{path!r} is {names} at once, and which one is meant cannot be told. Move one elsewhere.")
-    return found[0] if found else None
+    if is_unfinished(path):
+        return None
+    found = [known.name for known in FORMATS if known.matches(path)]
+    ours = os.path.isfile(os.path.join(path, ROOT_NAME))
+    if ours:
+        found = [name for name in found if name != "a Hugging Face directory"]
+    names = ["a checkpoint of lightning-shardckpt", *found] if ours else found
+    if len(names) > 1:
+        listed = " and ".join(names)
+        raise FormatError(f"{path!r} is {listed} at once, and which one is meant cannot be told. Move one elsewhere.")
+    return next((known for known in FORMATS if known.name in found), None)

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.foreign import ForeignTensor, ForeignTensors
+from lightning_shardckpt.formats.places import BIN, HUB_WEIGHTS, INDEX, SAFE
 from lightning_shardckpt.formats.plain import PlainSource
 from lightning_shardckpt.formats.safetensors import tensors_of
 from lightning_shardckpt.formats.source import ForeignSource
@@ -22,35 +23,17 @@ from lightning_shardckpt.sources import Source
 from lightning_shardckpt.storage.local import LocalReader
 from lightning_shardckpt.storage.protocol import read_all
 
-_SAFE, _BIN = "model.safetensors", "pytorch_model.bin"
-_INDEX = ".index.json"
-WEIGHTS = (_SAFE, _SAFE + _INDEX, _BIN, _BIN + _INDEX)
-"""Names that make a directory one of Hugging Face's, the preferred ones first."""
 _LISTED = 5
 
 
-def is_directory(path: str) -> bool:
-    """Whether it is a directory with weights under a name of Hugging Face's."""
-    return any(os.path.lexists(os.path.join(path, name)) for name in WEIGHTS)
-
-
-def is_safetensors(path: str) -> bool:
-    """Whether it is a file that begins as one of safetensors does."""
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        start = file.read(9)
-    return path.endswith(".safetensors") or (start[8:] == b"{" and start[4:8] == bytes(4))
-
-
-def open_file(path: str, weights_only: bool = True) -> Source:
+def open_file(path: str) -> Source:
     """A single file of safetensors."""
     folder, name = os.path.split(os.path.abspath(path))
     with _closed_on_error(LocalReader(folder, follow_links=True)) as reader:
         return _safe(path, reader, {name: tensors_of(reader, name, folder)}, {})
 
 
-def open_directory(path: str, weights_only: bool = True) -> Source:
+def open_directory(path: str) -> Source:
     """A directory with weights.
 
     Raises:
@@ -61,7 +44,7 @@ def open_directory(path: str, weights_only: bool = True) -> Source:
     with _closed_on_error(LocalReader(path, follow_links=True)) as reader:
         weight_map = {} if single is not None else _weight_map(reader, path, index)
         names = [single] if single is not None else list(dict.fromkeys(weight_map.values()))
-        if index.startswith(_SAFE):
+        if index.startswith(SAFE):
             return _safe(path, reader, {name: tensors_of(reader, name, path) for name in names}, weight_map)
     reader.close()
     missing = [name for name in names if not os.path.isfile(os.path.join(path, name))]
@@ -81,16 +64,16 @@ def _closed_on_error(reader: LocalReader) -> Iterator[LocalReader]:
 
 def _choose(path: str) -> tuple[str | None, str]:
     """The single file if there is one, and the name of what would be its index."""
-    there = {name for name in WEIGHTS if os.path.lexists(os.path.join(path, name))}
-    for name in (_SAFE, _BIN):
-        if {name, name + _INDEX} <= there:
+    there = {name for name in HUB_WEIGHTS if os.path.lexists(os.path.join(path, name))}
+    for name in (SAFE, BIN):
+        if {name, name + INDEX} <= there:
             raise FormatError(
-                f"{path!r} holds two versions of the weights: {name}, and those of {name + _INDEX}. Remove one, or "
+                f"{path!r} holds two versions of the weights: {name}, and those of {name + INDEX}. Remove one, or "
                 "give the path of the file."
             )
-        if there & {name, name + _INDEX}:
-            return (name if name in there else None), name + _INDEX
-    raise FormatError(f"{path!r} holds none of {', '.join(WEIGHTS)}")
+        if there & {name, name + INDEX}:
+            return (name if name in there else None), name + INDEX
+    raise FormatError(f"{path!r} holds none of {', '.join(HUB_WEIGHTS)}")
 
 
 def _weight_map(reader: LocalReader, path: str, index: str) -> dict[str, str]:

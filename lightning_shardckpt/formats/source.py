@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,18 @@ class ForeignSource:
         tensors: by component and key, as in a checkpoint of this package; optimizer state as ``<n>/<FQN>/<state>``.
         documents: by role "model" and "optimizer", as ``model_leaves`` and ``optimizer_leaves`` give them.
         rest: Lightning's checkpoint dict without ``state_dict`` and ``optimizer_states``.
+        digests: of tensors of the model, equal where the tensors are.
     """
 
     def __init__(
-        self, tensors: ForeignTensors, documents: Mapping[str, Any] | None = None, rest: dict[str, Any] | None = None
+        self,
+        tensors: ForeignTensors,
+        documents: Mapping[str, Any] | None = None,
+        rest: dict[str, Any] | None = None,
+        digests: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.tensors = tensors.path, tensors
-        self._documents, self._rest = documents or {}, rest or {}
+        self._documents, self._rest, self._digests = documents or {}, rest or {}, digests or {}
 
     def close(self) -> None:
         """Release the files."""
@@ -46,6 +51,11 @@ class ForeignSource:
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """Everything but model and optimizers."""
         return dict(self._rest)
+
+    def alike(self, names: Sequence[str]) -> bool:
+        """Whether tensors of the model are known to be equal."""
+        first = self._digests.get(names[0])
+        return first is not None and all(self._digests.get(name) == first for name in names)
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """Its shape: that files of its size are there was checked when this was made."""

@@ -6,7 +6,7 @@ several names are stored once, under the first, and the other names are aliases 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,12 @@ class WholeNames:
     """Canonical FQNs of the whole model, of which the rank of a pipeline stage has a part.
 
     ``state``: all entries of the state dict, extra state included. ``ties``: the names of each tensor that has several,
-    the one under which it is stored first.
+    the one under which it is stored first. ``parameters``: those names of all parameters, in order of registration.
     """
 
     state: frozenset[str] = frozenset()
     ties: tuple[tuple[str, ...], ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def elsewhere(self, here: Collection[str]) -> frozenset[str]:
         """The entries that a rank does not have under any of their names, given the names that it knows."""
@@ -190,6 +191,7 @@ def match_model(
     ties: Iterable[tuple[str, ...]] = (),
     elsewhere: frozenset[str] = frozenset(),
     left_out: Mapping[str, Any] | None = None,
+    alike: Callable[[Sequence[str]], bool] = lambda _: False,
 ) -> dict[str, str]:
     """Live key -> stored key of every tensor that can be loaded; the rest is noted in ``differences``.
 
@@ -203,6 +205,7 @@ def match_model(
         ties: of the whole model, see ``WholeNames``.
         elsewhere: what other ranks have and this one has not.
         left_out: dtype and shape by name of what the checkpoint leaves to others; that it is missing is no difference.
+        alike: whether stored tensors are equal; then they can be one live tensor.
     """
     left_out = left_out or {}
     names = _names_of(live, ties)
@@ -218,7 +221,7 @@ def match_model(
         if not sources:
             differences.add_absent(key, tensor, absent, known)
             continue
-        if len(sources) > 1:
+        if len(sources) > 1 and not alike(sources):
             differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
         spec = stored.tensors[sources[0]]
         if spec.shape != tuple(tensor.shape):

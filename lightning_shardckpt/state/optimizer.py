@@ -9,7 +9,7 @@ numbers) and the hyper-parameters of the param groups go into a JSON document.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,8 @@ class OptimizerLoad:
         stored: its counterpart in the checkpoint.
         names: FQN by ``id`` of the live parameters.
         renamed: live FQN -> stored FQN where they differ (ties).
+        whole: on a pipeline stage, the FQNs of all parameters of the model in order; what a stored number means is
+            then found out together with the other stages, see ``join_groups``.
     """
 
     def __init__(
@@ -141,13 +143,17 @@ class OptimizerLoad:
         stored: StoredOptimizer,
         names: Mapping[int, str],
         renamed: Mapping[str, str],
+        whole: Sequence[str] = (),
     ) -> None:
-        self._number, self._optimizer, self._stored = number, optimizer, stored
+        self.number, self._optimizer, self._stored = number, optimizer, stored
+        self.is_joined = stored.numbered and bool(whole)
         self._stored_name: dict[int, str] = {}
         self._names = names
         self._mapped = True
         live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        if stored.numbered:  # torch numbers parameters in order; the order is the only thing to go by
+        if self.is_joined:
+            pass
+        elif stored.numbered:  # torch numbers parameters in order; the order is the only thing to go by
             self._mapped = [len(g) for g in live] == [len(g) for g in stored.groups]
             if self._mapped:
                 for a, b in zip(live, stored.groups, strict=True):
@@ -163,8 +169,10 @@ class OptimizerLoad:
 
         ``elsewhere`` are those of other pipeline stages, which know better.
         """
-        where = f"optimizer {self._number}"
+        where = f"optimizer {self.number}"
         known = set(self._group_of)
+        if self.is_joined:
+            return
         if not self._mapped:
             differences.add(where, self._unmapped(in_part=bool(elsewhere)))
             return
@@ -175,12 +183,48 @@ class OptimizerLoad:
             if name not in known:
                 differences.add(f"{where}: {self._names[id(param)]}", "in model only")
                 continue
-            for key in self._stored.tensors.get(name, {}).values():
-                spec = component.tensors[key] if component is not None else None
-                if spec is not None and spec.shape != tuple(param.shape) and isinstance(param, DTensor):
-                    shape = tuple(param.shape)
-                    what = f"shape {spec.shape} of state for a sharded parameter of {shape}"
-                    differences.add(f"{where}: {key}", what)
+            self._compare_state(name, param, component, differences)
+
+    def _compare_state(
+        self, name: str, param: torch.Tensor, component: Component | None, differences: Differences
+    ) -> None:
+        for key in self._stored.tensors.get(name, {}).values():
+            spec = component.tensors[key] if component is not None else None
+            if spec is not None and spec.shape != tuple(param.shape) and isinstance(param, DTensor):
+                what = f"shape {spec.shape} of state for a sharded parameter of {tuple(param.shape)}"
+                differences.add(f"optimizer {self.number}: {key}", what)
+
+    def groups(self) -> list[list[str]]:
+        """FQNs of the live param groups, as this stage has them."""
+        return [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def join_groups(
+        self, parts: Sequence[list[list[str]]], whole: Sequence[str], differences: Differences
+    ) -> list[list[str]]:
+        """Of what ``groups`` gave on all stages, the param groups of the whole model, in its order."""
+        order = {name: i for i, name in enumerate(whole)}
+        where, expected = f"optimizer {self.number}", [len(group) for group in self._stored.groups]
+        if any(sorted(group, key=order.__getitem__) != group for part in parts for group in part):
+            differences.add(where, "is in another order than the model's parameters, so numbers can't be told apart")
+            return []
+        count = max(map(len, parts))
+        names = [{name for part in parts if g < len(part) for name in part[g]} for g in range(count)]
+        joined = [sorted(group, key=order.__getitem__) for group in names]
+        if [len(group) for group in joined] != expected:
+            sizes = [len(group) for group in joined]
+            differences.add(where, f"param groups of {expected} parameters in checkpoint, {sizes} in model")
+            return []
+        return joined
+
+    def take_numbers(self, joined: Sequence[list[str]], component: Component | None, differences: Differences) -> None:
+        """From now on the numbers are those of the joined groups; notes state whose shape no parameter can take."""
+        pairs = zip(joined, self._stored.groups, strict=True) if joined else ()
+        number_of = {name: number for a, b in pairs for name, number in zip(a, b, strict=True)}
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if self._names[id(param)] in number_of:
+                    self._stored_name[id(param)] = name = number_of[self._names[id(param)]]
+                    self._compare_state(name, param, component, differences)
 
     def _unmapped(self, *, in_part: bool) -> str:
         if in_part:
@@ -194,11 +238,13 @@ class OptimizerLoad:
     def sources(self) -> dict[str, list[int] | None]:
         """By ``<optimizer>/<live group>``, the stored groups that its parameters were in; None if it has none."""
         return {
-            f"{self._number}/{number}": self._groups_of(group["params"]) if group["params"] else None
+            f"{self.number}/{number}": self._groups_of(number, group["params"]) if group["params"] else None
             for number, group in enumerate(self._optimizer.param_groups)
         }
 
-    def _groups_of(self, params: list[torch.Tensor]) -> list[int]:
+    def _groups_of(self, number: int, params: list[torch.Tensor]) -> list[int]:
+        if self.is_joined:
+            return [number] if number < len(self._stored.groups) else []
         found = [self._group_of.get(self._stored_name.get(id(p), "")) for p in params]
         return list(dict.fromkeys(i for i in found if i is not None))
 
@@ -236,7 +282,7 @@ class OptimizerLoad:
                 if state:
                     self._optimizer.state[param] = state
         groups = enumerate(self._optimizer.param_groups)
-        return [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self._number}/{i}"])]
+        return [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
 
     def _params(self) -> list[torch.Tensor]:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -250,7 +296,7 @@ class OptimizerLoad:
         if sources is None:
             stored, same_count = self._stored.groups, len(self._stored.groups) == len(self._optimizer.param_groups)
             sources = [number] if number < len(stored) and (same_count or not stored[number]) else []
-        where = f"optimizer {self._number}, param group {number}"
+        where = f"optimizer {self.number}, param group {number}"
         notes = []
         for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):
             values = [self._stored.hyper[i][key] for i in sources if key in self._stored.hyper[i]]

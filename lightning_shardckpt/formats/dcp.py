@@ -1,0 +1,251 @@
+"""A directory of ``torch.distributed.checkpoint`` as a source: Lightning's sharded checkpoints, OLMo-core's and others.
+
+Nothing in it is executed: ``.metadata`` and the pickles of tensors are read as data, values by
+``torch.load(weights_only=True)``, and so is Lightning's ``meta.pt`` unless the user says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from lightning_shardckpt.foreign import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.formats import dcp_metadata
+from lightning_shardckpt.formats.dcp_layout import Layout, OptimizerKeys, layout_of
+from lightning_shardckpt.formats.places import DCP_NAME, dcp_place
+from lightning_shardckpt.formats.source import ForeignSource
+from lightning_shardckpt.formats.torchpickle import loaded, tensor_in, value_in
+from lightning_shardckpt.formats.torchzip import Windows
+from lightning_shardckpt.header import checksum, shown
+from lightning_shardckpt.state.model import canonical_name, is_extra_state
+from lightning_shardckpt.state.optimizer import optimizer_leaves
+from lightning_shardckpt.state.tree import encode_small, tensor_from_bytes
+from lightning_shardckpt.storage.local import LocalReader
+
+META = "meta.pt"
+_SMALL_BYTES = 64 << 20  # a tensor that is a setting or a state of no parameter's shape
+
+
+def mark(path: str) -> str:
+    """The same wherever the same checkpoint is seen."""
+    return checksum(Path(dcp_place(path) or path, DCP_NAME).read_bytes())
+
+
+def open_dcp(path: str, weights_only: bool = True) -> ForeignSource:
+    """The checkpoint in a directory; of a Lightning Trainer with all its state.
+
+    Args:
+        path: the directory with ``.metadata``, or OLMo-core's directory above it.
+        weights_only: for ``meta.pt``, as in ``torch.load``.
+
+    Raises:
+        FormatError: naming the file, if it is malformed, has what would have to be executed, or what is not supported.
+        CorruptionError: if a file is missing, or too short for what should be in it.
+    """
+    directory = dcp_place(path)
+    if directory is None:
+        raise CheckpointNotFoundError(f"{path!r} has no {DCP_NAME}: no checkpoint of torch.distributed")
+    try:
+        reader = LocalReader(directory)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"no checkpoint at {path!r}: it was removed just now") from None
+    try:
+        return _Directory(directory, reader).source(_meta(directory, weights_only))
+    except (FormatError, CorruptionError) as error:
+        reader.close()
+        known = str(error).startswith(repr(directory))
+        raise type(error)(str(error) if known else f"{directory!r}: {error}") from None
+    except BaseException:
+        reader.close()
+        raise
+
+
+class _Directory:
+    """An opened directory: its entries by key, and where the bytes of their chunks are."""
+
+    def __init__(self, path: str, reader: LocalReader) -> None:
+        self._path, self._reader, self._windows = path, reader, Windows(reader)
+        size = self._windows.size(DCP_NAME)
+        if size > dcp_metadata.MAX_BYTES:
+            raise FormatError(f"{DCP_NAME} has {size} bytes, more than {dcp_metadata.MAX_BYTES}")
+        content = bytearray(size)
+        reader.read_into(DCP_NAME, 0, memoryview(content))
+        self._stored = dcp_metadata.parse(bytes(content), DCP_NAME)
+        self._boxes: dict[str, list[ForeignBox]] = {key: [] for key in self._stored.tensors}
+        self._crcs: dict[str, list[int]] = {key: [] for key in self._stored.tensors}
+        self._values: dict[str, Any] = {}
+
+    def source(self, meta: dict[str, Any] | None) -> ForeignSource:
+        """The checkpoint; ``meta`` is what was in ``meta.pt``."""
+        layout = layout_of(self._stored.paths, self._stored.tensors, extended=meta is not None)
+        self._locate()
+        model, documents = self._model(layout)
+        optimizer: dict[str, ForeignTensor] = {}
+        if layout.optimizers:
+            states = [self._optimizer(i, keys, layout, optimizer) for i, keys in enumerate(layout.optimizers)]
+            _, documents["optimizer"] = optimizer_leaves(states)
+        rest = self._rest(layout) | (meta or {})
+        if not layout.optimizers and "lr_schedulers" in rest:  # the optimizers that it had have no state and no groups
+            documents["optimizer"] = {}
+        tensors = ForeignTensors(self._path, self._reader, {"model": model, "optimizer": optimizer})
+        return ForeignSource(tensors, documents, rest, self._digests(layout))
+
+    def _locate(self) -> None:
+        """Find the bytes of all chunks and read all values, in the order of the files."""
+        wanted: list[tuple[str, int, str, int]] = []
+        for key, tensor in self._stored.tensors.items():
+            wanted += [(c.piece.file, c.piece.begin, key, i) for i, c in enumerate(tensor.chunks)]
+        wanted += [(piece.file, piece.begin, key, -1) for key, piece in self._stored.values.items()]
+        for _, _, key, number in sorted(wanted):
+            if number < 0:
+                self._values[key] = value_in(self._windows, self._stored.values[key])
+                continue
+            tensor = self._stored.tensors[key]
+            chunk = tensor.chunks[number]
+            found, begin, crc = tensor_in(self._windows, chunk.piece)
+            if (found.dtype, found.shape) != (tensor.dtype, chunk.box.shape):
+                raise FormatError(
+                    f"file {chunk.piece.file}: {found.dtype} {found.shape} is stored at byte {chunk.piece.begin} of "
+                    f"{shown(key)}, expected {tensor.dtype} {chunk.box.shape}"
+                )
+            self._boxes[key].append(ForeignBox(chunk.box, chunk.piece.file, begin))
+            self._crcs[key].append(crc)
+
+    def _tensor(self, key: str) -> ForeignTensor:
+        tensor = self._stored.tensors[key]
+        return ForeignTensor(tensor.dtype, tensor.shape, tuple(self._boxes[key]))
+
+    def _value(self, key: str) -> Any:
+        """An entry as Python has it; of a tensor, one that is in one piece and not large."""
+        if key in self._values:
+            return deepcopy(self._values[key])
+        tensor = self._tensor(key)
+        whole = ForeignTensors(self._path, self._reader, {"trainer": {key: tensor}}).boxes("trainer", key)
+        nbytes = sum(box.place.nbytes for box in whole)
+        if len(whole) > 1 or nbytes > _SMALL_BYTES:
+            raise FormatError(f"{shown(key)} is a tensor of shape {tensor.shape}, where a small one is expected")
+        content = self._windows.read(tensor.boxes[0].file, tensor.boxes[0].begin, nbytes) if whole else b""
+        return tensor_from_bytes(content, tensor.dtype, list(tensor.shape))
+
+    def _model(self, layout: Layout) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
+        tensors: dict[str, ForeignTensor] = {}
+        other: dict[str, Any] = {}
+        for name, key in layout.model.items():
+            fqn = canonical_name(name)
+            if fqn in tensors or fqn in other:
+                raise FormatError(f"two entries have the canonical name {shown(fqn)}")
+            if key in self._stored.tensors and not is_extra_state(fqn):
+                tensors[fqn] = self._tensor(key)
+            else:
+                other[fqn] = encode_small(self._value(key), f"state_dict/{fqn}")
+        return tensors, {"model": other}
+
+    def _digests(self, layout: Layout) -> dict[str, Any]:
+        """Of the model's tensors; equal where the bytes are, but for one case in 2^32. Not of those without CRC."""
+        found = {}
+        for name, key in layout.model.items():
+            boxes, crcs = self._boxes.get(key, []), self._crcs.get(key, [])
+            if boxes and all(crcs):
+                parts = sorted(zip([box.box for box in boxes], crcs, strict=True))
+                found[canonical_name(name)] = (self._stored.tensors[key].dtype, tuple(parts))
+        return found
+
+    def _optimizer(
+        self, number: int, keys: OptimizerKeys, layout: Layout, tensors: dict[str, ForeignTensor]
+    ) -> dict[str, Any]:
+        """The state dict of an optimizer without its tensors of a parameter's kind, which go into ``tensors``."""
+        state: dict[str, dict[str, Any]] = {}
+        for name, entries in keys.state.items():
+            fqn, small = canonical_name(name), dict[str, Any]()
+            for what, key in entries.items():
+                if self._is_leaf(what, key, layout.model.get(name)):
+                    tensors[f"{number}/{fqn}/{what}"] = self._tensor(key)
+                else:
+                    small[what] = self._value(key)
+            state[fqn] = small
+        return {"state": state, "param_groups": self._groups(keys)}
+
+    def _is_leaf(self, what: str, key: str, param: str | None) -> bool:
+        """Whether a state is laid out like its parameter; that can be 0-dim, which a step count always is."""
+        tensor, of = self._stored.tensors.get(key), self._stored.tensors.get(param or "")
+        return tensor is not None and (bool(tensor.shape) or (of is not None and not of.shape and what != "step"))
+
+    def _groups(self, keys: OptimizerKeys) -> list[dict[str, Any]]:
+        """Param groups; flattened ones are told apart by their settings."""
+        if keys.listed is not None:
+            found = self._value(keys.listed)
+        elif keys.groups:
+            found = [{k: self._value(key) for k, key in keys.groups[i].items()} for i in sorted(keys.groups)]
+        else:
+            found, known = [], dict[str, list[str]]()
+            for fqn, settings in keys.settings.items():
+                group = {k: self._value(key) for k, key in settings.items()}
+                text = json.dumps(encode_small(group, fqn), sort_keys=True)
+                if text not in known:
+                    known[text] = []
+                    found.append({**group, "params": known[text]})
+                known[text].append(fqn)
+        for group in found:
+            group["params"] = [canonical_name(name) for name in group["params"]]
+        return list(found)
+
+    def _rest(self, layout: Layout) -> dict[str, Any]:
+        """What is neither model nor optimizer, nested as it was."""
+        found: dict[str, Any] = {}
+        for key, path in layout.rest.items():
+            inner: Any = found
+            for part in path[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[path[-1]] = self._value(key)
+        return found
+
+
+def _meta(directory: str, weights_only: bool) -> dict[str, Any] | None:
+    """What Lightning keeps beside the tensors; None if there is no such file."""
+    path = os.path.join(directory, META)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FormatError(f"file {META}: {os.strerror(error.errno or 0)}; a link?") from None
+    with os.fdopen(file, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise FormatError(f"file {META} is not a regular file")
+        found = loaded(lambda: torch.load(opened, map_location="cpu", weights_only=weights_only), _refused)
+    if not isinstance(found, dict):
+        raise FormatError(f"file {META} holds a {type(found).__name__}, not a dict")
+    return found
+
+
+def _refused(what: str) -> FormatError:
+    return FormatError(
+        f"file {META} is not read: {what}. If you trust whoever wrote it, pass weights_only=False to the Trainer's "
+        "method, which then executes what is in it."
+    )
+
+
+def step_of(path: str, *, weights_only: bool = True) -> tuple[int, bool]:
+    """The step that Lightning recorded in a sharded checkpoint, and whether it has optimizer state.
+
+    Raises:
+        ShardCkptError: if it is no such checkpoint, or not complete.
+    """
+    with suppress(OSError):
+        content = Path(path, DCP_NAME).read_bytes()
+        stored = dcp_metadata.parse(content, f"{path!r}, {DCP_NAME}")
+        meta = _meta(path, weights_only)
+        if meta is not None and type(meta.get("global_step")) is int:
+            layout = layout_of(stored.paths, stored.tensors, extended=True)
+            return meta["global_step"], bool(layout.optimizers)
+    raise CheckpointNotFoundError(f"{path!r} is no complete sharded checkpoint of Lightning's")
+
+

@@ -1,0 +1,156 @@
+"""What does the ``.metadata`` of torch's distributed checkpoint say? A pickle, read as data: see ``unpickle``.
+
+Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` and ``_nested_dict.py``, torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.formats.torchpickle import KNOWN_DTYPES
+from lightning_shardckpt.formats.torchzip import Piece
+from lightning_shardckpt.formats.unpickle import Called, Known, Record, record, unpickle
+from lightning_shardckpt.header import bytes_in, check_file_name, check_shape, check_size, check_text, shown
+
+MAX_BYTES = 1 << 29
+Path = tuple[str | int, ...]
+
+_CLASSES = {
+    "Metadata": "metadata",
+    "TensorStorageMetadata": "tensor",
+    "BytesStorageMetadata": "value",
+    "ChunkStorageMetadata": "chunk",
+    "MetadataIndex": "index",
+    "TensorProperties": "properties",
+    "StorageMeta": "about",
+}
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_KNOWN: Known = {
+    **KNOWN_DTYPES,
+    **{f"torch.distributed.checkpoint.metadata.{name}": record(kind) for name, kind in _CLASSES.items()},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": record("place"),
+    **{f"{module}.{name}": record("path") for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    "torch.Size": Called(lambda lengths=(): tuple(lengths)),
+    "torch.serialization._get_layout": Called(str),
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Called(int),
+    # until torch 2.2
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": record("properties"),
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": Called(int),
+    "collections.OrderedDict": Called(dict),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A region of a tensor, and the archive that holds it."""
+
+    box: Box
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor: its dtype, named as in safetensors, its shape, and its chunks, each once, without empty ones."""
+
+    dtype: str
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Everything that is stored, by flat key; ``paths`` tells where each key was in the state dict."""
+
+    tensors: dict[str, StoredTensor]
+    values: dict[str, Piece]
+    paths: dict[str, Path]
+
+
+def parse(content: bytes, where: str) -> Metadata:
+    """The metadata in the bytes of the file; ``where`` names it in messages.
+
+    Raises:
+        FormatError: if it is malformed, or has what torch does not write.
+    """
+    found = unpickle(content, _KNOWN, where)
+    try:
+        state = _state(found, "metadata")
+        places = _places(state["storage_data"])
+        tensors, values = dict[str, StoredTensor](), dict[str, Piece]()
+        for key, stored in _items(state["state_dict_metadata"]):
+            if stored.kind == "value":
+                values[key] = _place(places, key, None)
+            else:
+                tensors[key] = _tensor(key, _state(stored, "tensor"), places)
+        known = state.get("planner_data")
+        paths = {key: _path(key, known.get(key) if isinstance(known, dict) else None) for key in (*tensors, *values)}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{where}: {shown(str(error))}") from None
+    return Metadata(tensors, values, paths)
+
+
+_Places = Mapping[tuple[str, Shape | None], Piece]
+
+
+def _state(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Record) or value.kind != kind or not isinstance(value.state, dict):
+        raise FormatError(f"{shown(value)} where a {kind} is expected")
+    return value.state
+
+
+def _items(value: Any) -> list[tuple[str, Record]]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{shown(value)} is not a dict")
+    return [(check_text(key), stored) for key, stored in value.items()]
+
+
+def _places(value: dict[Record, Record]) -> _Places:
+    found: dict[tuple[str, Shape | None], Piece] = {}
+    for index, place in value.items():
+        key, at = _state(index, "index"), _state(place, "place")
+        if at.get("transform_descriptors"):
+            raise FormatError(f"{shown(key['fqn'])} is stored through {shown(at['transform_descriptors'])}")
+        file, begin, nbytes = check_file_name(at["relative_path"]), check_size(at["offset"]), check_size(at["length"])
+        offset = key.get("offset")
+        found[check_text(key["fqn"]), None if offset is None else check_shape(offset)] = Piece(file, begin, nbytes)
+    return found
+
+
+def _place(places: _Places, key: str, offset: Shape | None) -> Piece:
+    found = places.get((key, offset))
+    if found is None:
+        raise FormatError(f"{shown(key)}: it is not said where the chunk at {offset} is")
+    return found
+
+
+def _tensor(key: str, state: dict[str, Any], places: _Places) -> StoredTensor:
+    properties = state["properties"]
+    if not isinstance(properties, Record) or properties.kind != "properties":
+        raise FormatError(f"{shown(key)}: {shown(properties)} where its properties are expected")
+    held = properties.state  # a tuple; a dict is what a class without __getstate__ would leave
+    dtype = held["dtype"] if isinstance(held, dict) else held[0]
+    if dtype not in KNOWN_DTYPES.values():
+        raise FormatError(f"{shown(key)}: dtype {shown(dtype)} is not supported")
+    shape = check_shape(state["size"])
+    bytes_in(shape, dtype)
+    chunks: dict[Shape, Chunk] = {}
+    for one in state["chunks"]:
+        chunk = _state(one, "chunk")
+        start, lengths = check_shape(chunk["offsets"]), check_shape(chunk["sizes"])
+        if 0 not in lengths and start not in chunks:
+            box = Box(start, tuple(a + b for a, b in zip(start, lengths, strict=True)))
+            chunks[start] = Chunk(box, _place(places, key, start))
+    return StoredTensor(dtype, shape, tuple(chunks.values()))
+
+
+def _path(key: str, path: Any) -> Path:
+    """Where a key was in the state dict; of what was not nested, or saved by another planner, the key alone."""
+    if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
+        return (key,)
+    return path
+
+

@@ -1,0 +1,36 @@
+"""Where are the files of a checkpoint of another format? By name; no torch."""
+
+from __future__ import annotations
+
+import os
+
+DCP_NAME = ".metadata"
+MODEL_AND_OPTIMIZER = "model_and_optim"
+"""Where OLMo-core keeps both, below the directory of a step."""
+
+
+def dcp_place(path: str) -> str | None:
+    """The directory that holds the ``.metadata``: ``path``, or OLMo-core's below it; None if there is none."""
+    for directory in (path, os.path.join(path, MODEL_AND_OPTIMIZER)):
+        if os.path.isfile(os.path.join(directory, DCP_NAME)):
+            return directory
+    return None
+
+
+SAFE, BIN, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
+HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
+"""Names that make a directory one of Hugging Face's, the preferred ones first."""
+
+
+def is_hub_directory(path: str) -> bool:
+    """Whether it is a directory with weights under a name of Hugging Face's."""
+    return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS)
+
+
+def is_safetensors(path: str) -> bool:
+    """Whether it is a file that begins as one of safetensors does."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        start = file.read(9)
+    return path.endswith(".safetensors") or (start[8:] == b"{" and start[4:8] == bytes(4))

@@ -1,0 +1,387 @@
+"""A hostile directory of torch.distributed.checkpoint can make a load fail, and nothing else. Oracle: Python's pickle.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from lightning_shardckpt.checkpoint import load_full
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.formats.dcp_layout import layout_of
+from lightning_shardckpt.formats.torchpickle import tensor_in, value_in
+from lightning_shardckpt.formats.torchzip import Archive, Piece, Windows
+from lightning_shardckpt.formats.unpickle import unpickle
+from lightning_shardckpt.storage.local import LocalReader
+from tests import tiny
+from tests.pool import ROOT
+
+MODEL = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
+OPTIMIZER = {
+    "state": {name: {"step": torch.tensor(3.0), "exp_avg": tensor * 2} for name, tensor in MODEL.items()},
+    "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(MODEL)}],
+}
+
+
+def save(path: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is not distributed here
+        dcp.save(state, checkpoint_id=path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("saved") / "a", {"model": MODEL, "optim": OPTIMIZER, "notes": {"x": [1, "b"]}})
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "a"))
+
+
+def rewrite(path: Path, change: Callable[[Metadata], Any]) -> None:
+    """Let ``change`` edit the metadata, or return another."""
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    file.write_bytes(pickle.dumps(change(metadata) or metadata))
+
+
+# ── pickles ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+VALUES = [
+    *(None, True, False, 0, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 40), 1 << 2000, 0.5, "", "é" * 300),
+    *(b"", b"x" * 300, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1], list(range(2000)), {}, {"a": 1}),
+    {str(i): (i, [i], {"k": None}) for i in range(300)},
+    {"shared": [one := [1, 2], one]},
+    {1, 2},
+    frozenset(),
+]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_are_what_pickle_makes_of_them(protocol: int) -> None:
+    for value in VALUES:
+        content = pickle.dumps(value, protocol)
+        since = {bytes: 3, set: 4, frozenset: 6}  # before that, pickle calls something to make them
+        if protocol < since.get(type(value), 0):
+            with pytest.raises(FormatError):
+                unpickle(content, {}, "x")
+        else:
+            assert unpickle(content, {}, "x") == value
+
+
+class Bad:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/executed",)
+
+
+class Innocent:
+    pass
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("value", [Bad(), Innocent(), print, collections.Counter("a"), torch.Size, type])
+def test_a_name_that_is_not_known_is_refused_by_name(value: Any, protocol: int) -> None:
+    content = pickle.dumps(value, protocol)
+    with pytest.raises(FormatError, match=r"names '(posix|os|tests|builtins|__builtin__|collections|torch)[\w.]*'"):
+        unpickle(content, {}, "x")
+
+
+_DOUBLING = b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60))
+HOSTILE = {
+    "a memo of gigabytes": b"\x80\x04Nr\xff\xff\xff\xff.",
+    "text that is longer than the file": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b"x.",
+    "a bytearray of gigabytes": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
+    "a key that takes forever to hash": b"\x80\x04}N\x94" + _DOUBLING + b"Ns.",
+    "nothing on the stack": b"\x80\x04R.",
+    "no mark": b"\x80\x04Nt.",
+    "a call of data": b"\x80\x04K\x01)R.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "an instance": b"(i__main__\nx\n.",
+    "a big number in text": b"I" + b"9" * 9999 + b"\n.",
+    "no end": b"\x80\x04N",
+    "nothing": b"",
+    "an odd number of items": b"\x80\x04}(Nu.",
+    "items for a number": b"\x80\x04K\x01(NNu.",
+    "a line without an end": b"\x80\x02cos",
+    "what is not UTF-8": b"\x80\x04\x8c\x01\xff.",
+    "nesting": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused_at_once_and_in_little_memory(name: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        unpickle(HOSTILE[name], {}, "x")
+    except FormatError:
+        pass
+    else:
+        assert name in ("a memo of gigabytes", "nesting", "what is not UTF-8")  # harmless here
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_nothing_was_executed() -> None:
+    assert not os.path.exists("/tmp/executed")
+
+
+# ── archives ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def archive_of(folder: Path, value: Any, before: int = 77) -> tuple[Windows, Piece]:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    (folder / "x").write_bytes(bytes(before) + buffer.getvalue() + bytes(33))
+    return Windows(LocalReader(str(folder))), Piece("x", before, len(buffer.getvalue()))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bytes_of_a_tensor_are_found_in_an_archive(tmp_path: Path, dtype: torch.dtype, large: bool) -> None:
+    tensor = torch.arange(60_000 if large else 6).view(-1, 3).to(dtype)
+    windows, piece = archive_of(tmp_path, tensor)
+    found, begin, crc = tensor_in(windows, piece)
+    content = (tmp_path / "x").read_bytes()[begin : begin + tensor.nbytes]
+    assert found.shape == tuple(tensor.shape)
+    assert content == tensor.view(torch.uint8).numpy().tobytes()
+    info = zipfile.ZipFile(io.BytesIO((tmp_path / "x").read_bytes()[77:-33])).getinfo("archive/data/0")
+    assert crc == info.CRC
+
+
+def test_an_archive_beyond_the_32_bit_limits_is_read(tmp_path: Path) -> None:
+    record = zipfile.ZipInfo("archive/data/0")
+    with zipfile.ZipFile(tmp_path / "x", "w") as archive, archive.open(record, "w", force_zip64=True) as file:
+        file.write(b"abc")
+    content = bytearray((tmp_path / "x").read_bytes())
+    entry = content.index(b"PK\1\2")
+    extra = b"\1\0\x18\0" + b"".join(n.to_bytes(8, "little") for n in (3, 3, 0))  # sizes and offset, in 64 bits
+    content[entry + 20 : entry + 28] = b"\xff" * 8
+    content[entry + 42 : entry + 46] = b"\xff" * 4
+    content[entry + 30 : entry + 32] = len(extra).to_bytes(2, "little")
+    end = content.index(b"PK\5\6")
+    content[end:end] = extra
+    size = int.from_bytes(content[end + len(extra) + 12 :][:4], "little") + len(extra)
+    content[end + len(extra) + 12 : end + len(extra) + 16] = size.to_bytes(4, "little")
+    (tmp_path / "x").write_bytes(content)
+    found = Archive(Windows(LocalReader(str(tmp_path))), Piece("x", 0, len(content)))
+    assert found.sizes == {"data/0": 3} and found.content("data/0", 3) == b"abc"
+
+
+REFUSED = {
+    "a transposed tensor": (torch.ones(3, 2).t(), "not in row-major order"),
+    "a part of a storage": (torch.arange(9)[3:], r"row-major|bytes of a tensor"),
+    "a conjugate view": (torch.ones(3, dtype=torch.complex64).conj(), "conjugate"),
+    "a sparse tensor": (torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
+    "a module": (torch.nn.Linear(1, 1), r"torch\.nn\.modules\.linear\.Linear"),
+    "a list": ([1, 2], "a list, not a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_plain_tensor_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
+    value, message = REFUSED[name]
+    windows, piece = archive_of(tmp_path, value)
+    with pytest.raises(FormatError, match=rf"file x, bytes 77 to \d+: .*({message})"):
+        tensor_in(windows, piece)
+
+
+def test_values_are_what_torch_load_makes_of_them_and_classes_are_refused(tmp_path: Path) -> None:
+    values = [1, 0.5, (0.9, 0.99), ["a", None], {"x": {1: True}}, collections.OrderedDict(a=1), torch.float32]
+    for value in values:
+        found = value_in(*archive_of(tmp_path, value))
+        assert type(found) is type(value) and found == value
+    assert torch.equal(value_in(*archive_of(tmp_path, {"t": torch.arange(3)}))["t"], torch.arange(3))
+    with pytest.raises(FormatError, match="bytes 77 to"):
+        value_in(*archive_of(tmp_path, Innocent()))
+
+
+def test_compressed_records_are_refused(tmp_path: Path) -> None:
+    windows, _ = archive_of(tmp_path, [0] * 1000)
+    with zipfile.ZipFile(io.BytesIO((tmp_path / "x").read_bytes()[77:-33])) as archive:
+        content = archive.read("archive/data.pkl")
+    with zipfile.ZipFile(tmp_path / "y", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", content)
+    with pytest.raises(FormatError, match="compressed"):
+        value_in(windows, Piece("y", 0, (tmp_path / "y").stat().st_size))
+
+
+# ── directories ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_directory_that_is_damaged_below_loads_as_it_is(saved: Path) -> None:
+    found = load_full(str(saved))
+    assert tiny.differences(MODEL, found["state_dict"]) == [] and found["notes"] == {"x": [1, "b"]}
+    assert found["optimizer_states"][0]["param_groups"] == OPTIMIZER["param_groups"]
+
+
+def _place(metadata: Metadata, **changes: Any) -> None:
+    index = MetadataIndex("model.a.weight", [0, 0])
+    metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+
+
+def _chunks(metadata: Metadata, *chunks: tuple[list[int], list[int]]) -> None:
+    found = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in chunks]
+    metadata.state_dict_metadata["model.a.weight"].chunks = found
+    for chunk in found:
+        place = metadata.storage_data[MetadataIndex("model.a.weight", [0, 0])]
+        metadata.storage_data[MetadataIndex("model.a.weight", chunk.offsets)] = place
+
+
+def _planner(metadata: Metadata, path: Any) -> None:
+    metadata.planner_data["optim.param_groups.0.lr"] = path
+
+
+def _size(metadata: Metadata, size: list[int]) -> None:
+    metadata.state_dict_metadata["model.a.weight"].size = torch.Size(size)
+
+
+def _forget(metadata: Metadata) -> None:
+    del metadata.storage_data[MetadataIndex("model.a.weight", [0, 0])]
+
+
+CHANGES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
+    "outside": (lambda m: _place(m, relative_path="../b"), r"'\.\./b' is not a file name"),
+    "absolute": (lambda m: _place(m, relative_path="/etc/passwd"), "is not a file name"),
+    "missing file": (lambda m: _place(m, relative_path="__9_0.distcp"), r"file __9_0\.distcp: the file is missing"),
+    "behind the end": (lambda m: _place(m, offset=1 << 40), r"file __0_0\.distcp: bytes \d+ to \d+ are wanted"),
+    "negative": (lambda m: _place(m, offset=-5), "is not a size"),
+    "too long": (lambda m: _place(m, length=1 << 40), "are wanted"),
+    "too short": (lambda m: _place(m, length=5), "not what torch.save writes"),
+    "another tensor's": (lambda m: _place(m, offset=0, length=m.storage_data[MetadataIndex("notes.x")].length), "."),
+    "transformed": (lambda m: _place(m, transform_descriptors=["zstd"]), "stored through"),
+    "a gap": (lambda m: _chunks(m, ([0, 0], [1, 3])), r"expected F32 \(1, 3\)"),
+    "an overlap": (lambda m: _chunks(m, ([0, 0], [2, 3]), ([1, 0], [2, 3])), "lies outside|overlap"),
+    "a huge shape": (lambda m: _size(m, [1 << 40, 1 << 40]), r"more than 2\^63 bytes"),
+    "another shape": (lambda m: _size(m, [1 << 20, 3]), r"6 of 3145728 elements"),
+    "no place": (_forget, "it is not said where"),
+    "a class": (lambda m: replace(m, planner_data=Innocent()), r"names 'tests\.test_dcp_hostile\.Innocent'"),
+    "executed": (lambda m: replace(m, planner_data=Bad()), r"names '(posix|os)\.system'"),
+    "no metadata": (lambda m: {"a": 1}, "where a metadata is expected"),
+    "an odd optimizer": (lambda m: _planner(m, ("optim", "param_groups", 7, "lr")), "expected 0 to"),
+    "a strange entry": (lambda m: _planner(m, ("optim", "else", "lr")), "nothing that torch stores of an optimizer"),
+    "storage data of another kind": (lambda m: replace(m, storage_data=[_StorageInfo("a", 1, 2)]), r"\.metadata"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_metadata_that_lies_is_one_error_that_says_where(copy: Path, name: str) -> None:
+    change, message = CHANGES[name]
+    rewrite(copy, change)
+    with pytest.raises((FormatError, CorruptionError), match=message) as error:
+        load_full(str(copy))
+    assert repr(str(copy)) in str(error.value)
+
+
+def _linked(copy: Path) -> None:
+    shutil.move(copy / "__0_0.distcp", copy.parent / "elsewhere")
+    (copy / "__0_0.distcp").symlink_to(copy.parent / "elsewhere")
+
+
+def _meta(content: bytes) -> Callable[[Path], Any]:
+    return lambda copy: (copy / "meta.pt").write_bytes(content)
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a link": (_linked, "is a link or a socket"),
+    "a pipe": (lambda c: os.unlink(c / "__0_0.distcp") or os.mkfifo(c / "__0_0.distcp"), "not a regular file"),
+    "truncated": (lambda c: os.truncate(c / "__0_0.distcp", 4000), r"__0_0\.distcp: bytes \d+ to \d+ are wanted"),
+    "empty": (lambda c: (c / ".metadata").write_bytes(b""), r"\.metadata"),
+    "meta is empty": (_meta(b""), r"meta\.pt is not read"),
+    "meta is text": (_meta(b"hello"), r"meta\.pt is not read"),
+    "meta is a link": (lambda c: (c / "meta.pt").symlink_to("/etc/passwd"), r"file meta\.pt"),
+    "meta is executed": (_meta(pickle.dumps(Bad())), r"meta\.pt is not read.*weights_only=False"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_not_what_they_should_be_are_named(copy: Path, name: str) -> None:
+    change, message = FILES[name]
+    change(copy)
+    with pytest.raises((FormatError, CorruptionError), match=message):
+        load_full(str(copy))
+
+
+def test_random_damage_never_ends_in_anything_but_a_documented_error(copy: Path) -> None:
+    chance = random.Random(3)
+    for name in (".metadata", "__0_0.distcp"):
+        whole = (copy / name).read_bytes()
+        for _ in range(250):
+            content = bytearray(whole)
+            for _ in range(chance.choice([1, 1, 4])):
+                content[chance.randrange(len(content))] = chance.choice([0, 255, chance.randrange(256)])
+            if chance.random() < 0.2:
+                del content[chance.randrange(len(content)) :]
+            (copy / name).write_bytes(content)
+            try:
+                load_full(str(copy))
+            except ShardCkptError as error:
+                assert not isinstance(error, CheckpointNotFoundError)
+        (copy / name).write_bytes(whole)
+
+
+def test_a_large_claim_is_refused_in_bounded_memory(copy: Path) -> None:
+    rewrite(copy, lambda m: _size(m, [1 << 36, 3]))
+    code = f"""
+import resource
+from lightning_shardckpt.checkpoint import load_full
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+try:
+    load_full({str(copy)!r})
+except Exception as error:
+    print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "FormatError\n"
+
+
+# ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_optimizers_are_in_the_order_of_their_numbers() -> None:
+    paths: dict[str, tuple[str | int, ...]] = {"model.w": ("model", "w")}
+    for number in range(12):
+        for key, path in (("lr", ("param_groups", 0, "lr")), ("m", ("state", "w", "m"))):
+            paths[f"optimizer_{number}.{key}"] = (f"optimizer_{number}", *path)
+    found = layout_of(paths, ["model.w", *(k for k in paths if k.endswith(".m"))], extended=True)
+    assert found.model == {"w": "model.w"} and found.rest == {}
+    assert [one.groups[0]["lr"] for one in found.optimizers] == [f"optimizer_{i}.lr" for i in range(12)]
+    assert [one.state["w"]["m"] for one in found.optimizers] == [f"optimizer_{i}.m" for i in range(12)]
+
+
+def test_names_with_dots_are_told_apart_by_the_models_names() -> None:
+    paths = {
+        "a.b": ("a.b",),
+        "a.b.c": ("a.b.c",),
+        "o.state.a.b.c.m": ("o", "state.a.b.c.m"),
+        "o.state.a.b.m": ("o", "state.a.b.m"),
+        "o.param_groups.a.b.lr": ("o", "param_groups.a.b.lr"),
+        "step": ("train_state", "step"),
+    }
+    found = layout_of(paths, ["a.b", "a.b.c", "o.state.a.b.c.m", "o.state.a.b.m"], extended=False)
+    assert found.model == {"a.b": "a.b", "a.b.c": "a.b.c"} and found.rest == {"step": ("train_state", "step")}
+    (optimizer,) = found.optimizers
+    assert optimizer.state == {"a.b.c": {"m": "o.state.a.b.c.m"}, "a.b": {"m": "o.state.a.b.m"}}
+    assert optimizer.settings == {"a.b": {"lr": "o.param_groups.a.b.lr"}}

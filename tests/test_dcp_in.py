@@ -1,0 +1,305 @@
+"""Training goes on from directories of torch.distributed.checkpoint. Oracles: Lightning going on, torch's reader."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt.checkpoint import load_full
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
+from tests import lightning_dirs, tiny
+from tests.lightning_dirs import fit
+from tests.pool import RankFailure, run_ranks
+
+WRITERS = ["model parallel", "fsdp"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Directories of Lightning's Trainer, saved by 2 ranks at step 2, and how Lightning went on from them."""
+    path = tmp_path_factory.mktemp("made")
+    return path, run_ranks(2, lightning_dirs.make, str(path))[0]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Directories of Fabric and OLMo-core, all of the same state, and that state as torch reads it."""
+    path = tmp_path_factory.mktemp("others")
+    run_ranks(2, lightning_dirs.make_others, str(path))
+    found = lightning_dirs.judged(str(path / "fabric"))
+    return path, {"model": found["net"], **{k: found["opt"][k] for k in ("state", "param_groups")}}
+
+
+def on(strategy: str, paths: list[str], steps: int) -> list[dict[str, Any]]:
+    """This rank's runs that resume from each path."""
+    return [fit(strategy, steps, resume=path) for path in paths]
+
+
+def rest(found: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in found.items() if k not in ("losses", "state")}
+
+
+# ── resuming from Lightning's own sharded checkpoints ─────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"), [(4, "ours"), (1, "ours"), (2, "ours, tp"), (2, "ours, pp"), (2, "ddp"), (1, "auto")]
+)
+def test_every_bit_arrives_on_any_topology(made: tuple[Path, dict[str, Any]], world: int, strategy: str) -> None:
+    folder, known = made
+    expected = known["model parallel"]["saved"]
+    paths = [str(folder / f"{name}.ckpt") for name in WRITERS]
+    states: dict[str, dict[str, Any]] = {}
+    for ranks in zip(*run_ranks(world, on, strategy, paths, 2), strict=True):  # by directory
+        for found in ranks:
+            states.setdefault(str(len(states)), {}).update(found["state"])
+            assert rest(found) == rest(expected)
+    whole = {k: v for state in states.values() for k, v in state.items()}  # stages have a part of it each
+    assert tiny.differences(expected["state"], whole) == []
+    for state in states.values():
+        assert tiny.differences({k: expected["state"][k] for k in state}, state) == []
+
+
+@pytest.mark.parametrize("strategy", ["ours", "ddp"])
+def test_training_goes_on_as_under_the_strategy_that_saved(made: tuple[Path, dict[str, Any]], strategy: str) -> None:
+    folder, known = made
+    found = run_ranks(2, on, strategy, [str(folder / f"{name}.ckpt") for name in WRITERS], 4)[0]
+    for name, one in zip(WRITERS, found, strict=True):
+        expected = known[name]["continued"]
+        assert one["losses"] == expected["losses"] and rest(one) == rest(expected)
+        assert name == "fsdp" or tiny.differences(expected["state"], one["state"]) == []  # FSDP keeps its state apart
+        assert tiny.differences(known["model parallel"]["continued"]["state"], one["state"]) == []
+
+
+def test_topologies_with_the_same_data_go_on_alike(made: tuple[Path, dict[str, Any]]) -> None:
+    path = str(made[0] / "model parallel.ckpt")
+    alone, tensor, stages = (
+        run_ranks(world, on, strategy, [path], 4)[0][0]["losses"]
+        for world, strategy in ((1, "ours"), (2, "ours, tp"), (2, "ours, pp"))
+    )
+    assert tensor == pytest.approx(alone, rel=1e-5) and stages == pytest.approx(alone, rel=1e-5)
+
+
+def tied(strategy: str, path: str, steps: int) -> dict[str, Any]:
+    return fit(strategy, steps, resume=path, model={"tied": True})
+
+
+@pytest.mark.parametrize("strategy", ["ours", "ours, pp"])
+def test_a_tied_weight_that_was_stored_under_each_of_its_names_is_one_again(
+    made: tuple[Path, dict[str, Any]], strategy: str
+) -> None:
+    folder, known = made
+    expected = known["tied"]["state"]
+    for found in run_ranks(2, tied, strategy, str(folder / "tied.ckpt"), 2):  # the last stage has it by another name
+        state = {k.replace("0/head.weight", "0/embed.weight"): v for k, v in found["state"].items()}
+        assert tiny.differences({k: expected[k] for k in state}, state) == []
+
+
+def test_names_that_hold_different_values_are_not_tied(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path = shutil.copytree(made[0] / "tied.ckpt", tmp_path / "tied.ckpt")
+    with pytest.raises(RankFailure, match=r"tied to \['head.weight'\] in the model, stored apart in the checkpoint"):
+        run_ranks(1, untied, str(path))
+
+
+def untied(path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    stored = lightning_dirs.judged(path)
+    stored["state_dict"]["head.weight"] = stored["state_dict"]["head.weight"] + 1
+    meta = f"{path}/meta.pt"
+    state = {k: v for k, v in stored.items() if k in ("state_dict", "optimizer_0")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it overwrites
+        dcp.save(state, checkpoint_id=path)
+    assert os.path.exists(meta)
+    tied("ours", path, 2)
+
+
+def test_a_module_loads_with_its_hyper_parameters(made: tuple[Path, dict[str, Any]]) -> None:
+    folder, known = made
+    module = load_from_checkpoint(Built, folder / "model parallel.ckpt")
+    expected = known["model parallel"]["saved"]["state"]
+    found = {f"model/{k}": v for k, v in module.state_dict().items()}
+    assert tiny.differences({k: v for k, v in expected.items() if k.startswith("model/")}, found) == []
+    assert module.hparams == {"tied": False, "made_by": None}
+
+
+class Built(lightning_dirs.Net):
+    """Has its layers from the beginning, as modules that are loaded without a Trainer must."""
+
+    def __init__(self, **hyper: Any) -> None:
+        super().__init__(**hyper)
+        self.configure_model()
+
+
+def resume_with(path: str, weights_only: bool | None) -> int:
+    module = lightning_dirs.Net()
+    run = lightning_dirs.trainer("ours", max_steps=2, callbacks=[lightning_dirs.Counts()])
+    run.fit(module, lightning_dirs.loader(), ckpt_path=path, weights_only=weights_only)
+    return run.global_step
+
+
+def test_what_would_have_to_be_executed_is_read_only_if_the_user_says_so(
+    made: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(made[0] / "model parallel.ckpt", tmp_path / "a.ckpt"))
+    meta = torch.load(path / "meta.pt")
+    torch.save({**meta, "hyper_parameters": {"made_by": lightning_dirs.Counts}}, path / "meta.pt")
+    with pytest.raises(RankFailure, match=r"meta\.pt is not read: .*pass weights_only=False to the Trainer's"):
+        run_ranks(1, resume_with, str(path), None)
+    assert run_ranks(1, resume_with, str(path), False) == [2]
+
+
+def save_as_last(folder: str, path: str) -> tuple[int, int]:
+    """Resume from the "last" one where Lightning's checkpoint and an older one of ours lie; then save there, too."""
+    saving = {"enable_checkpointing": True, "max_steps": 4}
+    callback = ModelCheckpoint(folder, save_top_k=0)
+    older = lightning_dirs.trainer("ours", max_steps=1)
+    older.fit(lightning_dirs.Net(), lightning_dirs.loader())
+    older.save_checkpoint(f"{folder}/older.ckpt")
+    shutil.copytree(path, f"{folder}/newer.ckpt")
+    os.utime(f"{folder}/newer.ckpt/.metadata")
+    module = lightning_dirs.Net()
+    run = lightning_dirs.trainer("ours", callbacks=[callback, lightning_dirs.Counts()], **saving)
+    run.fit(module, lightning_dirs.loader(), ckpt_path="last")
+    return len(module.losses), run.global_step
+
+
+def test_last_finds_lightnings_checkpoints_by_their_step(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    assert run_ranks(1, save_as_last, str(tmp_path), str(made[0] / "fsdp.ckpt")) == [(2, 4)]
+
+
+def test_a_plain_file_of_lightnings_strategy_resumes_on_any_topology(tmp_path: Path) -> None:
+    path = str(tmp_path / "plain.ckpt")
+    expected = run_ranks(1, plain, path)[0]
+    for world, strategy in ((2, "ours"), (2, "ours, tp"), (2, "ours, pp")):
+        for (found,) in run_ranks(world, on, strategy, [path], 2):
+            assert tiny.differences({k: expected["state"][k] for k in found["state"]}, found["state"]) == []
+            assert rest(found) == rest(expected)
+
+
+def plain(path: str) -> dict[str, Any]:
+    return fit("auto", 2, path, plugins=[])
+
+
+# ── other directories ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flat_differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    both = ({f"{p}/{k}": v for p, s in one.items() for k, v in s.items()} for one in (expected, found))
+    return tiny.differences(*both)
+
+
+@pytest.mark.parametrize("name", ["fabric", "step3/model_and_optim", "step3", "step3-flat"])
+def test_fabrics_and_olmos_directories_hold_what_torch_says(others: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, expected = others
+    found = load_full(str(folder / name))
+    assert tiny.differences(expected["model"], found["state_dict"]) == []
+    (optimizer,) = found["optimizer_states"]
+    assert flat_differences(expected["state"], optimizer["state"]) == []
+    assert optimizer["param_groups"] == expected["param_groups"]
+    meta = {"step": 3, "notes": {"a": [1, "b"]}} if name == "fabric" else {}
+    assert {k: v for k, v in found.items() if k not in ("state_dict", "optimizer_states")} == meta
+
+
+def resume_at_0(strategy: str, path: str) -> dict[str, Any]:
+    pl_trainer = lightning_dirs.trainer(strategy, max_steps=0)
+    module = lightning_dirs.Net()
+    told = pl_trainer.is_global_zero
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pl_trainer.fit(module, lightning_dirs.loader(), ckpt_path=path)
+    said = [str(w.message) for w in caught if "not of Lightning's Trainer" in str(w.message)]
+    assert len(said) == told
+    return tiny.full_state(module, pl_trainer.optimizers)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ours"), (2, "ours, pp"), (1, "auto")])
+@pytest.mark.parametrize("name", ["fabric", "step3-flat"])
+def test_training_begins_at_step_0_with_what_other_directories_hold(
+    others: tuple[Path, dict[str, Any]], name: str, world: int, strategy: str
+) -> None:
+    folder, expected = others
+    for found in run_ranks(world, resume_at_0, strategy, str(folder / name)):
+        model = {k.removeprefix("model/"): v for k, v in found.items() if k.startswith("model/")}
+        assert tiny.differences({k: expected["model"][k] for k in model}, model) == []
+        states = {k: v for k, v in found.items() if "/state/" in k}
+        assert states
+        for key, value in states.items():
+            _, param, _, state = key.split("/")
+            assert tiny.differences({"": expected["state"][param][state]}, {"": value}) == []
+
+
+def test_a_directory_of_a_bare_state_dict_is_a_model(others: tuple[Path, dict[str, Any]]) -> None:
+    folder, expected = others
+    found = load_full(str(folder / "bare"))
+    assert found.keys() == {"state_dict"} and tiny.differences(expected["model"], found["state_dict"]) == []
+    with pytest.raises(RankFailure, match="it holds weights only, no optimizer state"):
+        run_ranks(1, resume_at_0, "ours", str(folder / "bare"))
+
+
+def test_a_directory_above_or_a_file_inside_names_the_directory_that_is_meant(
+    others: tuple[Path, dict[str, Any]], made: tuple[Path, dict[str, Any]]
+) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"did you mean .*fabric"):
+        load_full(str(others[0]))
+    with pytest.raises(CheckpointNotFoundError, match=r"part of a sharded checkpoint; did you mean .*fsdp\.ckpt'"):
+        load_full(str(made[0] / "fsdp.ckpt" / "__0_0.distcp"))
+    with pytest.raises(CheckpointNotFoundError, match=r"did you mean .*fsdp\.ckpt'"):
+        load_full(str(made[0] / "fsd.ckpt"))
+
+
+def test_a_directory_that_is_two_formats_at_once_is_refused(
+    made: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(made[0] / "fsdp.ckpt", tmp_path / "a.ckpt"))
+    (path / "checkpoint.index.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"of lightning-shardckpt, and a checkpoint of torch\.distributed"):
+        load_full(str(path))
+
+
+def test_a_model_that_differs_is_told_what_differs(made: tuple[Path, dict[str, Any]]) -> None:
+    with pytest.raises(RankFailure, match=r"head.bias  in checkpoint only") as error:
+        run_ranks(1, tied, "ours", str(made[0] / "fsdp.ckpt"), 2)
+    assert MismatchError.__name__ in str(error.value)
+
+
+def test_lightnings_directory_is_neither_removed_nor_overwritten(
+    made: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(made[0] / "fsdp.ckpt", tmp_path / "a.ckpt"))
+    with pytest.warns(UserWarning, match=r"not removed: .*a\.ckpt"):
+        ShardCkptIO().remove_checkpoint(path)
+    with pytest.raises(FileExistsError):
+        ShardCkptIO().save_checkpoint({"epoch": 1}, path)
+    assert sorted(os.listdir(path)) == sorted(os.listdir(made[0] / "fsdp.ckpt"))
+
+
+class Validated(lightning_dirs.Net):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
+
+
+def validate(paths: list[str]) -> list[float]:
+    found = []
+    for path in paths:
+        run = lightning_dirs.trainer("ours", callbacks=[lightning_dirs.Counts()])
+        found += run.validate(Validated(), lightning_dirs.loader(), ckpt_path=path, verbose=False, weights_only=True)
+    return [one["loss"] for one in found]
+
+
+def test_validation_needs_no_trainers_state(
+    made: tuple[Path, dict[str, Any]], others: tuple[Path, dict[str, Any]]
+) -> None:
+    names = ["fabric", "step3", "step3-flat", "bare"]
+    paths = [*(str(made[0] / f"{name}.ckpt") for name in WRITERS), *(str(others[0] / name) for name in names)]
+    first, second, *rest_of_them = run_ranks(2, validate, paths)[0]
+    assert first == second and len(set(rest_of_them)) == 1 and first != rest_of_them[0]
