@@ -262,7 +262,7 @@ def test_a_directory_that_is_two_formats_at_once_is_refused(
 ) -> None:
     path = Path(shutil.copytree(made[0] / "fsdp.ckpt", tmp_path / "a.ckpt"))
     (path / "checkpoint.index.json").write_text("{}")
-    with pytest.raises(FormatError, match=r"of lightning-shardckpt, and a checkpoint of torch\.distributed"):
+    with pytest.raises(FormatError, match=r"of lightning-shardckpt and a checkpoint of torch\.distributed"):
         load_full(str(path))
 
 
