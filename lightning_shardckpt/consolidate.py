@@ -110,6 +110,8 @@ def consolidate_as(
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     suffix = ".consolidated" + (".safetensors" if options.is_file and options.format == "safetensors" else "")
     output = Path(output_file) if output_file is not None else folder.with_name(folder.name + suffix)
+    if (folder / ROOT_NAME).exists():  # else what is wrong with the folder is said first
+        _check_output(output, folder, options)
     if options.format == "peft":
         export_adapters(folder, output)
         return output

@@ -138,6 +138,21 @@ def test_what_cannot_be_saved_is_a_note_and_the_checkpoint_is_there(tmp_path: Pa
     assert "a.py, of processor" in said[1] and found["files"].keys() == {"p.json"}
 
 
+def test_a_config_of_more_values_than_json_may_have_is_left_out(tmp_path: Path) -> None:
+    module = Wrapped(llama())
+    module.model.config.to_json_string = lambda: json.dumps({"a": "," * (1 << 22)})
+    with pytest.warns(UserWarning, match="more than 2097152 values"), pytest.raises(KeyError):
+        saved(module, tmp_path / "a.ckpt")
+    assert verify(tmp_path / "a.ckpt").findings == ()
+
+
+def test_tokenizers_that_are_too_large_are_left_out_with_a_note(tmp_path: Path) -> None:
+    module = Wrapped(llama(), tokenizer=Words(("spiece.model", os.urandom(26 << 20))))
+    with pytest.warns(UserWarning, match="the tokenizer's files are too large"):
+        found = saved(module, tmp_path / "a.ckpt")
+    assert found["files"] == {} and found["models"][0]["files"].keys() == {"config.json", "generation_config.json"}
+
+
 def test_a_config_that_raises_does_not_fail_a_save(tmp_path: Path) -> None:
     module = Wrapped(llama())
     module.model.config.to_json_string = lambda: 1 / 0

@@ -20,7 +20,7 @@ from weakref import ref
 
 from torch import nn
 
-from lightning_shardckpt.header import MAX_JSON_BYTES
+from lightning_shardckpt.header import MAX_JSON_BYTES, check_json_size
 from lightning_shardckpt.state.documents import TEXT_BYTES, is_companion
 from lightning_shardckpt.state.model import canonical_name
 from lightning_shardckpt.state.original_names import original_names
@@ -63,6 +63,8 @@ class HuggingFace:
                 document["files"] = {}
                 for model in found:
                     model["files"] = {k: v for k, v in model["files"].items() if isinstance(v, str)}
+            text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+            check_json_size(text.encode(), "it")
             return document, tuple(notes)
         except Exception as error:  # a user's classes run here, and a checkpoint without this loads as well
             return None, (f"what the model knows about Hugging Face is not in the checkpoint: {_said(error)}",)
