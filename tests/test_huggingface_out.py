@@ -18,6 +18,7 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.state.huggingface import HuggingFace
 from tests import tiny
 from tests.pool import run_ranks
 from tests.small import edit
@@ -171,6 +172,19 @@ def test_experts_are_cut_apart_alike_in_windows_of_any_size(
         folder = consolidate(path, tmp_path / name, format="huggingface", size_per_shard=0.005, **options)
         found.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert found[0] == found[1] == found[2] and len(found[0]) > 5
+
+
+def test_what_a_stage_with_the_first_layer_knows_is_enough_for_all_layers(tmp_path: Path) -> None:
+    module = Wrapped(built("mixtral"))
+    path = saved(module, tmp_path / "a.ckpt")
+    expected = from_pretrained(consolidate(path, tmp_path / "whole", format="huggingface")).state_dict()
+    names = frozenset(module.state_dict())
+    del module.model.model.layers[1], module.model.lm_head
+    document, notes = HuggingFace().document(module, names)
+    assert document is not None and notes == () and document["models"][0]["ties"] == ["lm_head.weight"]
+    edit(path, "huggingface.json", lambda stored: stored.update(document))
+    found = from_pretrained(consolidate(path, tmp_path / "staged", format="huggingface")).state_dict()
+    assert tiny.differences(expected, found) == []
 
 
 def test_weights_of_several_dtypes_stay_what_they_are(tmp_path: Path) -> None:
