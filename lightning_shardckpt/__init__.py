@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
+    from lightning_shardckpt.functional import load, save, save_async, wait
     from lightning_shardckpt.lazy import load_keys, metadata, open
     from lightning_shardckpt.pytorch import ShardedStrategy
 
 __all__ = ["ShardedStrategy", "ShardCkptIO", "load_from_checkpoint", "load_keys", "metadata", "open"]
+__all__ += ["save", "save_async", "load", "wait"]
 
-_WITHOUT_LIGHTNING = ("load_keys", "metadata", "open")
+_WITHOUT_LIGHTNING = {
+    **dict.fromkeys(("load_keys", "metadata", "open"), "lightning_shardckpt.lazy"),
+    **dict.fromkeys(("save", "save_async", "load", "wait"), "lightning_shardckpt.functional"),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _WITHOUT_LIGHTNING:
-        return getattr(import_module("lightning_shardckpt.lazy"), name)
+        return getattr(import_module(_WITHOUT_LIGHTNING[name]), name)
     # one module knows the other names; importing it also makes strategy="sharded" known to Lightning
     return getattr(import_module("lightning_shardckpt.pytorch"), name)

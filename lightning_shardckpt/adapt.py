@@ -13,13 +13,6 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.state.geometry import local_views, view_at
-
-
-def copy_slice(parameter: Tensor, full: Tensor) -> None:
-    """Give a sharded parameter its part of a whole tensor."""
-    for box, view in local_views(parameter):
-        view.copy_(view_at(full, box))
 
 
 class _GatherOver:

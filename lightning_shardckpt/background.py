@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.ranks import Ranks, described, raisable
@@ -59,6 +60,7 @@ class Background:
         self._notes: list[str] = []
         self.waited = False
         """Whether a save had to wait for room."""
+        _ALL.add(self)
 
     def save(
         self,
@@ -118,6 +120,10 @@ class Background:
             for other in errors[1:]:
                 errors[0].add_note(f"another save in the background failed, too: {other}")
             raise errors[0]
+
+    def linger_at_exit(self) -> None:
+        """When the process ends, let the others hear how the last save ended; see ``Ranks.linger``."""
+        atexit.register(self._ranks.linger)
 
     def drain(self) -> None:
         """Wait until everything is done; raises nothing. Not collective."""
@@ -230,6 +236,15 @@ class Background:
         """Nobody came to ask: the interpreter shows what is raised here, and leaves."""
         for failure in self._failures.values():
             raise failure
+
+
+_ALL: WeakSet[Background] = WeakSet()
+
+
+def drain_all() -> None:
+    """Wait for all saves of this process: what one saves, another one may load. Not collective; raises nothing."""
+    for background in list(_ALL):
+        background.drain()
 
 
 def _described(error: Exception) -> dict[str, Any]:

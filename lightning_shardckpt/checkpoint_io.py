@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import lightning
 import lightning.pytorch as pl
@@ -24,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
-from lightning_shardckpt.background import Background
+from lightning_shardckpt.background import Background, drain_all
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.formats.places import is_safetensors
 from lightning_shardckpt.loading import Live
@@ -154,7 +153,6 @@ class ShardCkptIO(CheckpointIO):
 
     def _behind(self, ranks: Ranks) -> Background:
         self._background = Background(ranks, self.max_pending)
-        _BACKGROUNDS.add(self._background)
         return self._background
 
     def save_checkpoint(
@@ -292,7 +290,7 @@ class ShardCkptIO(CheckpointIO):
         Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
         asynchronous saves of this process.
         """
-        _drain()
+        drain_all()
         if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
             safe = weights_only is not False
             found: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
@@ -327,7 +325,7 @@ class ShardCkptIO(CheckpointIO):
             weights_only: for a plain file, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
         """
-        _drain()
+        drain_all()
         tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
         leaves, _ = model_leaves(tensors, self._module, self.names)
         extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
@@ -394,15 +392,6 @@ def as_of_a_trainer(checkpoint: dict[str, Any], path: str, *, fitting: bool = Tr
     return checkpoint
 
 
-_BACKGROUNDS: WeakSet[Background] = WeakSet()
-"""Those of this process: what one ShardCkptIO saves, another one may load."""
-
-
-def _drain() -> None:
-    for background in list(_BACKGROUNDS):
-        background.drain()
-
-
 _Loadable = TypeVar("_Loadable", bound="pl.LightningModule | pl.LightningDataModule")
 
 
@@ -425,7 +414,7 @@ def load_from_checkpoint(
         StateError: if a hyper-parameter could not be stored and is not given.
         MismatchError: listing what is missing although the checkpoint does not leave it out, for one of adapters.
     """
-    _drain()
+    drain_all()
     if os.path.isfile(checkpoint_path):
         return cls.load_from_checkpoint(os.fspath(checkpoint_path), strict=strict, **kwargs)  # type: ignore[return-value]
     checkpoint = engine.load_full(os.fspath(checkpoint_path), optimizers=False)

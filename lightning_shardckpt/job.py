@@ -98,17 +98,10 @@ class LightningJob:
                 _set_hyper(trainer, hyper)
 
     def loss(self, output: Any) -> Tensor | None:
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None:
-            return None
-        if not isinstance(loss, Tensor):
-            raise TopologyError(
-                f"{self.name} must return a loss tensor, a dict with one as 'loss', or None, got {loss!r}"
-            )
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return loss_in(self.name, output)
 
     def report(self, outputs: list[tuple[Any, float]]) -> Report:
-        output = _portable("what the step returns", outputs[0][0] if len(outputs) == 1 else self._merged(outputs))
+        output = portable("what the step returns", merged(self.name, outputs))
         trainer = self._module.trainer
         return Report(output, self._logged, self._memory.changes(), trainer.should_stop, _hyper(trainer))
 
@@ -152,7 +145,7 @@ class LightningJob:
             kwargs.pop("metric_attribute", None)
             turn = turns[name] = turns.get(name, -1) + 1
             self._logged.append(
-                _Logged(name, turn, _portable(f"the value logged as {name!r}", value), metric, args, kwargs, share)
+                _Logged(name, turn, portable(f"the value logged as {name!r}", value), metric, args, kwargs, share)
             )
 
         self._module.__dict__["log"] = log
@@ -166,32 +159,50 @@ class LightningJob:
         on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
         return self.train if on_step is None else bool(on_step)
 
-    def _merged(self, outputs: list[tuple[Any, float]]) -> Any:
-        """The result for the batch of those for microbatches: losses and other single numbers are averaged."""
-        first = outputs[0][0]
-        if not isinstance(first, Mapping):
-            return sum(self._loss(output) * share for output, share in outputs)
-        return {key: self._merged_value(key, [(o[key], share) for o, share in outputs]) for key in first}
 
-    def _merged_value(self, key: Any, values: list[tuple[Any, float]]) -> Any:
-        found = [_plain(value) for value, _ in values]
-        if all(isinstance(value, Tensor) and value.ndim for value in found):
-            return torch.cat(found)
-        if all(isinstance(value, Tensor) and value.is_floating_point() for value in found):
-            return sum(value * share for value, (_, share) in zip(found, values, strict=True))
-        if all(isinstance(value, list) for value in found):
-            return [item for value in found for item in value]
-        if all(not isinstance(value, Tensor) and value == found[0] for value in found):
-            return found[0]
-        raise TopologyError(
-            f"{self.name} returns {key!r} for each microbatch, and {found} cannot be made one value for the batch. "
-            'Return tensors with a dim of samples or single floats, or use pipeline_loss="batch".'
-        )
+def loss_in(name: str, output: Any) -> Tensor | None:
+    """The loss in what a step returned.
 
-    def _loss(self, output: Any) -> Tensor:
-        loss = self.loss(output)
-        assert loss is not None  # the pipeline has made sure
-        return loss.detach()
+    Raises:
+        TopologyError: if that is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None:
+        return None
+    if not isinstance(loss, Tensor):
+        raise TopologyError(f"{name} must return a loss tensor, a dict with one as 'loss', or None, got {loss!r}")
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def merged(name: str, outputs: list[tuple[Any, float]]) -> Any:
+    """The result for the batch of those for microbatches: losses and other single numbers are averaged.
+
+    Raises:
+        TopologyError: for values that cannot be joined.
+    """
+    if len(outputs) == 1:
+        return outputs[0][0]
+    first = outputs[0][0]
+    if isinstance(first, Mapping):
+        return {key: _merged_value(name, key, [(o[key], share) for o, share in outputs]) for key in first}
+    losses = [(loss_in(name, output), share) for output, share in outputs]
+    return sum(loss.detach() * share for loss, share in losses if loss is not None)  # the pipeline made sure
+
+
+def _merged_value(name: str, key: Any, values: list[tuple[Any, float]]) -> Any:
+    found = [_plain(value) for value, _ in values]
+    if all(isinstance(value, Tensor) and value.ndim for value in found):
+        return torch.cat(found)
+    if all(isinstance(value, Tensor) and value.is_floating_point() for value in found):
+        return sum(value * share for value, (_, share) in zip(found, values, strict=True))
+    if all(isinstance(value, list) for value in found):
+        return [item for value in found for item in value]
+    if all(not isinstance(value, Tensor) and value == found[0] for value in found):
+        return found[0]
+    raise TopologyError(
+        f"{name} returns {key!r} for each microbatch, and {found} cannot be made one value for the batch. "
+        'Return tensors with a dim of samples or single floats, or use pipeline_loss="batch".'
+    )
 
 
 def _merged_log(calls: list[_Logged]) -> Any:
@@ -221,8 +232,12 @@ def _plain(value: Any) -> Any:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def _portable(what: str, value: Any) -> Any:
-    """Without history and in host memory, to be sent to other ranks."""
+def portable(what: str, value: Any) -> Any:
+    """A value without history and in host memory, to be sent to other ranks.
+
+    Raises:
+        TopologyError: if it depends on what other stages have.
+    """
     unknown = first_unknown(value)
     if unknown is not None:
         raise leaked(what, unknown)

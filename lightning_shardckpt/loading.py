@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Live:
     ``optimizers`` None: weights only. ``names``: FQN by ``id`` of the parameter. ``whole``: of all pipeline stages.
     ``adapters``: keys of ``model`` that PEFT made for adapters.
     ``fitting``: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
+    ``placed``: tensors of the user's to fill, by key of trainer state. ``like``: how such state is laid out that is not
+    there yet. ``remedy``: how to load in spite of differences.
     """
 
     model: Leaves
@@ -40,6 +42,9 @@ class Live:
     whole: WholeNames
     adapters: frozenset[str] = frozenset()
     fitting: Callable[[Source], tuple[Source, list[str]]] | None = None
+    placed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    like: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    remedy: str = "Set strict_loading=False on the LightningModule"
 
 
 class Load:
@@ -113,7 +118,7 @@ class Load:
         if count and self._strict:
             raise MismatchError(
                 f"cannot load {path} into this model: {count} differences\n  {listed}\n"
-                "Set strict_loading=False on the LightningModule to load the rest, or look with "
+                f"{self._live.remedy} to load the rest, or look with "
                 "`python -m lightning_shardckpt inspect PATH`."
             )
         note = f"{count} differences between {path} and this model were left as they are:\n  {listed}"
@@ -191,16 +196,22 @@ class Load:
         model = self._live.model
         live = model.tensors | {alias: model.tensors[of] for alias, of in model.aliases.items()}
         for key, spec in component.tensors.items():
+            placed, dtype = self._live.placed.get(key), TORCH_DTYPES[spec.dtype]
+            if placed is not None and (tuple(placed.shape), placed.dtype) == (spec.shape, dtype):
+                tensors[key] = placed
+                continue
             # pinned: a plain tensor of one rank, which stays one
-            like = None if spec.pinned else sharded_like(key, spec.shape, live)
-            dtype, device = TORCH_DTYPES[spec.dtype], "meta" if self._is_elsewhere(key) else None
-            if like is not None:
+            like = None if spec.pinned else self._live.like.get(key, sharded_like(key, spec.shape, live))
+            device = "meta" if self._is_elsewhere(key) else None
+            if like is not None and tuple(like.shape) == spec.shape:
                 tensors[key] = new_like(like, dtype)
                 continue
             shape = spec.shape if device == "meta" else self.source.backed("trainer", key)
             tensors[key] = torch.empty(shape, dtype=dtype, device=device)
         self.targets += [
-            Target("trainer", key, tensor, fresh=True) for key, tensor in tensors.items() if not tensor.is_meta
+            Target("trainer", key, tensor, fresh=tensor is not self._live.placed.get(key))
+            for key, tensor in tensors.items()
+            if not tensor.is_meta
         ]
         self.trainer = self.source.trainer(tensors.__getitem__)
         if self._elsewhere:

@@ -1,4 +1,4 @@
-"""How does a Trainer's step run on a pipeline, so that neither the LightningModule nor its callbacks notice?
+"""How does a step run on a pipeline, so that neither a LightningModule nor its callbacks, nor a script, notice?
 
 The step's return value, what it logged and what it changed in the module are those of the last stage, on every rank.
 """
@@ -7,32 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.function_job import FunctionJob
 from lightning_shardckpt.job import LightningJob
 from lightning_shardckpt.parallel.pipeline import Pipeline
 
 
 class PipelinedSteps:
-    """The steps of one LightningModule under one strategy.
+    """The steps of one module under one strategy.
 
     Args:
         scale: gives the gradient that the loss is going to have, for schedules that run backward passes at once.
+        job_of: makes of a step's name, context and arguments what the pipeline runs; by default a LightningModule's.
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        module: nn.Module,
         pipeline: Pipeline,
         device: torch.device,
         scale: Callable[[], float],
+        job_of: Callable[..., LightningJob | FunctionJob] | None = None,
     ) -> None:
         self._module, self._pipeline, self._device, self._scale = module, pipeline, device, scale
+        if job_of is None:
+            assert isinstance(module, pl.LightningModule)
+            job_of = partial(LightningJob, module, pipeline)
+        self._job_of = job_of
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._assumed = torch.ones((), device=device)
         self._received: list[Tensor] = []
@@ -103,7 +111,7 @@ class PipelinedSteps:
         kwargs: dict[str, Any],
         scale: Tensor | None,
     ) -> Any:
-        job = LightningJob(self._module, self._pipeline, name, context, args, kwargs)
+        job = self._job_of(name, context, args, kwargs)
         if scale is not None:
             self._assumed = scale
         report = self._pipeline.forward(job, None if scale is None else scale.to(self._device))

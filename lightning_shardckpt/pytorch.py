@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_shardckpt.adapt import copy_slice, gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
+from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.latest import ResolvingLauncher, agree_on_path, begins_anew
@@ -68,12 +68,11 @@ from lightning_shardckpt.resume import (
     checked_io,
     fill_live,
     load_checkpoint,
-    load_edited,
-    not_live,
-    parameter_names,
     save_checkpoint,
 )
 from lightning_shardckpt.state.adapters import unchanging
+from lightning_shardckpt.state.geometry import copy_slice
+from lightning_shardckpt.state.live import load_edited, not_live, parameter_names
 from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.position import make_resumable

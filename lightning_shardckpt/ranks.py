@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from lightning_shardckpt.processes import Process, host
 T = TypeVar("T")
 R = TypeVar("R")
 _instances = itertools.count()
+_of_groups: dict[str, itertools.count[int]] = {}  # by name: only the ranks of a group count its instances
 _GRACE_S = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
 _LOOK_S = 1.0  # between two looks at the processes of this host
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.003  # between two looks into the store
@@ -39,15 +41,18 @@ class Ranks:
     Every rank must create its instances in the same order. Values that travel must be JSON.
     """
 
-    def __init__(self, store: Store | None, rank: int, world: int, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, store: Store | None, rank: int, world: int, timeout_s: float = 1800.0, *, name: str | None = None
+    ) -> None:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
         self._store: Store | None = None
+        self._kept = store  # if its server is in this process, it is there for as long as somebody may ask it
         self._count, self._open = 0, False  # steps begun; whether the last one has not ended here
         self._heard, self._deaf = 0.0, False  # when the store answered last; whether it does not any more
         if store is not None:
             # while one thread waits with a client of a TCPStore, no other thread can use that client
             own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
-            self._store = PrefixStore(f"shardckpt-{next(_instances)}", own)
+            self._store = PrefixStore(f"shardckpt-{next(_instances) if name is None else name}", own)
             self._host = f"host/{host()}"
             self._neighbours: dict[int, tuple[int, Process]] = {}  # rank and process by place
             me = Process.this()
@@ -65,6 +70,29 @@ class Ranks:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls.alone()
         return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, timeout_s: float = 1800.0) -> Ranks:
+        """The ranks of a process group, in its order. All of them must create their instances in the same order."""
+        if group.size() == 1:
+            return cls.alone()
+        name = f"{group.group_name}-{next(_of_groups.setdefault(group.group_name, itertools.count()))}"
+        store = dist.distributed_c10d._get_default_store()
+        return cls(store, group.rank(), group.size(), timeout_s, name=name)
+
+    def linger(self, timeout_s: float = 10.0) -> None:
+        """On rank 0, until the others have got the answer to the last step: it may keep the store. Not collective.
+
+        For the end of a process. Those that are gone, or have left, are not waited for longer than ``timeout_s``.
+        """
+        if self._store is None or self.rank != 0 or self._open:
+            return
+        deadline = time.monotonic() + timeout_s
+        with suppress(RuntimeError):  # the store's: it is kept elsewhere, and gone
+            while time.monotonic() < deadline:
+                if not any(self._store.check([f"{self._count}/{rank}"]) for rank in range(1, self.world)):
+                    return
+                time.sleep(_LONGEST_PAUSE_S)
 
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None

@@ -17,15 +17,12 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.adapt import copy_slice
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
-from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.pretrained.start import Start
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.state.geometry import local_tensor
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state
+from lightning_shardckpt.state.live import load_edited, not_live, parameter_names, set_extra_state
+from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
 
@@ -46,15 +43,6 @@ def checked_io(io: object) -> ShardCkptIO:
     raise TypeError(
         f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
     )
-
-
-def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
-    """Canonical FQN by ``id`` of the parameter; the first one of a tied parameter, of the ``whole`` model if given."""
-    first = {name: tie[0] for tie in whole.ties for name in tie} if whole is not None else {}
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), first.get(canonical_name(name), canonical_name(name)))
-    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +100,7 @@ def load_checkpoint(
         weights_only=weights_only,
         pick_rank=place.source_rank,
     )
-    _set_extra_state(module, loaded.extra_state)
+    set_extra_state(module, loaded.extra_state)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = state_dict
     rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)
@@ -133,66 +121,6 @@ def fill_live(start: Start, module: nn.Module, whole: WholeNames, ranks: Ranks) 
         state_dict = module.state_dict()
         start.fill(state_dict, module, whole, ranks)
         load_edited(module, state_dict, state_dict, not_live(module, state_dict), whole)
-
-
-def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
-    """Names of entries that are copies: filling them does not fill the module."""
-    live = {
-        local_tensor(t).untyped_storage().data_ptr()
-        for named in (module.named_parameters(), module.named_buffers())
-        for _, t in named
-    }
-    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
-    return frozenset(
-        name
-        for name, value in tensors.items()
-        if local_tensor(value).numel() and local_tensor(value).untyped_storage().data_ptr() not in live
-    )
-
-
-def load_edited(
-    module: nn.Module,
-    loaded: Mapping[str, Any],
-    now: Mapping[str, Any],
-    copies: frozenset[str],
-    whole: WholeNames | None = None,
-) -> None:
-    """Bring entries of the loaded state dict into the module that filling it in place did not, or that hooks replaced.
-
-    Args:
-        module: the live module.
-        loaded: entries as they were filled.
-        now: the same after on_load_checkpoint hooks; whole tensors may stand for sharded ones.
-        copies: names of entries that are not the module's own memory.
-        whole: names of the model over all pipeline stages; a hook may name what another stage has.
-
-    Raises:
-        MismatchError: for entries that the module does not have.
-    """
-    whole = whole or WholeNames()
-    edited = {name: value for name, value in now.items() if name in copies or value is not loaded.get(name)}
-    for tie in whole.ties:  # the hook may have used a name that another stage has for the tensor
-        names = [name for name in edited if canonical_name(name) in tie]
-        if names:
-            value = edited[max(names, key=lambda name: tie.index(canonical_name(name)))]
-            edited |= {name: value for name in loaded if canonical_name(name) in tie}
-    for name, value in edited.items():
-        before = loaded.get(name)
-        if isinstance(before, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            edited[name] = torch.empty_like(before, dtype=value.dtype)
-            copy_slice(edited[name], value)
-    if edited:
-        found = module.load_state_dict(edited, strict=False).unexpected_keys
-        unexpected = [name for name in found if canonical_name(name) not in whole.state]
-        if unexpected and getattr(module, "strict_loading", True):
-            raise MismatchError(f"on_load_checkpoint left entries that the model does not have: {unexpected}")
-
-
-def _set_extra_state(module: nn.Module, states: Mapping[str, Any]) -> None:
-    for name, sub in module.named_modules():
-        key = canonical_name(f"{name}._extra_state" if name else "_extra_state")
-        if key in states and is_extra_state(key):
-            sub.set_extra_state(states[key])
 
 
 class Continuation:

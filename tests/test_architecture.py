@@ -36,14 +36,16 @@ ROWS = [
     {"joining", "opening"},
     {"pretrained"},
     {"mirroring", "mirrored"},
-    {"saving", "loading", "sharing", "torchoutput"},
+    {"saving", "loading", "sharing", "selected", "torchoutput"},
     {"checkpoint"},
-    {"consolidate", "inspect", "verify", "lazy", "diff", "explain"},
+    {"describing", "restoring"},
+    {"consolidate", "inspect", "verify", "lazy", "functional", "diff", "explain"},
     {"map"},
     {"parallel"},
     {"checkpoint_io"},
     {"adapt"},
     {"resume", "job", "preemption", "latest", "preflight"},
+    {"function_job"},
     {"pipelined"},
     {"pytorch", "fabric"},
     {"cli"},
@@ -57,7 +59,7 @@ BYTES_ONLY |= {"owners", "outline", "onto", "values", "hyper", "inspect", "diff"
 LIGHT_START = BYTES_ONLY | {"mirrored", "verify", "lazy", "consolidate", "exporting", "cli"}
 LIGHT_START |= {"__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
-DOORS |= {"pytorch", "fabric"}
+DOORS |= {"function_job", "pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -24,7 +24,8 @@ from lightning_shardckpt.checkpoint import load_full
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.resume import Place, load_edited, parameter_names
+from lightning_shardckpt.resume import Place
+from lightning_shardckpt.state.live import load_edited, parameter_names
 from lightning_shardckpt.state.merging import merge_optimizers
 from lightning_shardckpt.state.model import WholeNames, canonical_name, tied_names
 from lightning_shardckpt.state.optimizer import StoredOptimizer, optimizer_leaves, optimizer_state

@@ -73,12 +73,19 @@ def clip_by_norm(
     device: torch.device,
     ranks_of: RanksOf | None = None,
     norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients in place so that their norm is at most ``max_norm``; returns the norm before.
 
-    ``ranks_of``: see `grad_norm`. Collective: every rank of the world must call it. Does not wait for the device.
+    ``ranks_of``: see `grad_norm`. Collective: every rank of the world must call it. Does not wait for the device, but
+    for ``error_if_nonfinite``.
+
+    Raises:
+        RuntimeError: on every rank, with ``error_if_nonfinite``, if the norm is infinite or NaN. Nothing is scaled.
     """
     norm = grad_norm(parameters, device=device, ranks_of=ranks_of, norm_type=norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(f"the norm of the gradients is {norm.item():g}, so they cannot be clipped")
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for grad in _local_grads(parameters):
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))

@@ -196,6 +196,7 @@ def _record(
         pipeline = stages.pipeline(step, gradients, device, keep_gathered=recipe.keeps_gathered(meshes))
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
+    replaced = {old: after[name] for name, old in before.items() if name in after}
     return ShardedModule(
         meshes,
         step,
@@ -204,8 +205,8 @@ def _record(
         [tie for tie in clean if len(tie) > 1],
         {name: tie[0] for registered, tie in zip(names, clean, strict=True) for name in registered},
         *state,
-        {old: after[name] for name, old in before.items() if name in after},
-        frozenset(old for name, old in before.items() if name not in after),
+        replaced,
+        frozenset(before.values()) - replaced.keys(),  # a tied one may be here by one name and elsewhere by another
         holders,
     )
 

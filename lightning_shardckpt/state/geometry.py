@@ -91,6 +91,12 @@ def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     return [(part.box, view_at(local, part.local)) for part in parts_of(tensor, this_rank())]
 
 
+def copy_slice(parameter: torch.Tensor, full: torch.Tensor) -> None:
+    """Give a sharded parameter its part of a whole tensor."""
+    for box, view in local_views(parameter):
+        view.copy_(view_at(full, box))
+
+
 @lru_cache(maxsize=65536)
 def parts_within(parts: tuple[Part, ...], region: Box) -> tuple[Part, ...]:
     """What of the parts of a local tensor lies in a region of it, in the region's coordinates."""

@@ -1,0 +1,145 @@
+"""What does a rank contribute to a save of a nested dict of objects?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.background import Background
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.layout import parts_of_rank
+from lightning_shardckpt.mirroring import Also
+from lightning_shardckpt.planning import Plans
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.saving import About
+from lightning_shardckpt.state.geometry import layout_of, this_rank
+from lightning_shardckpt.state.huggingface import HuggingFace
+from lightning_shardckpt.state.objects import Objects, checkpoint_of, names_for, objects_in
+from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.storage.local import LocalStorage
+
+
+@dataclass(slots=True)
+class Party:
+    """Those who save and load together, and what they keep between calls."""
+
+    ranks: Ranks
+    members: tuple[int, ...] | None
+    """Ranks of the default process group, where these are not all of them."""
+    plans: Plans = field(default_factory=Plans)
+    hugging_face: HuggingFace = field(default_factory=HuggingFace)
+    background: Background | None = None
+
+
+class Saving:
+    """One save of a state: its description, once asked for, and what a user should know."""
+
+    def __init__(
+        self,
+        party: Party,
+        path: str,
+        state: dict[str, Any],
+        overwrite: bool,
+        prefix: str,
+        named_by: nn.Module | None,
+        also: Also | None,
+    ) -> None:
+        if also not in (None, "huggingface"):
+            raise ValueError(f'also is "huggingface" or None, got {also!r}')
+        self.path, self.notes = path, list[str]()
+        self._party, self._state, self._overwrite = party, state, overwrite
+        self._prefix, self._named_by, self._also = prefix, named_by, also
+
+    def options(self, size_per_shard: float, sync_files: bool) -> dict[str, Any]:
+        """What ``checkpoint.save`` takes besides path and description."""
+        if size_per_shard <= 0:
+            raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
+        values = self._state if isinstance(self._state, dict) else {}  # else ``describe`` says so, on all ranks
+        known = [values.get(key) for key in ("global_step", "step", "epoch")]
+        step, other, epoch = (n if type(n) is int else None for n in known)
+        return {
+            "ranks": self._party.ranks,
+            "about": About(other if step is None else step, epoch),
+            "size_per_shard": size_per_shard,
+            "storage": LocalStorage(sync_files=sync_files),
+            "plans": self._party.plans,
+            "also": self._also,
+        }
+
+    def describe(self) -> Snapshot:
+        """What this rank contributes."""
+        if not self._overwrite and self._party.ranks.rank == 0:
+            _refuse_existing(self.path)
+        objects = checked_state(self._state)
+        names = names_for(objects, self._named_by, prefix=self._prefix)
+        module = objects.root if objects.modules else None
+        found = snapshot(checkpoint_of(self._state, objects, names), module)
+        _check_members(found, self._party)
+        if module is not None and self._party.ranks.rank == 0 and not self._prefix:
+            document, notes = self._party.hugging_face.document(module)
+            if document is not None:
+                found = replace(found, documents={**found.documents, "huggingface": document})
+            self.notes += notes
+        self.notes += found.notes
+        return _with_prefix(found, self._prefix)
+
+
+def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
+    if not prefix or "model" not in found.leaves:
+        return found
+    plain = found.leaves["model"]
+    model = Leaves(
+        {prefix + key: tensor for key, tensor in plain.tensors.items()},
+        {prefix + alias: prefix + of for alias, of in plain.aliases.items()},
+        frozenset(prefix + key for key in plain.pinned),
+    )
+    other = {prefix + key: value for key, value in found.documents["model"].items()}
+    leaves, documents = {**found.leaves, "model": model}, {**found.documents, "model": other}
+    return replace(found, leaves=leaves, documents=documents)
+
+
+def _refuse_existing(path: str) -> None:
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
+
+
+def _check_members(found: Snapshot, party: Party) -> None:
+    """Of some ranks only: that their places among themselves say which slices of a DTensor they have.
+
+    Raises:
+        StateError: for a DTensor that other ranks have a part of, too, or of which the ranks here have other slices.
+    """
+    if party.members is None:
+        return
+    for component, leaves in found.leaves.items():
+        for key, tensor in leaves.tensors.items():
+            if not isinstance(tensor, DTensor):
+                continue
+            mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+            layout = layout_of(tensor)
+            as_numbered = [parts_of_rank(layout, shape, rank) for rank in range(len(party.members))]
+            if not {*mesh.mesh.flatten().tolist()} <= {*party.members} or as_numbered != [
+                parts_of_rank(layout, shape, rank) for rank in party.members
+            ]:
+                raise StateError(
+                    f"{component}/{key} is on {mesh}, which rank {this_rank()} cannot save with the ranks "
+                    f"{list(party.members)} alone: let all ranks of the job save it"
+                )
+
+
+def checked_state(state: dict[str, Any]) -> Objects:
+    """What is in a state.
+
+    Raises:
+        TypeError: if it is no dict.
+        StateError: see ``objects_in``.
+    """
+    if isinstance(state, dict):
+        return objects_in(state)
+    kind = type(state).__name__  # type: ignore[unreachable]  # for who doesn't check types
+    raise TypeError(f'a state is a dict of objects and values, such as {{"model": model}}, got {kind}')

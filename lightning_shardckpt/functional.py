@@ -1,0 +1,239 @@
+"""Save and load the objects of a plain torch script, with neither a Trainer nor Fabric.
+
+The state is a dict of modules, optimizers, learning rate schedulers, tensors and plain values, nested as you like; see
+``state.objects`` for what becomes of them. The checkpoints are those of ``ShardedStrategy``: each loads the other's
+model and optimizers.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import Future
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.background import Background, drain_all
+from lightning_shardckpt.describing import Party, Saving, checked_state
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.mirroring import Also
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.restoring import KeyMapping, Restore, whole_state
+from lightning_shardckpt.state.model import WholeNames, canonical_name
+from lightning_shardckpt.state.objects import Objects
+from lightning_shardckpt.storage.local import LocalStorage
+
+_PARTIES: WeakKeyDictionary[dist.ProcessGroup, Party] = WeakKeyDictionary()
+_ALONE = Party(Ranks.alone(), None)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    overwrite: bool = False,
+    prefix: str = "",
+    named_by: nn.Module | None = None,
+    size_per_shard: float = 1024,
+    sync_files: bool = True,
+    also: Also | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint of everything in ``state``; it is complete when this returns, and durable with ``sync_files``.
+
+    Collective: every rank of ``process_group`` must call it, with the same path. Each writes the slices that it has;
+    plain tensors and values are those of rank 0.
+
+    >>> import os, tempfile, torch
+    >>> from lightning_shardckpt import load, save
+    >>> model = torch.nn.Linear(2, 1)
+    >>> path = os.path.join(tempfile.mkdtemp(), "step-3")
+    >>> save(path, {"model": model, "step": 3})
+    >>> state = {"model": torch.nn.Linear(2, 1), "step": 0}
+    >>> load(path, state)
+    {}
+    >>> state["step"], torch.equal(state["model"].weight, model.weight)
+    (3, True)
+
+    Args:
+        path: a directory that does not exist yet or is empty; with ``overwrite``, also a checkpoint.
+        state: of modules, optimizers, other objects with ``state_dict`` and ``load_state_dict``, tensors, DTensors and
+            plain values, in dicts and lists. The keys "state_dict", "optimizer_states" and "rank_state" are for objects
+            only.
+        overwrite: replace the checkpoint that is there; it can be loaded until the new one is complete.
+        prefix: what is put before the names of parameters and buffers.
+        named_by: the module that has the parameters of optimizers, where it is not in the state. Without names they are
+            saved by number.
+        size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
+        sync_files: make the checkpoint durable; see ``ShardCkptIO``.
+        also: see ``ShardCkptIO``.
+        process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
+
+    Raises:
+        FileExistsError: on every rank, if something is at the path and ``overwrite`` is not set.
+        StateError: listing what cannot be stored.
+        Exception: the first failure of any rank, on every rank, naming it.
+    """
+    party = _party(process_group)
+    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also)
+    notes = engine.save(saving.path, saving.describe, **saving.options(size_per_shard, sync_files))
+    _warn(party, [*saving.notes, *notes])
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    overwrite: bool = False,
+    prefix: str = "",
+    named_by: nn.Module | None = None,
+    size_per_shard: float = 1024,
+    sync_files: bool = True,
+    also: Also | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Future[None]:
+    """Like ``save``, but return when everything is copied to host memory; a thread writes and commits it.
+
+    Collective, as ``save`` is. What is saved are the values at the call. Waits while an earlier save waits to be
+    written. The process does not end before all is written; loads wait for it.
+
+    Returns:
+        Done when the checkpoint is complete on all ranks. Who doesn't look gets its error from the next ``save_async``
+        or from ``wait``.
+
+    Raises:
+        Exception: what a save before this one failed with, on every rank; else as ``save`` does.
+    """
+    party = _party(process_group)
+    if party.background is None:
+        ranks = Ranks.of_group(_group(process_group)) if party.ranks.world > 1 else Ranks.alone()
+        party.background = Background(ranks)
+        party.background.linger_at_exit()
+    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also)
+    options = saving.options(size_per_shard, sync_files)
+    writing = engine.save_async(saving.path, saving.describe, **options, background=party.background)
+    _warn(party, [*saving.notes, *party.background.notes()])
+    done: Future[None] = Future()
+
+    def tell(written: Future[list[str]]) -> None:
+        error = written.exception()
+        done.set_result(None) if error is None else done.set_exception(error)
+
+    writing.add_done_callback(tell)
+    return done
+
+
+def wait(process_group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every ``save_async`` is complete.
+
+    Collective: every rank of ``process_group`` must call it.
+
+    Raises:
+        Exception: what a save failed with, on every rank; each failure is raised once.
+    """
+    party = _party(process_group)
+    if party.background is not None:
+        party.background.settle(party.ranks)
+        _warn(party, party.background.notes())
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: dict[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    prefix: str = "",
+    key_mapping: KeyMapping | None = None,
+    named_by: nn.Module | None = None,
+    verify: bool = True,
+    share_reads: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Bring everything in ``state`` to what a checkpoint of any topology has.
+
+    Collective: every rank of ``process_group`` must call it. Each reads the slices that it has. Modules, optimizers and
+    tensors are filled in place, other objects get their ``load_state_dict`` called, plain values are replaced in the
+    dict. All differences are found, and all bytes verified, before anything changes.
+
+    What is asked for must match, and be there; what is not asked for is not read, but for plain state, which is
+    returned. So ``{"model": model}`` loads the weights alone.
+
+    Args:
+        path: what ``save``, ``ShardedStrategy`` or Fabric saved, or a file of ``torch.save`` with Lightning's keys.
+        state: see ``save``. A single module takes the single stored one, whatever its key; several are found by their
+            keys, or as attributes of a LightningModule that was saved. Optimizers are found by their keys, or in order.
+            None: everything is returned with whole tensors on the CPU. Not collective then.
+        strict: whether a difference is an error; else the rest is loaded.
+        prefix: of the stored names of parameters and buffers.
+        key_mapping: from names in the state to stored names: a dict, pairs of regular expression and replacement, or a
+            function. All names are mapped at once. It holds for the state of optimizers, too.
+        named_by: see ``save``.
+        verify: whether to compare checksums.
+        share_reads: see ``ShardCkptIO``.
+        process_group: see ``save``.
+
+    Returns:
+        What the checkpoint has besides the model, the optimizers and what ``state`` asked for.
+
+    Raises:
+        CheckpointNotFoundError: if there is no complete checkpoint.
+        KeyError: with ``strict``, for keys of ``state`` that the checkpoint does not have.
+        MismatchError: with ``strict``, listing all other differences.
+        CorruptionError: naming file, tensor and rank; nothing has changed then.
+    """
+    drain_all()
+    if state is None:
+        return whole_state(engine.load_full(os.fspath(path), verify=verify))
+    party = _party(process_group)
+    objects = checked_state(state)
+    whole = _whole_names(party.ranks, objects)
+    restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole)
+    remainder, notes = restore.run(
+        os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=LocalStorage()
+    )
+    _warn(party, notes)
+    return remainder
+
+
+def _whole_names(ranks: Ranks, objects: Objects) -> WholeNames:
+    """Names over all ranks, if they have different ones: each a stage of a pipeline.
+
+    Collective: every rank must call it.
+    """
+    names = sorted({canonical_name(name) for name in objects.state_dict()})
+    if ranks.world == 1:
+        return WholeNames()
+    if ranks.step("comparing names", lambda: checksum("\n".join(names).encode()), lambda found: len({*found}) == 1):
+        return WholeNames()
+    joined: list[str] = ranks.step("joining names", lambda: names, lambda every: sorted({*chain(*every)}))
+    return WholeNames(frozenset(joined))
+
+
+def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"this rank is not in the process group, or it is none: {group!r}")
+    return group
+
+
+def _party(process_group: dist.ProcessGroup | None) -> Party:
+    if process_group is None and not dist.is_initialized():
+        return _ALONE
+    group = _group(process_group)
+    if group not in _PARTIES:
+        members = tuple(dist.get_process_group_ranks(group))
+        partly = members if len(members) < dist.get_world_size() or members != tuple(sorted(members)) else None
+        _PARTIES[group] = Party(Ranks.of_group(group), partly)
+    return _PARTIES[group]
+
+
+def _warn(party: Party, notes: Iterable[str]) -> None:
+    if party.ranks.rank == 0:
+        for note in notes:
+            warnings.warn(note, stacklevel=3)

@@ -1,0 +1,324 @@
+"""How does stored state come back into the objects of a nested dict? What belongs to what, and under which name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.errors import FormatError, MismatchError
+from lightning_shardckpt.header import shown
+from lightning_shardckpt.index import Component
+from lightning_shardckpt.loading import Live
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.selected import SelectedSource
+from lightning_shardckpt.sources import Source
+from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.geometry import copy_slice
+from lightning_shardckpt.state.live import load_edited, not_live, set_extra_state
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
+from lightning_shardckpt.state.objects import (
+    KEYS,
+    Objects,
+    Path,
+    key_of,
+    names_for,
+    put_at,
+    remove_at,
+    sharded_tensors,
+    value_at,
+)
+from lightning_shardckpt.storage.protocol import Storage
+
+KeyMapping: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
+"""From names in the model to stored names: by name, by regular expression and replacement, or by a function."""
+
+
+def renaming(mapping: KeyMapping | None) -> Callable[[str], str]:
+    """A mapping as a function. All names are mapped at once, so they may be swapped; of rules, the first match counts.
+
+    >>> renaming({"a": "b", "b": "a"})("a"), renaming([(r"^layers\\.(\\d+)", r"h.\\1")])("layers.3.w")
+    ('b', 'h.3.w')
+    """
+    if mapping is None:
+        return lambda name: name
+    if isinstance(mapping, Mapping):
+        return lambda name: mapping.get(name, name)
+    if callable(mapping):
+        return mapping
+    rules = [(re.compile(pattern), replacement) for pattern, replacement in mapping]
+
+    def renamed(name: str) -> str:
+        rule = next(((p, r) for p, r in rules if p.search(name)), None)
+        return name if rule is None else rule[0].sub(rule[1], name)
+
+    return renamed
+
+
+class Restore:
+    """One load into a nested dict, on one rank.
+
+    Args:
+        state: what to load into.
+        objects: what is in it.
+        prefix: of the stored names.
+        key_mapping: from names here to stored names without ``prefix``.
+        named_by: the module of an optimizer whose module is not in the state.
+        whole: names of the model over all pipeline stages.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        objects: Objects,
+        *,
+        prefix: str = "",
+        key_mapping: KeyMapping | None = None,
+        named_by: nn.Module | None = None,
+        whole: WholeNames | None = None,
+    ) -> None:
+        self._state, self._objects, self._prefix = state, objects, prefix
+        self._rename, self._whole = renaming(key_mapping), whole or WholeNames()
+        self._state_dict, self._root = objects.state_dict(), objects.root
+        self._named = names_for(objects, named_by, self._whole)
+        self._optimizers = list(objects.optimizers.values())
+        self._fitting: set[Path] = set()  # tensors of the state that can be filled
+        self.missing: list[str] = []
+        """Keys of the state that the checkpoint does not have, once the load has begun."""
+        self.present: list[str] = []
+        """The keys that it has."""
+
+    def live(self) -> Live:
+        """What ``checkpoint.load`` fills."""
+        tensors = {n: v for n, v in self._state_dict.items() if not is_extra_state(n)}
+        tensors = {n: v for n, v in tensors.items() if isinstance(v, torch.Tensor)}
+        leaves, _ = model_leaves(tensors, self._root if self._objects.modules else None, self._whole)
+        return Live(
+            leaves,
+            frozenset(canonical_name(n) for n in self._state_dict if is_extra_state(n)),
+            self._optimizers if self._objects.optimizers else None,
+            {id(p): self._named.get(id(p), f"#{i}") for o in self._optimizers for i, p in enumerate(_params(o))},
+            self._whole,
+            fitting=self.fitting,
+            placed={key_of(path): tensor.detach() for path, tensor in self._objects.tensors.items()},
+            like=sharded_tensors(self._objects),
+            remedy="Pass strict=False",
+        )
+
+    def fitting(self, source: Source) -> tuple[Source, list[str]]:
+        """What of a source is asked for, under the names here, and what it does not have or has otherwise, a line each.
+
+        Raises:
+            FormatError: if it says of modules and optimizers what cannot be.
+        """
+        components = source.components()
+        specs = components.get("trainer", Component({})).tensors
+
+        def blank(key: str) -> torch.Tensor:
+            return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
+
+        known = source.trainer(blank)
+        keys = _checked(known.get(KEYS), source.path)
+        prefixes = self._stored_prefixes(keys, "model" in components)
+        numbers = self._numbers(keys, source.document("optimizer"))
+        objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
+        self.present = [*objects, *(key for key in known if key != KEYS)]
+        problems = self._compare_rest(known)
+        problems += [f"{key}  in the state only" for key in self.missing]
+        if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
+            problems += self._unnamed(source)
+        names, others = self._names(prefixes)
+        return SelectedSource(source, names, others, numbers), problems
+
+    def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
+        """What stands before the stored names of each module that the checkpoint has."""
+        here, found = self._objects.prefixes, {}
+        stored: dict[str, str] = {} if keys is None else keys["modules"]
+        for path, prefix in here.items():
+            if key_of(path) in stored:
+                found[path] = stored[key_of(path)]
+            elif len(here) == len(stored) == 1:
+                found[path] = next(iter(stored.values()))
+            elif keys is None and has_model:
+                found[path] = prefix
+            else:
+                self.missing.append(key_of(path))
+        return found
+
+    def _numbers(self, keys: dict[str, Any] | None, document: Any) -> list[int]:
+        """Which stored optimizers are those here; such as it does not have are left out."""
+        count = len(document or ())
+        stored: list[str] = (keys["optimizers"] if keys is not None else [])[:count]
+        paths = list(self._objects.optimizers)
+        in_order = len(paths) == count and not set(stored) & set(map(key_of, paths))
+        numbers = []
+        for place, path in enumerate(paths):
+            if key_of(path) in stored:
+                numbers.append(stored.index(key_of(path)))
+            elif in_order:
+                numbers.append(place)
+            else:
+                self.missing.append(key_of(path))
+        there = [o for path, o in self._objects.optimizers.items() if key_of(path) not in self.missing]
+        self._optimizers[:] = there
+        return numbers
+
+    def _unnamed(self, source: Source) -> list[str]:
+        document = source.document("optimizer") or {}
+        if all(one["numbered"] for one in document.values()):
+            return []
+        return ["optimizer  its parameters are in no module of the state: pass named_by=, the module that has them"]
+
+    def _compare_rest(self, known: dict[str, Any]) -> list[str]:
+        problems = []
+        for path in (*self._objects.tensors, *self._objects.stateful, *self._objects.values):
+            try:
+                stored = value_at(known, path)
+            except LookupError:
+                self.missing.append(key_of(path))
+                continue
+            live = self._objects.tensors.get(path)
+            if live is None:
+                continue
+            if not isinstance(stored, torch.Tensor):
+                problems.append(f"{key_of(path)}  {type(stored).__name__} in checkpoint, a tensor in the state")
+            elif (stored.shape, stored.dtype) != (live.shape, live.dtype):
+                there, here = (f"{t.dtype} {tuple(t.shape)}" for t in (stored, live))
+                problems.append(f"{key_of(path)}  {there} in checkpoint, {here} in the state")
+            else:
+                self._fitting.add(path)
+        return problems
+
+    def _names(self, stored: dict[Path, str]) -> tuple[dict[str, str], Callable[[str], str | None]]:
+        """Name here → stored name of all entries; and the name that another stored entry of these modules has here."""
+        here = {self._objects.prefixes[path]: prefix for path, prefix in stored.items()}
+
+        def moved(name: str, table: Mapping[str, str]) -> str | None:
+            fitting = [prefix for prefix in table if name.startswith(prefix)]
+            longest = max(fitting, key=len, default=None)
+            return None if longest is None else table[longest] + name.removeprefix(longest)
+
+        entries = {canonical_name(name) for name in self._state_dict} | self._whole.state
+        names = {}
+        for name in sorted(entries):
+            there = moved(name, here)
+            if there is not None:
+                names[name] = self._prefix + self._rename(there)
+        back = {self._prefix + prefix: mine for mine, prefix in here.items()}
+        return names, lambda name: moved(name, back)
+
+    def run(
+        self,
+        path: str,
+        ranks: Ranks,
+        *,
+        strict: bool,
+        verify: bool,
+        share_reads: bool | None,
+        storage: Storage,
+        weights_only: bool = True,
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Load; returns what of the checkpoint's plain state is left, and what a user should know.
+
+        Collective: every rank of ``ranks`` must call it. Arguments and errors are those of ``functional.load``.
+        """
+        try:
+            loaded = engine.load(
+                path,
+                self.live(),
+                ranks=ranks,
+                strict=strict,
+                verify=verify,
+                weights_only=weights_only,
+                share_reads=share_reads,
+                storage=storage,
+            )
+        except MismatchError as error:
+            if self.missing and strict:
+                raise KeyError(
+                    f"checkpoint {path!r} does not have {', '.join(map(repr, self.missing))} of the state; it has "
+                    f"{', '.join(map(repr, self.present))}. Pass strict=False to load the rest"
+                ) from error
+            raise
+        return self.finish(loaded.trainer, loaded.extra_state), loaded.notes
+
+    @torch.no_grad()
+    def finish(self, trainer: dict[str, Any], extra_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the rest of what was loaded into the objects and the dict; returns what of the checkpoint is left.
+
+        Args:
+            trainer: what ``checkpoint.load`` returned of the trainer's state.
+            extra_state: see there.
+        """
+        if self._objects.modules:
+            set_extra_state(self._root, extra_state)
+            state = {n: v for n, v in self._state_dict.items() if isinstance(v, torch.Tensor)}
+            load_edited(self._root, state, state, not_live(self._root, state), self._whole)
+        placed = {path: self._objects.tensors[path] for path in self._fitting}
+        absent = {*self.missing}
+        for path in (*placed, *self._objects.stateful, *self._objects.values):
+            if key_of(path) in absent:
+                continue
+            value = value_at(trainer, path)
+            if path in placed:
+                if not _is_same_memory(value, placed[path]):  # it was inside the JSON
+                    copy_slice(placed[path], value)
+            elif path in self._objects.stateful:
+                self._objects.stateful[path].load_state_dict(value)
+            else:
+                put_at(self._state, path, value)
+            remove_at(trainer, path)
+        return {key: value for key, value in trainer.items() if key not in (KEYS, "rank_state")}
+
+
+def whole_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Lightning's checkpoint dict as the state that was saved; without a trace of that, as it is.
+
+    Raises:
+        FormatError: if it says of modules and optimizers what cannot be.
+    """
+    keys = _checked(checkpoint.pop(KEYS, None), "the checkpoint")
+    if keys is None:
+        return checkpoint
+    model, optimizers = checkpoint.pop("state_dict", {}), checkpoint.pop("optimizer_states", [])
+    for key, prefix in keys["modules"].items():
+        state = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
+        _insert(checkpoint, key, state)
+    for key, state in zip(keys["optimizers"], optimizers, strict=False):
+        _insert(checkpoint, key, state)
+    return checkpoint
+
+
+def _insert(state: Any, key: str, value: Any) -> None:
+    *parents, last = key.split("/")
+    for parent in parents:
+        state = state[int(parent)] if isinstance(state, list) else state.setdefault(parent, {})
+    if isinstance(state, list):
+        state[int(last)] = value
+    else:
+        state[last] = value
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    locals_ = [getattr(t, "_local_tensor", t) for t in (a, b)]
+    return type(a) is type(b.detach()) and locals_[0].data_ptr() == locals_[1].data_ptr() and bool(locals_[0].numel())
+
+
+def _checked(keys: Any, path: str) -> dict[str, Any] | None:
+    """What a checkpoint says of where modules and optimizers were; None if it says nothing."""
+    if keys is None:
+        return None
+    if isinstance(keys, dict) and isinstance(keys.get("modules"), dict) and isinstance(keys.get("optimizers"), list):
+        texts = [*keys["modules"], *keys["modules"].values(), *keys["optimizers"]]
+        if all(isinstance(text, str) for text in texts):
+            return keys
+    raise FormatError(f"{path!r}: {KEYS} of the trainer's state names no modules and optimizers: {shown(keys)}")

@@ -1,0 +1,156 @@
+"""A part of stored state under other names: as a source for a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lightning_shardckpt.index import Component, TensorSpec
+from lightning_shardckpt.sources import Source, Target
+from lightning_shardckpt.whole import Tensors
+
+
+class SelectedSource:
+    """What a load asks for, by the names that it has; it reads from another source, which stays the caller's to close.
+
+    Args:
+        source: what is stored.
+        names: name here → stored name, of the model's entries that may be there. Two may have the same stored name.
+        others: stored name → name here, of any other entry; None leaves it out.
+        optimizers: the numbers of the stored optimizers that are 0, 1, … here.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        names: Mapping[str, str],
+        others: Callable[[str], str | None],
+        optimizers: Sequence[int],
+    ) -> None:
+        self.path, self._source, self._optimizers = source.path, source, optimizers
+        self._stored = source.components()
+        model = self._stored.get("model", Component({}))
+        extra = source.document("model") or {}
+        known = {*model.tensors, *model.aliases, *extra}
+        self._of = {name: stored for name, stored in names.items() if stored in known}  # name here → stored name
+        taken = {*names, *self._of}
+        hit = set(self._of.values())
+        for stored in known - hit:
+            name = others(stored)
+            if name is not None:
+                name = name if name not in taken else f"{stored} (of the checkpoint)"
+                self._of[name] = stored
+        self._here: dict[str, str] = {}  # stored name → the first name here
+        for name, stored in self._of.items():
+            self._here.setdefault(stored, name)
+        self._optimizer_keys: dict[str, str] = {}
+        self._made: dict[int, tuple[Target, Target]] = {}  # by id, with what has it
+
+    @property
+    def tensors(self) -> Tensors:
+        """As they are stored."""
+        return self._source.tensors
+
+    def close(self) -> None:
+        """Nothing: what is stored is the caller's."""
+
+    @cached_property
+    def _components(self) -> dict[str, Component]:
+        found = dict(self._stored)
+        found.pop("model", None)
+        found.pop("optimizer", None)
+        if "model" in self._stored and self._of:
+            found["model"] = self._model(self._stored["model"])
+        if "optimizer" in self._stored and self._optimizers:
+            found["optimizer"] = Component(dict(self._optimizer_tensors(self._stored["optimizer"])))
+        return found
+
+    def components(self) -> Mapping[str, Component]:
+        """Tensors by component, under the names here."""
+        return self._components
+
+    def _model(self, stored: Component) -> Component:
+        tensors: dict[str, TensorSpec] = {}
+        aliases: dict[str, str] = {}
+        first: dict[str, str] = {}
+        for name, stored_name in self._of.items():
+            key = stored.aliases.get(stored_name, stored_name)
+            if key not in stored.tensors:
+                continue
+            if key in first:
+                aliases[name] = first[key]
+            else:
+                first[key] = name
+                tensors[name] = stored.tensors[key]
+        return Component(tensors, aliases)
+
+    def _optimizer_tensors(self, stored: Component) -> Iterable[tuple[str, TensorSpec]]:
+        here = {f"{number}": str(place) for place, number in enumerate(self._optimizers)}
+        for key, spec in stored.tensors.items():
+            number, _, rest = key.partition("/")
+            if number in here:
+                param, _, state = rest.rpartition("/")
+                name = f"{here[number]}/{self._param(param)}/{state}"
+                self._optimizer_keys[name] = key
+                yield name, spec
+
+    def _param(self, stored: str) -> str:
+        """The name here of a parameter of an optimizer."""
+        if stored in self._here:
+            return self._here[stored]
+        aliases = self._stored["model"].aliases if "model" in self._stored else {}
+        known = (self._here[alias] for alias, of in aliases.items() if of == stored and alias in self._here)
+        return next(known, stored)
+
+    def document(self, role: str, rank: int = 0) -> Any:
+        """What was stored under a role, with the names here."""
+        found = self._source.document(role, rank)
+        if role == "model":
+            return {name: found[stored] for name, stored in self._of.items() if stored in found} if found else found
+        if role != "optimizer" or (found is None and self._optimizers):
+            return found
+        return {str(place): self._renamed(found[str(number)]) for place, number in enumerate(self._optimizers)}
+
+    def _renamed(self, one: dict[str, Any]) -> dict[str, Any]:
+        if one["numbered"]:
+            return one
+
+        def with_names(entry: dict[str, Any]) -> dict[str, Any]:
+            return {**entry, "params": [self._param(param) for param in entry["params"]]}
+
+        groups = {number: with_names(group) for number, group in one["groups"].items()}
+        values = {name: [with_names(entry) for entry in shared] for name, shared in one["values"].items()}
+        return {**one, "groups": groups, "values": values}
+
+    def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+        """The trainer's state, as it is."""
+        return self._source.trainer(stored)
+
+    def alike(self, names: Sequence[str]) -> bool:
+        """As the source says."""
+        return self._source.alike([self._stored_key("model", name) for name in names])
+
+    def backed(self, component: str, key: str) -> tuple[int, ...]:
+        """The shape of a stored tensor."""
+        return self._source.backed(component, self._stored_key(component, key))
+
+    def verify(self, targets: list[Target]) -> int:
+        """As the source does."""
+        for target in targets:
+            there = replace(target, key=self._stored_key(target.component, target.key))
+            self._made[id(target)] = target, there
+        return self._source.verify([self._made[id(target)][1] for target in targets])
+
+    def fill(self, targets: list[Target]) -> None:
+        """As the source does."""
+        self._source.fill([self._made[id(target)][1] for target in targets])
+
+    def _stored_key(self, component: str, key: str) -> str:
+        if component == "model":
+            stored = self._of[key]
+            return self._stored["model"].aliases.get(stored, stored)
+        return self._optimizer_keys[key] if component == "optimizer" else key

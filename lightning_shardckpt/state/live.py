@@ -1,0 +1,84 @@
+"""Which of a module's state is its own memory, and how does the rest come into it?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.state.geometry import copy_slice, local_tensor
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state
+
+
+def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
+    """Canonical FQN by ``id`` of the parameter; the first one of a tied parameter, of the ``whole`` model if given."""
+    first = {name: tie[0] for tie in whole.ties for name in tie} if whole is not None else {}
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), first.get(canonical_name(name), canonical_name(name)))
+    return names
+
+
+def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
+    """Names of entries that are copies: filling them does not fill the module."""
+    live = {
+        local_tensor(t).untyped_storage().data_ptr()
+        for named in (module.named_parameters(), module.named_buffers())
+        for _, t in named
+    }
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    return frozenset(
+        name
+        for name, value in tensors.items()
+        if local_tensor(value).numel() and local_tensor(value).untyped_storage().data_ptr() not in live
+    )
+
+
+def load_edited(
+    module: nn.Module,
+    loaded: Mapping[str, Any],
+    now: Mapping[str, Any],
+    copies: frozenset[str],
+    whole: WholeNames | None = None,
+) -> None:
+    """Bring entries of the loaded state dict into the module that filling it in place did not, or that hooks replaced.
+
+    Args:
+        module: the live module.
+        loaded: entries as they were filled.
+        now: the same after on_load_checkpoint hooks; whole tensors may stand for sharded ones.
+        copies: names of entries that are not the module's own memory.
+        whole: names of the model over all pipeline stages; a hook may name what another stage has.
+
+    Raises:
+        MismatchError: for entries that the module does not have.
+    """
+    whole = whole or WholeNames()
+    edited = {name: value for name, value in now.items() if name in copies or value is not loaded.get(name)}
+    for tie in whole.ties:  # the hook may have used a name that another stage has for the tensor
+        names = [name for name in edited if canonical_name(name) in tie]
+        if names:
+            value = edited[max(names, key=lambda name: tie.index(canonical_name(name)))]
+            edited |= {name: value for name in loaded if canonical_name(name) in tie}
+    for name, value in edited.items():
+        before = loaded.get(name)
+        if isinstance(before, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            edited[name] = torch.empty_like(before, dtype=value.dtype)
+            copy_slice(edited[name], value)
+    if edited:
+        found = module.load_state_dict(edited, strict=False).unexpected_keys
+        unexpected = [name for name in found if canonical_name(name) not in whole.state]
+        if unexpected and getattr(module, "strict_loading", True):
+            raise MismatchError(f"on_load_checkpoint left entries that the model does not have: {unexpected}")
+
+
+def set_extra_state(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give the submodules that have extra state theirs, by its canonical name in the state dict."""
+    for name, sub in module.named_modules():
+        key = canonical_name(f"{name}._extra_state" if name else "_extra_state")
+        if key in states and is_extra_state(key):
+            sub.set_extra_state(states[key])

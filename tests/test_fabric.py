@@ -1,0 +1,235 @@
+"""Fabric scripts under ShardedStrategy. Oracles: the same loop in plain torch, one process, and state dicts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
+from tests import nets
+from tests.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of, twin
+from tests.pool import run_ranks
+
+TOLERANCE = 1e-12  # sums of float64 in another order
+TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
+
+
+def fabric_of(precision: Any = "64-true", io: ShardCkptIO | None = None, **options: Any) -> Fabric:
+    strategy = ShardedStrategy(**options)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    plugins = [io] if io is not None else None
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision, plugins=plugins)
+    fabric.launch()
+    return fabric
+
+
+def built(fabric: Fabric, case: Case, order: str = "before") -> tuple[Any, Any]:
+    """The module and the optimizer of a case; the optimizer is built before or behind the setup."""
+    torch.manual_seed(3)
+    if case.late:
+        with fabric.init_module(empty_init=True):
+            net = nets.BUILDERS[case.net]()
+        assert all(p.is_meta for p in net.parameters())
+    else:
+        net = nets.BUILDERS[case.net]()
+    module = nn.ModuleDict({"net": net})
+    module.forward = lambda batch: loss_of(net, batch)  # type: ignore[method-assign]
+    if order == "before":
+        return fabric.setup(module, optimizer_of(module))  # type: ignore[no-any-return]
+    prepared = fabric.setup_module(module)
+    return prepared, fabric.setup_optimizers(optimizer_of(prepared))
+
+
+def train(case: Case, order: str = "before", **options: Any) -> dict[str, Any]:
+    fabric = fabric_of(**options)
+    module, optimizer = built(fabric, case, order)
+    first = full_state(module)
+    loader = fabric.setup_dataloaders(
+        DataLoader(dataset(), batch_size=GLOBAL_BATCH // fabric.strategy.topology.data_parallel)
+    )
+    losses = []
+    for step, batch in enumerate(loader, 1):
+        holding = step % case.accumulate != 0
+        with fabric.no_backward_sync(module, enabled=holding):
+            loss = module(batch)
+            fabric.backward(loss / case.accumulate)
+        losses.append(float(fabric.all_reduce(loss.detach().clone())))
+        if not holding:
+            if case.clip is not None:
+                fabric.clip_gradients(module, optimizer, max_norm=case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        val = [float(fabric.all_reduce(module(batch))) for batch in loader]
+    return {"losses": losses, "first": first, "last": full_state(module), "val": sum(val) / len(val)}
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
+TWO: list[tuple[Case, str, dict[str, Any]]] = [
+    (Case(), "before", {}),
+    (HARD, "before", {}),
+    (HARD, "behind", {"accumulate_unsharded": False, "activation_checkpointing": True}),
+    (Case(clip=0.05), "behind", {"cpu_offload": True}),
+    (HARD, "before", TENSOR),
+    (Case("llama", clip=0.05), "before", {"tensor_parallel_size": 2}),
+    (Case(), "before", {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 1}),
+]
+FOUR: list[tuple[Case, str, dict[str, Any]]] = [
+    (HARD, "before", TENSOR),
+    (HARD, "behind", {"data_parallel_replicate_size": 2}),
+]
+
+
+def train_all(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [train(case, order, **options) for case, order, options in ways]
+
+
+def twins(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[nets.Trained]:
+    return [twin(case) for case, *_ in ways]
+
+
+@pytest.mark.parametrize(
+    ("world", "ways"),
+    [
+        pytest.param(1, TWO[:1], id="1"),
+        pytest.param(2, TWO, id="2", marks=pytest.mark.slow),
+        pytest.param(4, FOUR, id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_trains_as_plain_torch_does_in_one_process(
+    world: int, ways: list[tuple[Case, str, dict[str, Any]]]
+) -> None:
+    (expected,) = run_ranks(1, twins, ways)
+    for rank in run_ranks(world, train_all, ways):
+        for (case, order, options), got, alone in zip(ways, rank, expected, strict=True):
+            print(case, order, options)
+            # Fabric's 64-true gives what a forward returns as float32
+            assert got["losses"] == pytest.approx(alone.losses, rel=2e-7)
+            assert got["val"] == pytest.approx(alone.metrics["val"], rel=2e-7)
+            assert_close(got["first"], alone.first, 0)
+            assert_close(got["last"], alone.last)
+
+
+# ── precision, errors, other ranks ────────────────────────────────────────────────────────────────────────────────
+
+
+def train_in(precision: str, options: dict[str, Any]) -> tuple[set[torch.dtype], list[float], float]:
+    fabric = fabric_of(precision, **options)
+    module, optimizer = built(fabric, Case("llama", late=True))
+    losses = []
+    for batch in fabric.setup_dataloaders(
+        DataLoader(dataset(), batch_size=GLOBAL_BATCH // fabric.strategy.topology.data_parallel)
+    ):
+        loss = module(batch)
+        fabric.backward(loss)
+        fabric.clip_gradients(module, optimizer, clip_val=0.01)
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        assert parts and all(part.abs().max() <= 0.0101 for part in parts if part.numel())  # bfloat16 rounds up
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(fabric.all_reduce(loss.detach().float())))
+    values = torch.cat([v.double().flatten() for v in full_state(module).values()])
+    return {p.dtype for p in module.parameters()}, losses, values.norm().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [("32-true", "float32", 1e-5), ("bf16-mixed", "float32", 2e-3), ("bf16-true", "bfloat16", 2e-2)],
+)
+def test_precisions_train_the_same_up_to_their_rounding(precision: str, dtype: str, tolerance: float) -> None:
+    (alone,) = run_ranks(1, train_in, precision, {})
+    for options in ({}, {"tensor_parallel_size": 2}):
+        for rank in run_ranks(2, train_in, precision, options):
+            assert rank[0] == {getattr(torch, dtype)}
+            assert rank[1] == pytest.approx(alone[1], rel=tolerance)
+            assert rank[2] == pytest.approx(alone[2], rel=tolerance)
+
+
+def errors_and_reductions() -> None:
+    fabric = fabric_of("32-true", tensor_parallel_size=2, tensor_parallel_plan={"0": "colwise_gather_output"})
+    rank = fabric.global_rank
+    with pytest.raises(TopologyError, match=r"before any module: call fabric.setup\(model, optimizer\)"):
+        fabric.setup_optimizers(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    model = fabric.setup(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
+    with pytest.raises(TopologyError, match="holds 2 parameters that are not in"):
+        fabric.setup_optimizers(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    # both ranks compute the same: a sum counts the one data-parallel rank once
+    assert fabric.all_reduce(torch.tensor(3.0), reduce_op="sum") == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Lightning gathers by a function that torch deprecates
+        assert fabric.all_gather(torch.tensor([3.0])).flatten().tolist() == [3.0]
+    assert fabric.strategy.reduce_boolean_decision(rank == 0, all=False)
+    assert not fabric.strategy.reduce_boolean_decision(rank == 0)
+    assert fabric.broadcast(rank) == 0
+    fabric.backward(model(torch.full((1, 2), float("inf"))).sum())
+    with pytest.raises(RuntimeError, match="the norm of the gradients is"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(RuntimeError, match=r"fabric.backward\(loss\)"):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TypeError, match="pass plugins="):
+        fabric.strategy.checkpoint_io = TorchCheckpointIO()
+
+
+def test_errors_say_what_to_do_and_reductions_count_each_batch_once() -> None:
+    run_ranks(2, errors_and_reductions)
+
+
+def two_networks(options: dict[str, Any]) -> dict[str, Tensor]:
+    """A generator and a critic, each with its optimizer, where one's loss goes through the other."""
+    fabric = fabric_of("64-true", **options)
+    torch.manual_seed(1)
+    nets_ = [nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets_]
+    (first, one), (second, other) = (fabric.setup(n, o) for n, o in zip(nets_, optimizers, strict=True))
+    for step in range(3):
+        noise = torch.ones(2, 3) * (step + 1) + fabric.strategy.distributed_sampler_kwargs["rank"]
+        fabric.backward(-second(first(noise)).square().mean())
+        one.step()
+        other.zero_grad()
+        fabric.backward(second(first(noise).detach()).square().mean())
+        other.step()
+        one.zero_grad()
+        other.zero_grad()
+    return {f"{n}.{k}": v for n, net in enumerate((first, second)) for k, v in full_state(net).items()}
+
+
+def plain_two_networks() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    first, second = (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+    first, second = first.double(), second.double()
+    one, other = (torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (first, second))
+    for step in range(3):
+        noise = torch.cat([torch.ones(2, 3).double() * (step + 1) + rank for rank in range(2)])
+        (-second(first(noise)).float().double().square().mean()).backward()
+        one.step()
+        other.zero_grad()
+        second(first(noise).detach()).square().mean().backward()
+        other.step()
+        one.zero_grad()
+        other.zero_grad()
+    return {f"{n}.{k}": v for n, net in enumerate((first, second)) for k, v in full_state(net).items()}
+
+
+def test_two_networks_train_against_each_other_as_in_plain_torch() -> None:
+    expected = plain_two_networks()
+    for rank in run_ranks(2, two_networks, {}):
+        assert_close(rank, expected, 1e-6)  # between them, Fabric's 64-true passes float32

@@ -1,0 +1,205 @@
+"""What Fabric saves and loads under ShardedStrategy. Oracles: whole state before the save, and Lightning's rules."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_shardckpt import load, metadata, save
+from lightning_shardckpt.errors import MismatchError
+from tests import tiny
+from tests.pool import run_ranks
+from tests.test_fabric import fabric_of
+from tests.test_functional import differing, whole
+
+
+class Mlp(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.down = nn.Linear(6, 2)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.up(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.down(x)
+
+
+PLAN = {"up": "colwise_gather_output", "blocks.*": "colwise_gather_output"}
+TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
+
+
+def script(fabric: Fabric, seed: int, steps: int = 2) -> dict[str, Any]:
+    """Everything that a training script saves, after some steps."""
+    torch.manual_seed(seed)
+    model = Mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer = fabric.setup(model, optimizer)
+    for _ in range(steps):
+        fabric.backward(model(torch.ones(4, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": steps, "note": {"a": [1, 2]}}
+
+
+def whole_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: whole(getattr(value, "optimizer", value)) for key, value in state.items()}
+
+
+def save_everything(path: str, expected: str) -> None:
+    fabric = fabric_of("32-true")
+    state = script(fabric, 1)
+    fabric.save(path + "/all", state)
+    full = whole_of(state)
+    fabric.save(path + "/all", {**state, "step": 7})  # replaces the one that is there
+    filters = {"model": lambda name, _: "bias" not in name, "note": lambda name, _: False}
+    fabric.save(path + "/filtered", state, filter=filters)
+    fabric.save(path + "/optimizer", {"optimizer": state["optimizer"]})
+    fabric.save(path + "/model", {"model": state["model"]})
+    torch.manual_seed(5)
+    other = fabric.setup(nn.Linear(2, 3))
+    fabric.save(path + "/two", {"model": state["model"], "other": other, "optimizer": state["optimizer"]})
+    again = script(fabric, 2, 0)
+    assert fabric.load(path + "/all", again) == {}
+    assert differing(whole_of(again), full | {"step": 7}) == []
+    # the next steps are the same
+    for one in (state, again):
+        fabric.backward(one["model"](torch.ones(4, 3)).square().mean())
+        one["optimizer"].step()
+    assert differing(whole_of(again), whole_of(state) | {"step": 7}) == []
+    full["other"] = whole(other)
+    if fabric.is_global_zero:
+        torch.save(full, expected)
+
+
+def load_everything(path: str, expected: str, options: dict[str, Any]) -> None:
+    fabric = fabric_of("32-true", **options)
+    full = torch.load(expected)
+    state = script(fabric, 3, 1)
+    rest = fabric.load(path + "/all", {"model": state["model"]})
+    assert rest.keys() == {"scheduler", "step", "note"} and rest["step"] == 7
+    assert differing(whole(state["model"]), full["model"]) == []
+    with pytest.raises(KeyError, match="'coconut' of the state"):
+        fabric.load(path + "/all", {"model": state["model"], "coconut": 1})
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        assert fabric.load(path + "/all", {"coconut": 1, "step": 0}, strict=False).keys() == {"scheduler", "note"}
+    with pytest.raises(MismatchError, match=r"up.bias  in model only"):
+        fabric.load(path + "/filtered", {"model": state["model"]})
+    assert metadata(path + "/filtered").tensors.keys() & {"up.bias", "up.weight"} == {"up.weight"}
+
+    alone = script(fabric, 4, 1)
+    fabric.load(path + "/model", {"anything": alone["model"]})
+    fabric.load_raw(path + "/model", state["model"])
+    assert differing(whole(state["model"]), full["model"]) == []
+    found = fabric.load(path + "/all")
+    assert differing(dict(found["model"]), full["model"]) == [] and found["step"] == 7
+    assert found["optimizer"]["param_groups"][0]["lr"] == full["optimizer"]["param_groups"][0]["lr"]
+
+
+def lone_optimizer(path: str, expected: str, options: dict[str, Any]) -> None:
+    fabric = fabric_of("32-true", **options)
+    full = torch.load(expected)
+    for load_it in (
+        lambda one: fabric.load(path + "/optimizer", {"optimizer": one}),
+        lambda one: fabric.load(path + "/all", {"optimizer": one}),
+        lambda one: fabric.load_raw(path + "/optimizer", one),
+    ):
+        fabric.strategy._sharded.clear()  # as a script of its own
+        state = script(fabric, 3, 1)
+        load_it(state["optimizer"])
+        assert differing(whole_of(state)["optimizer"], full["optimizer"]) == []
+
+
+def two_models(path: str, expected: str) -> None:
+    fabric = fabric_of("32-true")  # the patterns of a tensor parallel plan fit one of them only
+    full = torch.load(expected)
+    state, other = script(fabric, 3, 1), fabric.setup(nn.Linear(2, 3))
+    rest = fabric.load(path + "/two", {"other": other})
+    assert rest == {} and differing(whole(other), full["other"]) == []
+    fabric.load(path + "/two", {"model": state["model"], "optimizer": state["optimizer"]})
+    found = whole_of(state)
+    assert [d for key in ("model", "optimizer") for d in differing(found[key], full[key])] == []
+
+
+def every_load(path: str, expected: str, options: dict[str, Any]) -> None:
+    load_everything(path, expected, options)
+    lone_optimizer(path, expected, options)
+    two_models(path, expected)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("fabric")
+    run_ranks(2, save_everything, str(folder), str(folder / "expected.pt"))
+    return str(folder), str(folder / "expected.pt")
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(1, {}), (2, TENSOR), pytest.param(4, TENSOR, marks=pytest.mark.slow)],
+    ids=["1", "TP2", "FSDP2xTP2"],
+)
+def test_what_two_ranks_saved_loads_on_any_topology(
+    world: int, options: dict[str, Any], saved: tuple[str, str]
+) -> None:
+    run_ranks(world, every_load, *saved, options)
+
+
+def test_plain_functions_load_what_fabric_saved(saved: tuple[str, str]) -> None:
+    path, expected = saved
+    model = Mlp()
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 0}
+    load(path + "/all", state)
+    full = torch.load(expected) | {"step": 7}
+    assert differing(whole(state), {key: full[key] for key in state}) == []
+
+
+# ── the Trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def from_trainer_to_fabric_and_back(folder: str) -> None:
+    path, back = folder + "/trainer.ckpt", folder + "/fabric.ckpt"
+    got = tiny.fit({}, 3, save=path)
+    fabric = fabric_of("32-true")
+    torch.manual_seed(9)
+    module = tiny.TinyLM()
+    module.configure_model()
+    optimizer = module.configure_optimizers()["optimizer"]
+    module, optimizer = fabric.setup(module, optimizer)
+    state = {"model": module, "optimizer": optimizer, "global_step": 0}
+    assert "callbacks" in fabric.load(path, state)
+    assert state["global_step"] == 3
+    assert tiny.differences(tiny.full_state(module.module, [optimizer.optimizer]), got["state"]) == []
+    fabric.save(back, state)
+
+    plain = tiny.TinyLM()
+    plain.configure_model()
+    own = plain.configure_optimizers()["optimizer"]
+    load(path, {"state_dict": plain, "optimizer_states": [own]})
+    assert tiny.differences(tiny.full_state(plain, [own]), got["state"]) == []
+    save(folder + "/plain.ckpt", {"net": plain, "optimizer": own}, overwrite=True)
+
+    for name in (back, folder + "/plain.ckpt"):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = tiny.fit({"tensor_parallel_size": 1}, 0, resume=name, seed=7)
+        assert any("is not of Lightning's Trainer" in str(one.message) for one in told) == (dist.get_rank() == 0)
+        assert tiny.differences(found["state"], got["state"]) == []
+
+
+def test_a_trainer_fabric_and_functions_load_each_others_model_and_optimizer(tmp_path: Path) -> None:
+    run_ranks(2, from_trainer_to_fabric_and_back, str(tmp_path))

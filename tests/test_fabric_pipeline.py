@@ -1,0 +1,140 @@
+"""A Fabric script over pipeline stages, by ``run_step``. The oracle is the same loop in plain torch, one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt import load, metadata
+from lightning_shardckpt.errors import MismatchError, TopologyError
+from tests import nets
+from tests.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of
+from tests.pool import run_ranks
+from tests.test_fabric import assert_close, fabric_of, twins
+from tests.test_functional import differing, whole
+
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
+EARLY = {**PIPELINE, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}
+HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
+Ways = list[tuple[Case, dict[str, Any]]]
+TWO: Ways = [(Case(), PIPELINE), (HARD, PIPELINE), (HARD, EARLY)]
+FOUR: Ways = [(HARD, PIPELINE), (HARD, {**PIPELINE, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN})]
+
+
+class Language(nn.Module):
+    """Returns its loss: of logits, Fabric's 64-true would make float32."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net = nets.BUILDERS[name]()
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return loss_of(self.net, batch)
+
+
+def built(fabric: Any, case: Case) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    if case.late:
+        with fabric.init_module(empty_init=True):
+            module = Language(case.net)
+    else:
+        module = Language(case.net)
+    return fabric.setup(module, optimizer_of(module))  # type: ignore[no-any-return]
+
+
+def train(case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    fabric = fabric_of("64-true", **options)
+    module, optimizer = built(fabric, case)
+    first = full_state(module)
+    strategy = fabric.strategy
+    size = GLOBAL_BATCH // strategy.topology.data_parallel
+    loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=size))
+    losses = []
+    for number, batch in enumerate(loader, 1):
+        holding = number % case.accumulate != 0
+        with fabric.no_backward_sync(module, enabled=holding):
+            loss = strategy.run_step(module, batch, scale=1 / case.accumulate)
+            fabric.backward(loss / case.accumulate)
+        losses.append(float(fabric.all_reduce(loss.detach().clone())))
+        if not holding:
+            if case.clip is not None:
+                fabric.clip_gradients(module, optimizer, max_norm=case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        val = [float(fabric.all_reduce(strategy.run_step(module, batch))) for batch in loader]
+    return {"losses": losses, "first": first, "last": full_state(module), "val": sum(val) / len(val)}
+
+
+def train_all(ways: Ways) -> list[dict[str, Any]]:
+    return [train(*way) for way in ways]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "ways"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
+def test_a_pipeline_trains_as_plain_torch_does_in_one_process(world: int, ways: Ways) -> None:
+    (expected,) = run_ranks(1, twins, [(case, "", {}) for case, _ in ways])
+    ranks = run_ranks(world, train_all, ways)
+    for number, alone in enumerate(expected):
+        names: set[str] = set()
+        for rank in ranks:
+            got = rank[number]
+            assert got["losses"] == pytest.approx(alone.losses, rel=2e-7)
+            assert got["val"] == pytest.approx(alone.metrics["val"], rel=2e-7)
+            assert_close(got["first"], {name: alone.first[name] for name in got["first"]}, 0)
+            assert_close(got["last"], {name: alone.last[name] for name in got["last"]})
+            names |= got["last"].keys()
+        assert names == alone.last.keys()
+
+
+def save_and_refuse(path: str) -> None:
+    fabric = fabric_of("64-true", **PIPELINE)
+    module, optimizer = built(fabric, HARD)
+    (batch, *_) = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=GLOBAL_BATCH))
+    with pytest.raises(TopologyError, match="run_step"):
+        module(batch)
+    with pytest.raises(TopologyError, match="must return a loss tensor"):
+        fabric.strategy.run_step(lambda batch: (module(batch), 3)[1], batch)
+    loss = fabric.strategy.run_step(module, batch)
+    fabric.backward(loss)
+    optimizer.step()
+    state = {"model": module, "optimizer": optimizer, "step": 1}
+    fabric.save(path, state)
+    torch.manual_seed(8)
+    again, its = built(fabric, HARD)
+    loaded = {"model": again, "optimizer": its, "step": 0}
+    assert fabric.load(path, loaded) == {} and loaded["step"] == 1
+    assert differing(whole(again), whole(module)) == []
+    assert differing(whole(its.optimizer), whole(optimizer.optimizer)) == []
+    if fabric.global_rank == 1:
+        again.module.net.norm.register_buffer("more", torch.zeros(2))
+    with pytest.raises(MismatchError, match="more  in model only"):
+        fabric.load(path, {"model": again})
+
+
+def load_without(path: str, file: str) -> None:
+    fabric = fabric_of("64-true")
+    module, optimizer = built(fabric, HARD)
+    fabric.load(path, {"model": module, "optimizer": optimizer, "step": 0})
+    if fabric.is_global_zero:
+        torch.save([whole(module), whole(optimizer.optimizer)], file)
+    else:
+        whole(module), whole(optimizer.optimizer)
+
+
+def test_what_a_pipeline_saved_loads_without_one_and_the_other_way_round(tmp_path: Path) -> None:
+    path, file = str(tmp_path / "piped"), str(tmp_path / "whole.pt")
+    run_ranks(2, save_and_refuse, path)
+    assert {"net.head.weight", "net.embed.weight", "net.blocks.2.up.weight"} <= metadata(path).tensors.keys()
+    run_ranks(2, load_without, path, file)
+    plain = Language("tied net").double()
+    optimizer = optimizer_of(plain)
+    load(path, {"model": plain, "optimizer": optimizer})
+    model, its = torch.load(file)
+    assert differing(whole(plain), model) == []
+    assert differing(whole(optimizer)["state"], its["state"]) == []

@@ -1,0 +1,520 @@
+"""Plain functions for plain torch scripts. Oracles: the objects before the save, and torch's own state dicts."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+
+from lightning_shardckpt import load, load_keys, metadata, save, save_async, wait
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.storage.local import LocalDraft
+from tests.pool import ROOT, run_ranks
+
+State = dict[str, Any]
+
+
+class Net(nn.Module):
+    """Odd sizes, a tie, a buffer, a frozen parameter and extra state."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.told = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        self.count += 1
+        return self.head(x)
+
+    def get_extra_state(self) -> int:
+        return self.told
+
+    def set_extra_state(self, state: int) -> None:
+        self.told = state
+
+
+def trained(seed: int, steps: int = 2, cut: Callable[[nn.Module], object] | None = None) -> State:
+    """A model, its optimizer and scheduler, and other state, after some steps; 0 steps: as a script begins."""
+    torch.manual_seed(seed)
+    model = Net()
+    if cut is not None:
+        cut(model)
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.01 * seed)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    tokens = torch.arange(6).view(2, 3)
+    for _ in range(steps):
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    model.told = seed * steps
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "step": steps,
+        "nested": {"mean": torch.full((2, 3), float(seed)), "names": ["a", seed], "big": torch.full((600,), seed)},
+    }
+
+
+def whole(value: Any) -> Any:
+    """A value with whole tensors and without objects."""
+    if isinstance(value, nn.Module):
+        return whole(dict(value.state_dict()))
+    if isinstance(value, torch.optim.Optimizer):
+        return whole(value.state_dict())
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: whole(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole(v) for v in value]
+    return whole(value.state_dict()) if hasattr(value, "state_dict") else value
+
+
+def differing(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two whole values differ, bit for bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for k in a.keys() | b.keys() for d in differing(a.get(k, "-"), b.get(k, "-"), f"{path}/{k}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differing(x, y, f"{path}/{i}")]
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [path]
+    return [] if type(a) is type(b) and a == b else [path]
+
+
+# ── one process, without torch.distributed ────────────────────────────────────────────────────────────────────────
+
+
+def test_all_kinds_of_objects_come_back_bit_for_bit(tmp_path: Path) -> None:
+    saved, state = trained(1), trained(2, steps=0)
+    expected, weight, mean = whole(saved), state["model"].embed.weight, state["nested"]["mean"]
+    save(tmp_path / "step-2", saved)
+    assert differing(whole(state), expected)
+    assert load(tmp_path / "step-2", state) == {}
+    assert differing(whole(state), expected) == []
+    assert state["model"].embed.weight is weight and state["nested"]["mean"] is mean  # in place
+    assert state["model"].head.weight is weight
+
+
+def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    saved = trained(1)
+    save(tmp_path / "a", saved)
+    resumed = trained(2, steps=0)
+    load(tmp_path / "a", resumed)
+    for state in (saved, resumed):
+        state["model"](torch.arange(6)).logsumexp(-1).sum().backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+    assert differing(whole(resumed), whole(saved)) == []
+
+
+def test_what_is_not_asked_for_is_left_and_plain_state_is_returned(tmp_path: Path) -> None:
+    saved, state = trained(1), trained(2, steps=0)
+    save(tmp_path / "a", saved)
+    optimizer = whole(state["optimizer"])
+    rest = load(tmp_path / "a", {"net": state["model"]})  # a single module takes the single stored one
+    assert differing(whole(state["model"]), whole(saved["model"])) == []
+    assert differing(whole(state["optimizer"]), optimizer) == []
+    assert set(rest) == {"scheduler", "step", "nested"} and rest["step"] == 2
+    nested: State = {"nested": {"mean": torch.zeros(2, 3)}}
+    assert set(load(tmp_path / "a", nested)["nested"]) == {"names", "big"}
+    assert torch.equal(nested["nested"]["mean"], saved["nested"]["mean"])
+
+
+def test_without_a_state_everything_is_returned_as_it_was_nested(tmp_path: Path) -> None:
+    saved = trained(1)
+    nets = {"first": saved["model"], "second": nn.Linear(2, 2)}
+    save(tmp_path / "a", {"nets": nets, "optimizers": [saved["optimizer"]]})
+    found = load(tmp_path / "a")
+    assert differing(dict(found["nets"]["first"]), whole(saved["model"])) == []
+    assert list(found["nets"]["second"]) == ["weight", "bias"]
+    names = found["optimizers"]["0"]["param_groups"][0]["params"]
+    assert names[0] == "nets.first.embed.weight"
+
+
+def test_several_modules_and_optimizers_are_found_by_their_keys(tmp_path: Path) -> None:
+    def gan(seed: int) -> State:
+        torch.manual_seed(seed)
+        nets = {"generator": Net(), "critic": nn.Linear(3, 2)}
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=seed, momentum=0.9) for name, net in nets.items()}
+        for net, optimizer in zip(nets.values(), optimizers.values(), strict=True):
+            sum(p.sum() for p in net.parameters() if p.requires_grad).backward()
+            optimizer.step()
+        return {**nets, "optimizers": optimizers}
+
+    saved = gan(1)
+    save(tmp_path / "gan", saved)
+    assert "generator.embed.weight" in metadata(tmp_path / "gan").tensors
+    state = gan(2)
+    load(tmp_path / "gan", dict(reversed(state.items())))  # whatever their order
+    assert differing(whole(state), whole(saved)) == []
+    alone = gan(3)
+    load(tmp_path / "gan", {"critic": alone["critic"], "optimizers": {"critic": alone["optimizers"]["critic"]}})
+    assert differing(whole(alone["critic"]), whole(saved["critic"])) == []
+    assert differing(whole(alone["optimizers"]["critic"]), whole(saved["optimizers"]["critic"])) == []
+    with pytest.raises(KeyError, match="does not have 'other' of the state; it has 'generator', 'critic'"):
+        load(tmp_path / "gan", {"other": nn.Linear(3, 2)})
+
+
+@pytest.mark.parametrize("kind", ["lambda", "one cycle"])
+def test_schedulers_of_every_kind_continue(kind: str, tmp_path: Path) -> None:
+    def scheduler() -> Any:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.5)
+        return LambdaLR(optimizer, lambda n: 0.9**n) if kind == "lambda" else OneCycleLR(optimizer, 1.0, total_steps=9)
+
+    one, other = scheduler(), scheduler()
+    for _ in range(3):
+        one.optimizer.step()
+        one.step()
+    save(tmp_path / "lr", {"scheduler": one})
+    load(tmp_path / "lr", {"scheduler": other})
+    assert differing(whole(other.state_dict()), whole(one.state_dict())) == []
+
+
+def test_a_lone_optimizer_is_saved_by_number_or_by_the_names_of_a_module(tmp_path: Path) -> None:
+    saved, state = trained(1), trained(2, steps=0)
+    save(tmp_path / "numbered", {"optimizer": saved["optimizer"]})
+    assert "optimizer/0/#0/exp_avg" in metadata(tmp_path / "numbered").tensors
+    load(tmp_path / "numbered", {"optimizer": state["optimizer"]})
+    assert differing(whole(state["optimizer"]), whole(saved["optimizer"])) == []
+    save(tmp_path / "named", {"optimizer": saved["optimizer"]}, named_by=saved["model"])
+    assert "optimizer/0/embed.weight/exp_avg" in metadata(tmp_path / "named").tensors
+    third = trained(3, steps=0)
+    with pytest.raises(MismatchError, match="pass named_by=, the module that has them"):
+        load(tmp_path / "named", {"optimizer": third["optimizer"]})
+    load(tmp_path / "named", {"optimizer": third["optimizer"]}, named_by=third["model"])
+    assert differing(whole(third["optimizer"]), whole(saved["optimizer"])) == []
+    linear, twin = nn.Linear(2, 3), nn.Linear(2, 3)
+    torch.optim.SGD(linear.named_parameters(), lr=0.5, momentum=0.1)
+    own = torch.optim.SGD(linear.named_parameters(), lr=0.5, momentum=0.1)
+    linear(torch.ones(2)).sum().backward()
+    own.step()
+    save(tmp_path / "own", {"optimizer": own})
+    assert "optimizer/0/weight/momentum_buffer" in metadata(tmp_path / "own").tensors
+    other = torch.optim.SGD(reversed([*twin.named_parameters()]), lr=0.1)
+    load(tmp_path / "own", {"optimizer": other})
+    assert torch.equal(other.state[twin.weight]["momentum_buffer"], own.state[linear.weight]["momentum_buffer"])
+
+
+# ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prefix_is_put_before_names_and_taken_off_again(tmp_path: Path) -> None:
+    saved, state = trained(1), trained(2, steps=0)
+    save(tmp_path / "a", {"model": saved["model"], "optimizer": saved["optimizer"]}, prefix="teacher.")
+    names = set(metadata(tmp_path / "a").tensors)
+    assert {"teacher.embed.weight", "teacher.head.weight", "optimizer/0/teacher.embed.weight/exp_avg"} <= names
+    with pytest.raises(MismatchError, match=r"embed.weight  in model only; the checkpoint has 'teacher.embed.weight'"):
+        load(tmp_path / "a", {"model": state["model"]})
+    load(tmp_path / "a", {"model": state["model"], "optimizer": state["optimizer"]}, prefix="teacher.")
+    assert differing(whole(state["model"]), whole(saved["model"])) == []
+    assert differing(whole(state["optimizer"]), whole(saved["optimizer"])) == []
+
+
+SWAP = {f"layers.{a}.{kind}": f"layers.{b}.{kind}" for a, b in ((0, 1), (1, 0)) for kind in ("weight", "bias")}
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [SWAP, [(r"^layers\.0\.", "layers.1."), (r"^layers\.1\.", "layers.0.")], lambda name: SWAP.get(name, name)],
+    ids=["dict", "rules", "function"],
+)
+def test_names_are_mapped_all_at_once_for_model_and_optimizer(mapping: Any, tmp_path: Path) -> None:
+    saved, state = trained(1), trained(2, steps=0)
+    save(tmp_path / "a", saved)
+    load(tmp_path / "a", {"model": state["model"], "optimizer": state["optimizer"]}, key_mapping=mapping)
+    for here, there in ((0, 1), (1, 0)):
+        mine, stored = state["model"].layers[here], saved["model"].layers[there]
+        assert torch.equal(mine.weight, stored.weight) and torch.equal(mine.bias, stored.bias)
+        moments = [s["optimizer"].state[p.weight]["exp_avg"] for s, p in ((state, mine), (saved, stored))]
+        assert torch.equal(*moments)
+    assert torch.equal(state["model"].embed.weight, saved["model"].embed.weight)
+
+
+def test_one_stored_tensor_may_fill_several_parameters(tmp_path: Path) -> None:
+    saved, state = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save(tmp_path / "a", {"model": saved})
+    load(tmp_path / "a", {"model": state}, key_mapping=[(r"^\d\.", "")])
+    assert all(torch.equal(layer.weight, saved.weight) for layer in state)
+
+
+# ── what must not be ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_differences_are_listed_at_once_and_change_nothing(tmp_path: Path) -> None:
+    saved = trained(1)
+    save(tmp_path / "a", saved)
+    state = trained(2, steps=0)
+    state["model"].extra = nn.Linear(1, 1)
+    state["nested"]["mean"] = torch.zeros(2, 2)
+    before = whole(state)
+    with pytest.raises(MismatchError) as error:
+        load(tmp_path / "a", state)
+    for part in ("extra.weight  in model only", "extra.bias", "nested/mean  torch.float32 (2, 3)", "Pass strict=False"):
+        assert part in str(error.value)
+    state["absent"] = 1
+    with pytest.raises(KeyError, match="does not have 'absent' of the state; it has 'model', 'optimizer', 'scheduler'"):
+        load(tmp_path / "a", state)
+    del state["absent"]
+    assert differing(whole(state), before) == []
+    state["absent"] = 1
+    with pytest.warns(UserWarning, match="4 differences between"):
+        load(tmp_path / "a", state, strict=False)
+    assert state["step"] == 2 and state["absent"] == 1
+    assert torch.equal(state["model"].embed.weight, saved["model"].embed.weight)
+
+
+def test_what_is_there_is_not_replaced_unless_told_so(tmp_path: Path) -> None:
+    saved = trained(1)
+    save(tmp_path / "a", saved)
+    for function in (save, save_async):
+        with pytest.raises(FileExistsError, match="pass overwrite=True"):
+            function(tmp_path / "a", {"step": 5})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        save(tmp_path / "file", {"step": 5}, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", {"step": 4})
+    assert load(tmp_path / "a")["step"] == 2
+    save(tmp_path / "a", {"step": 5}, overwrite=True)
+    assert load(tmp_path / "a") == {"step": 5}
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"state_dict": {"a": 1}}, "'state_dict' of the state means something else"),
+        ({"pair": (nn.Linear(1, 1), 1)}, "'pair' is a tuple that holds a Linear"),
+        ({"what": object()}, "what: builtins.object"),
+        ({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)}, "both have 'a.b.weight'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_state_that_cannot_be_stored_is_named(state: State, error: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=error):
+        save(tmp_path / "a", state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments_are_told() -> None:
+    with pytest.raises(TypeError, match="a state is a dict"):
+        save("a", nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="size_per_shard"):
+        save("a", {}, size_per_shard=0)
+    with pytest.raises(ValueError, match="also is"):
+        save("a", {}, also="pickle")  # type: ignore[arg-type]
+
+
+# ── asynchronous ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, write = threading.Event(), LocalDraft.write
+    monkeypatch.setattr(LocalDraft, "write", lambda *args: go.wait(30) and write(*args))
+    saved = trained(1)
+    expected = whole(saved)
+    done = save_async(tmp_path / "a", saved)
+    with torch.no_grad():
+        for parameter in saved["model"].parameters():
+            parameter.zero_()
+    assert not done.done() and not (tmp_path / "a").exists()
+    go.set()
+    assert done.result(30) is None
+    state = trained(2, steps=0)
+    load(tmp_path / "a", state)
+    assert differing(whole(state), expected) == []
+
+
+def test_an_error_of_an_asynchronous_save_is_in_its_future_and_in_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDraft, "write", full)
+        done = save_async(tmp_path / "a", {"step": 1, "w": torch.ones(3)})
+        assert isinstance(done.exception(30), OSError)
+    with pytest.raises(OSError, match="No space left"):
+        wait()
+    wait()
+    save_async(tmp_path / "a", {"step": 2}).result(30)
+    assert load(tmp_path / "a") == {"step": 2}
+
+
+# ── what other systems offer ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows() -> list[tuple[str, str]]:
+    """Of the table of founding names in the README: theirs, and the code here."""
+    texts = [(ROOT / name).read_text() for name in ("README.md", "README.part.md") if (ROOT / name).exists()]
+    head = "| Booster and OLMo-core |"
+    table = next(text.partition(head)[2] for text in texts if head in text)
+    lines = table.split("\n\n")[0].splitlines()[2:]
+    return [(theirs.strip(), ours.strip()) for _, theirs, ours, _ in (line.split("|") for line in lines)]
+
+
+FOUNDING = """
+save_model load_model save_optimizer load_optimizer save_lr_scheduler load_lr_scheduler shard gather_dtensor
+prefix size_per_shard use_safetensors use_async strict low_cpu_mem_mode num_threads save_state_dict
+load_state_dict async_save_state_dict save_model_and_optim_state async_save_model_and_optim_state
+load_model_and_optim_state process_group save_overwrite thread_count process_count enable_plan_caching
+key_mapping flatten_optimizer_state unshard_checkpoint load_keys get_checkpoint_metadata swap_param_keys
+prune_state_dict merge_state_dicts
+"""
+
+
+def test_everything_of_booster_and_olmo_core_has_a_counterpart_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = " ".join(re.findall(r"`([^`]*)`", " ".join(theirs for theirs, _ in rows())))
+    assert [name for name in FOUNDING.split() if not re.search(rf"\b{name}\b", named)] == []
+    saved, state = trained(1), trained(2, steps=0)
+    for theirs, ours in rows():
+        lines = re.findall(r"`([^`]*)`", ours)
+        assert lines or "not needed: " in ours, theirs
+        for line in lines:  # what is saved is of one script, what is loaded goes to another one
+            objects = saved if line.startswith("save") else state
+            names = {"save": save, "save_async": save_async, "load": load, "load_keys": load_keys, "metadata": metadata}
+            exec(f"found = {line}", names | {"consolidate": consolidate, "state": objects["nested"]} | objects)
+    assert differing(whole(state), whole(saved) | {"step": 0}) == []
+    full = torch.load("step-3.pt")
+    assert differing(dict(full["state_dict"]), whole(saved["model"])) == []
+
+
+# ── several ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cut_fsdp(model: nn.Module) -> None:
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def cut_over_two(model: nn.Module) -> None:
+    """Tensor parallel by hand, then FSDP2 over it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for layer in model.layers:
+        for name, parameter in [*layer.named_parameters()]:
+            cut = distribute_tensor(parameter.detach(), mesh["tensor"], [Shard(0)])
+            layer.register_parameter(name, nn.Parameter(cut))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data"])
+
+
+def save_on_ranks(path: str, expected: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
+    state = trained(1, cut=cut_fsdp)
+    loose = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Shard(0)])
+    few = distribute_tensor(torch.arange(2.0), mesh, [Replicate()])
+    state |= {"loose": loose, "few": [few], "rank": dist.get_rank()}
+    save(path + "/sync", state)
+    done = save_async(path + "/async", state)
+    full = whole(state)
+    with torch.no_grad():
+        loose.zero_()
+    done.result(60)
+    again = trained(2, steps=0, cut=cut_fsdp) | {"loose": loose, "few": [few], "rank": None}
+    for name in ("sync", "async"):
+        assert load(f"{path}/{name}", again) == {}
+        assert again["rank"] == 0  # plain values are those of rank 0
+        assert differing(whole(again) | {"rank": dist.get_rank()}, full) == []
+    if dist.get_rank() == 0:
+        torch.save(full, expected)
+    check_errors_reach_all_ranks(path, state)
+    check_half_of_the_ranks_save(path)
+    wait()
+
+
+def check_errors_reach_all_ranks(path: str, state: State) -> None:
+    with pytest.raises(FileExistsError, match="exists already"):
+        save(path + "/sync", state)
+    bad = {**state, "bad": object()} if dist.get_rank() == 1 else {**state, "bad": 1}
+    with pytest.raises(StateError, match="rank 1 failed"):
+        save(path + "/bad", bad)
+    with pytest.raises(KeyError, match="'coconut'"):
+        load(path + "/sync", {"coconut": 1})
+    if dist.get_rank() == 1:
+        state["model"].wrong = nn.Linear(1, 1)
+    with pytest.raises(MismatchError, match=r"wrong\.weight"):
+        load(path + "/sync", {"model": state["model"]})
+
+
+def check_half_of_the_ranks_save(path: str) -> None:
+    mine = [group for group in (dist.new_group([0]), dist.new_group([1])) if isinstance(group, dist.ProcessGroup)]
+    group = next(g for g in mine if dist.get_rank() in dist.get_process_group_ranks(g))
+    me = dist.get_rank()
+    save(f"{path}/own-{me}", {"w": torch.full((600,), me)}, process_group=group)
+    other = {"w": torch.zeros(600, dtype=torch.int64)}
+    dist.barrier()
+    load(f"{path}/own-{1 - me}", other, process_group=group)
+    assert torch.equal(other["w"], torch.full((600,), 1 - me))
+    whole_mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(StateError, match="let all ranks of the job save it"):
+        save(f"{path}/part-{me}", {"w": distribute_tensor(torch.ones(4), whole_mesh, [Shard(0)])}, process_group=group)
+    reverse = dist.new_group([1, 0])
+    save(f"{path}/reverse", {"w": torch.ones(5)}, process_group=reverse)
+
+
+def load_on_ranks(path: str, expected: str, cut: Callable[[nn.Module], object] | None) -> None:
+    state = trained(3, steps=0, cut=cut)
+    full = torch.load(expected)
+    state |= {"loose": torch.zeros(7, 3), "few": [torch.zeros(2)]}
+    assert load(path + "/sync", state) == {"rank": 0}
+    found = whole(state)
+    del full["rank"]
+    assert differing(found, full) == []
+    save(path + "/again", state, overwrite=True)
+
+
+def test_slices_are_saved_by_ranks_and_loaded_by_any_others(tmp_path: Path) -> None:
+    expected = str(tmp_path / "expected.pt")
+    run_ranks(2, save_on_ranks, str(tmp_path), expected)
+    load_on_ranks(str(tmp_path), expected, None)
+    assert metadata(tmp_path / "sync").world_size == 2
+    (weight,) = (tensor for _, tensor in load_keys(tmp_path / "sync", ["layers.0.weight"]))
+    assert torch.equal(weight, torch.load(expected)["model"]["layers.0.weight"])
+    assert load(tmp_path / "own-0")["w"].tolist() == [0] * 600
+
+
+def on_four_ranks(path: str, expected: str) -> None:
+    load_on_ranks(path, expected, cut_over_two)
+    assert isinstance(trained(1, steps=0, cut=cut_over_two)["model"].layers[0].weight, DTensor)
+
+
+@pytest.mark.slow
+def test_four_ranks_with_fsdp_over_tensor_parallel_load_them_and_one_process_what_these_save(tmp_path: Path) -> None:
+    expected = str(tmp_path / "expected.pt")
+    run_ranks(2, save_on_ranks, str(tmp_path), expected)
+    run_ranks(4, on_four_ranks, str(tmp_path), expected)
+    (tmp_path / "again").rename(tmp_path / "sync.4")
+    state = trained(4, steps=0)
+    load(tmp_path / "sync.4", state)
+    full = torch.load(expected)
+    assert differing(whole(state), {key: full[key] for key in state}) == []
