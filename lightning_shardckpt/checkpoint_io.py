@@ -290,16 +290,24 @@ class ShardCkptIO(CheckpointIO):
         Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
         asynchronous saves of this process.
         """
-        drain_all()
+        found = self.load_whole(path, map_location, weights_only)
         if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
-            safe = weights_only is not False
-            found: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return found
+        return as_of_a_trainer(found, os.fspath(path))
+
+    def load_whole(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The whole checkpoint as it is: of a Trainer, of Fabric, or of other programs. Not collective."""
+        drain_all()
         safe = weights_only is not False
-        full = engine.load_full(os.fspath(path), verify=self.verify, weights_only=safe, storage=self.storage)
-        if frozen := full.pop(FROZEN, None):
+        if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
+            plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
+            return plain
+        found = engine.load_full(os.fspath(path), verify=self.verify, weights_only=safe, storage=self.storage)
+        if frozen := found.pop(FROZEN, None):
             self._warn([f"{os.fspath(path)!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
-        return as_of_a_trainer(full, os.fspath(path))
+        return found
 
     def load_into(
         self,

@@ -495,7 +495,7 @@ class ShardedStrategy(ParallelStrategy):
         path, io = self.broadcast(path), self.checkpoint_io
         self.reshard()
         if not state and not isinstance(state, nn.Module | Optimizer):
-            return whole_state(io.load_checkpoint(path, weights_only=weights_only))
+            return whole_state(io.load_whole(path, weights_only=weights_only))
         drain_all()
         one = state if isinstance(state, dict) else {"state": state}
         objects = objects_in(one)
