@@ -27,10 +27,10 @@ from lightning_shardckpt.sharing import Sharing, is_faster
 from lightning_shardckpt.sources import Target
 from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.places import Places
 from lightning_shardckpt.storage.protocol import Storage
 
-_LOCAL = LocalStorage()
+_PLACES = Places()
 
 
 def save(
@@ -40,7 +40,7 @@ def save(
     ranks: Ranks,
     about: About,
     size_per_shard: float,
-    storage: Storage = _LOCAL,
+    storage: Storage = _PLACES,
     plans: Plans | None = None,
     also: Also | None = None,
 ) -> list[str]:
@@ -55,7 +55,7 @@ def save(
         ranks: who saves together.
         about: for the root index.
         size_per_shard: limit of a shard file in MB (2^20 bytes).
-        storage: where ``path`` is; the local file system by default.
+        storage: where ``path`` is; by default what it says, a path of the file system or a URL.
         plans: of earlier saves by the same caller; what still holds of them is not planned again.
         also: a format in which the model is written a second time, into the same directory, by the same ranks.
 
@@ -81,7 +81,7 @@ def save_async(
     about: About,
     size_per_shard: float,
     background: Background,
-    storage: Storage = _LOCAL,
+    storage: Storage = _PLACES,
     plans: Plans | None = None,
     also: Also | None = None,
     overlap_copy: bool = False,
@@ -159,7 +159,7 @@ def load(
     weights_only: bool = True,
     pick_rank: Callable[[Any], int] | None = None,
     share_reads: bool | None = None,
-    storage: Storage = _LOCAL,
+    storage: Storage = _PLACES,
 ) -> Loaded:
     """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a plain file with Lightning's keys.
 
@@ -178,7 +178,7 @@ def load(
         pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
         share_reads: whether ranks that hold the same of a DTensor each read a share of it and exchange the shares over
             the mesh's process groups; by default where that is measured to be faster.
-        storage: where ``path`` is; the local file system by default.
+        storage: where ``path`` is; by default what it says, a path of the file system or a URL.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
@@ -210,7 +210,7 @@ def load_full(
     optimizers: bool = True,
     verify: bool = True,
     weights_only: bool = True,
-    storage: Storage = _LOCAL,
+    storage: Storage = _PLACES,
 ) -> dict[str, Any]:
     """Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
 

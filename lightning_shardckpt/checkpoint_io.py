@@ -40,7 +40,9 @@ from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.state.tree import Dropped
 from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.places import Places, file_path, is_url
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.remote import RemoteStorage
 
 _T = TypeVar("_T")
 _VERSION = "pytorch-lightning_version"
@@ -82,7 +84,13 @@ class ShardCkptIO(CheckpointIO):
             them as they are, so the module must have them from elsewhere. For ``ShardedStrategy``.
         also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
-            when it is committed. For a LightningModule that has a Hugging Face model.
+            when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.
+        storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
+            Lightning's ModelCheckpoint also looks at its ``dirpath``, and has no such options: give it what it needs by
+            environment variables, such as ``AWS_ENDPOINT_URL``.
+        throttle_uploads: for URLs, let only one rank of each node upload at a time.
+        pre_download: for URLs, a local folder to which the files that a rank needs are copied before they are read,
+            once per node, and where they are found again; by the id of the save, so nothing stale is read.
     """
 
     def __init__(
@@ -96,6 +104,9 @@ class ShardCkptIO(CheckpointIO):
         share_reads: bool | None = None,
         adapters_only: bool = False,
         also: Also | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        throttle_uploads: bool = False,
+        pre_download: str | os.PathLike[str] | None = None,
     ) -> None:
         if size_per_shard <= 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
@@ -117,7 +128,12 @@ class ShardCkptIO(CheckpointIO):
         self._hook: RemovableHandle | None = None
         self._closure_first: Optimizer | None = None
         self._told_of_waiting = False
-        self.storage: Storage = LocalStorage(sync_files=sync_files)
+        self.storage: Storage = Places(
+            LocalStorage(sync_files=sync_files),
+            storage_options=storage_options,
+            throttle_uploads=throttle_uploads,
+            pre_download=pre_download,
+        )
         self._plans = Plans()
         self._hugging_face = HuggingFace()
         self._ranks = Ranks.alone()
@@ -164,7 +180,8 @@ class ShardCkptIO(CheckpointIO):
 
         Raises:
             Exception: what an asynchronous save before this one failed with; this one is not begun then.
-            TypeError: for ``storage_options``, of which there are none.
+            TypeError: for ``storage_options``, which are given once, to ``ShardCkptIO``.
+            ValueError: for ``also`` and a URL.
             StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy.
         """
         if self.adapters_only and self._module is None:
@@ -173,7 +190,12 @@ class ShardCkptIO(CheckpointIO):
                 "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
             )
         if storage_options is not None:
-            raise TypeError(f"ShardCkptIO has no storage options, got {storage_options!r}")
+            raise TypeError(f"give storage options to ShardCkptIO(storage_options=…), got {storage_options!r}")
+        if self.also is not None and is_url(path):
+            raise ValueError(
+                f"also={self.also!r} needs a file system, where ranks can write parts of one file; {os.fspath(path)!r} "
+                "is a URL. Leave it out, and export the checkpoint with `python -m lightning_shardckpt.consolidate`"
+            )
         taken: list[Snapshot] = []
 
         def describe() -> Snapshot:
@@ -290,6 +312,7 @@ class ShardCkptIO(CheckpointIO):
         Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
         asynchronous saves of this process.
         """
+        path = file_path(path)
         found = self.load_whole(path, map_location, weights_only)
         if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
             return found
@@ -300,7 +323,7 @@ class ShardCkptIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The whole checkpoint as it is: of a Trainer, of Fabric, or of other programs. Not collective."""
         drain_all()
-        safe = weights_only is not False
+        path, safe = file_path(path), weights_only is not False
         if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
             plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return plain
@@ -361,8 +384,12 @@ class ShardCkptIO(CheckpointIO):
         asynchronous save it is removed when that is complete; if that failed, it stays, with a warning.
         """
 
+        path = file_path(path)
+
         def remove() -> list[str]:
             try:
+                if is_url(path):
+                    return self._removed_from_store(os.fspath(path))
                 if os.path.isfile(path) and not os.path.islink(path):
                     os.unlink(path)
                 elif os.path.lexists(path):
@@ -376,6 +403,15 @@ class ShardCkptIO(CheckpointIO):
         else:
             self._background.remove(os.fspath(path), remove)
             self._warn(self._notes_of(self._background))
+
+    def _removed_from_store(self, url: str) -> list[str]:
+        storage = self.storage.of(url) if isinstance(self.storage, Places) else self.storage
+        if isinstance(storage, RemoteStorage) and storage.is_object(url):
+            storage.delete_object(url)
+            return []
+        if isinstance(storage, RemoteStorage) and storage.is_empty(url):
+            return []
+        return storage.remove(url)
 
     def teardown(self) -> None:
         """Wait for asynchronous saves, as ``wait`` does, and free their memory.

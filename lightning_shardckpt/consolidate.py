@@ -25,8 +25,8 @@ from lightning_shardckpt.locate import READABLE, described, did_you_mean
 from lightning_shardckpt.options import Format, KeyMapping, OptimizerKeys, Options, Split, make_options
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.saved import Saved
-from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.outputs import new_directory, new_file
+from lightning_shardckpt.storage.places import file_path, is_url, storage_of
 from lightning_shardckpt.text import progress
 
 if TYPE_CHECKING:
@@ -106,23 +106,25 @@ def consolidate_as(
     checkpoint_folder: str | os.PathLike[str], output_file: str | os.PathLike[str] | None, options: Options
 ) -> Path:
     """Do what ``consolidate`` does, with options that were made sense of."""
-    folder = Path.cwd() / checkpoint_folder
+    where = file_path(checkpoint_folder)
+    folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
+    where = where if is_url(where) else str(folder)
     suffix = ".consolidated" + (".safetensors" if options.is_file and options.format == "safetensors" else "")
     output = Path(output_file) if output_file is not None else folder.with_name(folder.name + suffix)
     if (folder / ROOT_NAME).exists():  # else what is wrong with the folder is said first
         _check_output(output, folder, options)
     if options.format == "peft":
-        export_adapters(folder, output)
+        export_adapters(where, output)
         return output
     with ExitStack() as stack:
         if options.format == "torch":
-            source = stack.enter_context(_opened_with_torch(folder, Path(checkpoint_folder)))
+            source = stack.enter_context(_opened_with_torch(where, checkpoint_folder))
             _check_output(output, folder, options)
             _write_torch(source, output, options)
             _tell_left_out(folder, source)
         else:
-            stored = stack.enter_context(_opened(folder, Path(checkpoint_folder)))
+            stored = stack.enter_context(_opened(where, checkpoint_folder))
             _check_output(output, folder, options)
             _export(stored, output, options)
             _tell_left_out(folder, stored)
@@ -133,12 +135,12 @@ def consolidate_as(
 
 
 @contextmanager
-def _opened(folder: Path, given: Path) -> Iterator[Stored]:
-    """The checkpoint in a folder, without torch if it is one of ours."""
+def _opened(where: str, given: str | os.PathLike[str]) -> Iterator[Stored]:
+    """The checkpoint in a folder or at a URL, without torch if it is one of ours."""
     try:
-        checkpoint = Checkpoint(LocalStorage(), str(folder))
+        checkpoint = Checkpoint(storage_of(where), where)
     except CheckpointNotFoundError:
-        with _opened_with_torch(folder, given) as source:
+        with _opened_with_torch(where, given) as source:
             yield source
         return
     with checkpoint:
@@ -146,26 +148,28 @@ def _opened(folder: Path, given: Path) -> Iterator[Stored]:
 
 
 @contextmanager
-def _opened_with_torch(folder: Path, given: Path) -> Iterator[Source]:
-    """The checkpoint in a folder, of any format."""
+def _opened_with_torch(where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
+    """The checkpoint in a folder or at a URL, of any format."""
     ours = True
     try:
-        if not folder.is_dir() or recognised(str(folder)) is None:
-            LocalStorage().open(str(folder)).close()
+        if not os.path.isdir(where) or recognised(where) is None:
+            storage_of(where).open(where).close()
     except CheckpointNotFoundError:
         ours = False
-        if not folder.is_dir():
-            raise CheckpointNotFoundError(_what_is_wrong(given)) from None
+        if is_url(where):
+            raise
+        if not os.path.isdir(where):
+            raise CheckpointNotFoundError(_what_is_wrong(Path(given))) from None
     from lightning_shardckpt.opening import opened  # torch takes two seconds, which a mistyped path should not
     from lightning_shardckpt.ranks import Ranks
 
     with ExitStack() as stack:
         try:
-            source = stack.enter_context(opened(str(folder), ranks=Ranks.alone(), storage=LocalStorage()))
+            source = stack.enter_context(opened(where, ranks=Ranks.alone(), storage=storage_of(where)))
         except CheckpointNotFoundError:
             if ours:
                 raise
-            raise CheckpointNotFoundError(_what_is_wrong(given)) from None
+            raise CheckpointNotFoundError(_what_is_wrong(Path(given))) from None
         yield source
 
 

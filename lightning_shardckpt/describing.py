@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.background import Background
-from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
 from lightning_shardckpt.layout import parts_of_rank
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
@@ -22,6 +22,7 @@ from lightning_shardckpt.state.objects import Objects, checkpoint_of, names_for,
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.places import Places, is_url
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Saving:
             "ranks": self._party.ranks,
             "about": About(other if step is None else step, epoch),
             "size_per_shard": size_per_shard,
-            "storage": LocalStorage(sync_files=sync_files),
+            "storage": Places(LocalStorage(sync_files=sync_files)),
             "plans": self._party.plans,
             "also": self._also,
         }
@@ -104,7 +105,12 @@ def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
 
 
 def _refuse_existing(path: str) -> None:
-    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+    if is_url(path):
+        try:
+            Places().open(path).close()
+        except CheckpointNotFoundError:
+            return
+    if is_url(path) or (os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))):
         raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
 
 

@@ -2,13 +2,13 @@
 
 Requests become tasks: a span of neighbouring bytes that is read by one call, or a region whose rows lie apart and go
 through a window. Two threads take the tasks in the order of the files: one reads while the other computes checksums.
-Extra memory is a window for each of them. No torch.
+Where every call takes long, there are more. Extra memory is a window for each of them. No torch.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple, Protocol, TypeAlias
@@ -24,12 +24,14 @@ from lightning_shardckpt.plan import Overlap, byte_runs
 from lightning_shardckpt.storage.protocol import Reader
 
 _WINDOW_BYTES = 4 << 20  # of one read with checksums, at least a block; still in the cache when they are computed
+_FAR_WINDOW_BYTES = 8 << 20  # where a read takes a round trip over a network
 _PART_BYTES = 16 << 20  # of one read without
 _DIRECT_BYTES = 64 << 10  # so much is read into its place, less goes through a window
 _GAP_BYTES = 16 << 10  # between rows: reading so much is no slower than a call
 _GAP_SHARE = 16  # and of neighbouring tensors' bytes, one in so many
 _FOREIGN_GAP_BYTES = 512  # between rows that nobody has read before, of which one in _GAP_SHARE bytes may be a gap, too
 _THREADED_BYTES = 32 << 20  # less is not worth a thread
+_FAR_THREADS = 16  # where the network is what is waited for
 _ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # numpy types; only their size matters
 
 
@@ -150,6 +152,33 @@ def _pitches(shape: Shape, size: int) -> Shape:
     return tuple(pitches[::-1])
 
 
+class _Other(threading.Thread):
+    """Does ``work`` with a reader of its own."""
+
+    def __init__(self, reader: Reader, work: Callable[[Reader], None]) -> None:
+        super().__init__(name="shardckpt-reader")
+        self._reader, self._work, self._done = reader, work, threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work(self._reader)
+        finally:
+            self._done.set()
+
+    def end(self) -> list[BaseException]:
+        """Wait for it, if it was started; returns what interrupted that."""
+        interrupts = list[BaseException]()
+        while self.ident is not None and not self._done.is_set():
+            try:  # not Thread.join alone, which takes a thread for ended when it is interrupted (Python 3.11)
+                self._done.wait()
+            except BaseException as error:
+                interrupts.append(error)
+        self._reader.close()
+        if self.ident is not None:
+            self.join()
+        return interrupts
+
+
 _Task: TypeAlias = "list[_Slice] | Request"
 
 
@@ -160,44 +189,36 @@ class _Fetch:
         self._files, self._verify, self._keep = files, verify, keep
         self._lock, self._failures = threading.Lock(), list[BaseException]()
         self._tasks: Iterator[_Task] = iter(())
+        self._window_bytes = _FAR_WINDOW_BYTES if files.reader.is_far else _WINDOW_BYTES
 
     def run(self, requests: Sequence[Request]) -> None:
         self._tasks = self._tasks_of(requests)
-        if sum(request.nbytes for request in requests) < _THREADED_BYTES:
-            self._work(self._files.reader)
+        nbytes = sum(request.nbytes for request in requests)
+        if self._files.reader.is_far:
+            tasks = max(len(requests), nbytes // self._window_bytes)  # or fewer
+            self._with_threads(min(_FAR_THREADS, tasks) - 1)
+        elif nbytes >= _THREADED_BYTES:
+            self._with_threads(1)
         else:
-            self._with_thread()
+            self._work(self._files.reader)
         if self._failures:
             raise self._failures[0]
 
-    def _with_thread(self) -> None:
-        twin, done = self._files.reader.twin(), threading.Event()
-
-        def work() -> None:
-            try:
-                self._work(twin)
-            finally:
-                done.set()
-
-        other = threading.Thread(target=work, name="shardckpt-reader")
+    def _with_threads(self, count: int) -> None:
+        others = [_Other(self._files.reader.twin(), self._work) for _ in range(count)]
         try:
             with suppress(RuntimeError):  # the system gives no more threads: then without
-                other.start()
+                for other in others:
+                    other.start()
             self._work(self._files.reader)
         except BaseException as error:
             self._failures.append(error)
-        while other.ident is not None and not done.is_set():
-            try:  # not Thread.join alone, which takes a thread for ended when it is interrupted (Python 3.11)
-                done.wait()
-            except BaseException as error:
-                self._failures.append(error)
-        twin.close()
-        if other.ident is not None:
-            other.join()
+        for other in others:
+            self._failures += other.end()
 
     def _work(self, reader: Reader) -> None:
         try:
-            window = memoryview(pages(2 * _WINDOW_BYTES))
+            window = memoryview(pages(2 * self._window_bytes))
             while not self._failures:
                 with self._lock:
                     task = next(self._tasks, None)
@@ -237,7 +258,7 @@ class _Fetch:
                         yield [piece]
                         continue
                     # several requests for one box may come in any order, or interleave: a step back begins a new span
-                    near = low <= piece.low <= high + wanted // _GAP_SHARE and piece.high - low <= _WINDOW_BYTES
+                    near = low <= piece.low <= high + wanted // _GAP_SHARE and piece.high - low <= self._window_bytes
                     if span and not near:
                         yield span
                         span = []
@@ -259,7 +280,7 @@ class _Fetch:
             low, high = source, source + length
             if self._verify:
                 low, high = low // entry.block * entry.block, min(-(-high // entry.block) * entry.block, entry.nbytes)
-            if high - low <= _WINDOW_BYTES:
+            if high - low <= self._window_bytes:
                 start = entry.begin + source
                 return (_Slice(request, entry.begin + low, entry.begin + high, start, start + length, at),)
         return self._many_slices(request)
@@ -287,11 +308,10 @@ class _Fetch:
             rows = _Rows(request, request.entry.block)
             yield from ((source, 0, rows.group_bytes) for source, _ in rows.groups())
 
-    @staticmethod
-    def _windows(entry: ShardEntry, source: int, length: int) -> Iterator[tuple[int, int]]:
+    def _windows(self, entry: ShardEntry, source: int, length: int) -> Iterator[tuple[int, int]]:
         """Whole blocks that hold ``length`` bytes from ``source`` on, as ranges of the file of at most a window."""
         block = entry.block
-        step = max(_WINDOW_BYTES // block, 1) * block
+        step = max(self._window_bytes // block, 1) * block
         first, last = source // block * block, min(-(-(source + length) // block) * block, entry.nbytes)
         for low in range(first, last, step):
             yield entry.begin + low, entry.begin + min(low + step, last)

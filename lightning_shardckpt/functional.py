@@ -27,7 +27,7 @@ from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.restoring import KeyMapping, Restore, whole_state
 from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.objects import Objects
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.places import Places
 
 _PARTIES: WeakKeyDictionary[dist.ProcessGroup, Party] = WeakKeyDictionary()
 _ALONE = Party(Ranks.alone(), None)
@@ -195,7 +195,7 @@ def load(
     whole = _whole_names(party.ranks, objects)
     restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole)
     remainder, notes = restore.run(
-        os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=LocalStorage()
+        os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=Places()
     )
     _warn(party, notes)
     return remainder

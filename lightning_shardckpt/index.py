@@ -115,7 +115,7 @@ class RootIndex:
     """The whole checkpoint. ``documents`` are JSON files with the state that is not tensors.
 
     ``mirror`` are files with the model a second time, as Hugging Face has it; of those with tensors, the checksum is
-    that of the header.
+    that of the header. ``prefix`` is what stands before the names of all other files where they are stored.
     """
 
     save_id: str
@@ -127,6 +127,7 @@ class RootIndex:
     topology: dict[str, int] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
     mirror: dict[str, FileInfo] = field(default_factory=dict)
+    prefix: str = ""
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,6 +220,8 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
         "topology": root.topology,
         "software": root.software,
     }
+    if root.prefix:
+        head["prefix"] = root.prefix
     components = []
     for name, component in root.components.items():
         indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
@@ -354,7 +357,14 @@ def _root(value: dict[str, Any]) -> RootIndex:
         topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
         software={check_text(k): check_text(v) for k, v in value["software"].items()},
         mirror={name: file_info(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
+        prefix=_prefix(value.get("prefix", ""), value["save_id"]),
     )
+
+
+def _prefix(value: Any, save_id: str) -> str:
+    if value not in ("", f"{save_id[:16]}-"):
+        raise FormatError(f"prefix {shown(value)}; it is the first 16 digits of the save id and a hyphen, if anything")
+    return str(value)
 
 
 def _component(

@@ -31,7 +31,7 @@ from lightning_shardckpt.formats.places import dcp_place
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import READABLE
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.places import Places, is_url
 
 _SUFFIX = ".ckpt"
 _ASIDE = re.compile(r"\.old-[0-9a-f]{16}")
@@ -96,45 +96,62 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
     Raises:
         CheckpointNotFoundError: if there are checkpoints, but none that is complete.
     """
-    fitting = trainer.state.fn == TrainerFn.FITTING
-    look = partial(_look, fitting=fitting, weights_only=weights_only)
+    fitting, places = trainer.state.fn == TrainerFn.FITTING, _places_of(trainer)
+    look = partial(_look, places=places, fitting=fitting, weights_only=weights_only)
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     if ckpt_path == "best":
-        return _choose("best", _best(trainer), look) or ckpt_path
+        return _choose("best", _best(trainer), look, places) or ckpt_path
     connector = trainer._checkpoint_connector
     implied = ckpt_path is None and fitting and savers and not connector._user_managed
     if implied and SLURMEnvironment.detect() and connector._hpc_resume_path is not None:
         return ckpt_path  # a requeued job goes on from there
     if ckpt_path != "last" and not implied:
         return ckpt_path
-    found = _last(trainer, savers, "last" if implied else "")
-    chosen = _choose("last", sorted(found, key=lambda path: (_claimed_step(path), path), reverse=True), look)
+    found = _last(trainer, savers, "last" if implied else "", places)
+    by_step = sorted(found, key=lambda path: (_claimed_step(path, places), path), reverse=True)
+    chosen = _choose("last", by_step, look, places)
     return ckpt_path if chosen is None else found[chosen]
 
 
-def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str) -> dict[str, str]:
+def _places_of(trainer: pl.Trainer) -> Places:
+    """With the options that the user gave to ShardCkptIO."""
+    found = getattr(trainer.strategy.checkpoint_io, "storage", None)
+    return found if isinstance(found, Places) else Places(found)
+
+
+def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str, places: Places) -> dict[str, str]:
     """What may be meant: each checkpoint once, and links to nothing; with the link to it, if there is one.
 
     ModelCheckpoint never deletes the path from which a run resumed: that should be the link.
     """
-    paths = {c.ckpt_path for c in savers if os.path.lexists(c.ckpt_path)}
+    paths = {c.ckpt_path for c in savers if _is_there(c.ckpt_path, places)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            found = _entries(os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
+            directory = os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+            found = _entries(directory, places)
             paths.update(path for path in found if os.path.basename(path).startswith(prefix))
     links = {os.path.realpath(path): path for path in paths if os.path.islink(path) and os.path.exists(path)}
     plain = {path: path for path in paths if path not in links.values()}
     return plain | links
 
 
-def _entries(directory: str) -> Iterable[str]:
-    """Checkpoints in a directory, and those that an interrupted save moved aside from there."""
-    if os.path.isdir(directory):
+def _is_there(path: str, places: Places) -> bool:
+    return places.remote(path).is_complete(path) if is_url(path) else os.path.lexists(path)
+
+
+def _entries(directory: str, places: Places) -> Iterable[str]:
+    """Checkpoints in a directory, and those that an interrupted save moved aside from there.
+
+    In a store only complete ones: what an interrupted save leaves there is where its checkpoint would be.
+    """
+    if is_url(directory):
+        yield from (url for url in places.remote(directory).complete(directory) if url.endswith(_SUFFIX))
+    elif os.path.isdir(directory):
         with os.scandir(directory) as entries:
             yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or _ASIDE.fullmatch(e.name))
 
 
-def _claimed_step(path: str) -> int:
+def _claimed_step(path: str, places: Places) -> int:
     """The step in the first bytes of a root index, to be verified later: of many checkpoints one has to be read.
 
     The largest number for what must be looked at to know, such as checkpoints of other formats.
@@ -142,8 +159,11 @@ def _claimed_step(path: str) -> int:
     if os.path.isfile(path):
         return sys.maxsize
     try:
-        with open(os.path.join(path, ROOT_NAME), "rb") as file:
-            found = _STEP.search(file.read(_HEAD_BYTES))
+        if is_url(path):
+            found = _STEP.search(places.remote(path).root_head(path, _HEAD_BYTES))
+        else:
+            with open(os.path.join(path, ROOT_NAME), "rb") as file:
+                found = _STEP.search(file.read(_HEAD_BYTES))
     except OSError:
         return sys.maxsize
     return int(found[1]) if found else sys.maxsize
@@ -168,8 +188,8 @@ class Seen:
     ours: bool = True
 
 
-def _look(path: str, *, fitting: bool, weights_only: bool) -> Seen:
-    if not os.path.exists(path) and os.path.islink(path):
+def _look(path: str, *, places: Places, fitting: bool, weights_only: bool) -> Seen:
+    if not is_url(path) and not os.path.exists(path) and os.path.islink(path):
         return Seen(path, problem="a link to nothing")
     lacks = "it holds weights only, so training cannot go on from it"
     try:
@@ -180,7 +200,7 @@ def _look(path: str, *, fitting: bool, weights_only: bool) -> Seen:
         if dcp_place(path) == path:  # else it is not a Trainer's
             step, resumes = step_of(path, weights_only=weights_only)
             return Seen(path, step, None if resumes or not fitting else lacks, ours=False)
-        with Checkpoint(LocalStorage(), path) as checkpoint:
+        with Checkpoint(places, path) as checkpoint:
             documents = checkpoint.root.documents
             resumes = not fitting or any(name.startswith("optimizer-state-dist-") for name in documents)
             return Seen(path, checkpoint.root.step or 0, None if resumes else lacks)
@@ -190,14 +210,14 @@ def _look(path: str, *, fitting: bool, weights_only: bool) -> Seen:
         return Seen(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ours=False)
 
 
-def _choose(word: str, paths: list[str], look: Callable[[str], Seen]) -> str | None:
+def _choose(word: str, paths: list[str], look: Callable[[str], Seen], places: Places) -> str | None:
     """The first complete one, or of plain files before it that of the highest step; tells what was passed over."""
     skipped: list[Seen] = []
     complete: list[Seen] = []
     for path in paths:
         seen = look(path)
         (complete if seen.problem is None else skipped).append(seen)
-        if seen.problem is None and (word == "best" or _claimed_step(path) < sys.maxsize):
+        if seen.problem is None and (word == "best" or _claimed_step(path, places) < sys.maxsize):
             break  # those behind it have lower scores, or steps
     listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
     if not complete and any(seen.ours for seen in skipped):
@@ -209,14 +229,15 @@ def _choose(word: str, paths: list[str], look: Callable[[str], Seen]) -> str | N
     chosen = complete[0] if word == "best" else max(complete, key=lambda seen: seen.step)
     rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
     if word == "last":
-        _warn_of_another_branch(chosen, paths)
+        _warn_of_another_branch(chosen, paths, places)
     return chosen.path
 
 
-def _warn_of_another_branch(chosen: Seen, paths: list[str]) -> None:
+def _warn_of_another_branch(chosen: Seen, paths: list[str], places: Places) -> None:
     """A lower step that was saved later: somebody went back, or several runs save here. Only the user can know."""
     times = {path: _saved_at(path) for path in paths}
-    later = [path for path in paths if times[path] > times[chosen.path] and 0 <= _claimed_step(path) < chosen.step]
+    newer = [path for path in paths if times[path] > times[chosen.path]]
+    later = [path for path in newer if 0 <= _claimed_step(path, places) < chosen.step]
     if later:
         rank_zero_warn(
             f'ckpt_path="last" is the highest step, {chosen.step}, in {chosen.path!r}, but {later[0]!r}, of a lower '

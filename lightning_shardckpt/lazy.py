@@ -17,6 +17,7 @@ from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
 from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.storage.protocol import Storage
 
 if TYPE_CHECKING:
     import torch
@@ -145,10 +146,10 @@ class LazyTensor:
 class OpenCheckpoint(Mapping[str, LazyTensor]):
     """What ``open`` returns: names and lazy tensors, those of the model first. For one thread at a time."""
 
-    def __init__(self, path: str, verify: bool) -> None:
+    def __init__(self, path: str, verify: bool, storage: Storage | None = None) -> None:
         self.path, self._verify = path, verify
         self._source: Source | None = None
-        self._checkpoint = open_checkpoint(path)
+        self._checkpoint = open_checkpoint(path, storage)
         self._components: Mapping[str, Component] = self._checkpoint.root.components
         self._where: dict[str, tuple[str, str]] = {}
         for component in filter(self._components.__contains__, COMPONENTS):

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.places import is_url, storage_of
 from lightning_shardckpt.storage.protocol import Storage
 
 _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
@@ -39,9 +39,9 @@ def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None
     if storage is not None:
         return Checkpoint(storage, path)
     try:
-        return Checkpoint(LocalStorage(), path)
+        return Checkpoint(storage_of(path), path)
     except CheckpointNotFoundError as error:
-        if "://" in path:
+        if is_url(path):
             raise
         said = described(path)
         hint = did_you_mean(path)

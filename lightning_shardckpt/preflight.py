@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.locate import READABLE
 from lightning_shardckpt.state.geometry import local_tensor
+from lightning_shardckpt.storage.places import file_path, is_url
 
 # Tensors of a parameter's size that an optimizer keeps for it; of others it is not known before the first step.
 _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2}
@@ -42,7 +43,9 @@ def check_room(callbacks: Iterable[Callback], model_bytes: int, optimizer_bytes:
     for callback in callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None or callback.save_top_k == 0:
             continue
-        directory = os.fspath(callback.dirpath)
+        directory = file_path(callback.dirpath)
+        if is_url(directory):
+            continue  # a store has room
         nbytes = model_bytes + (0 if callback.save_weights_only else optimizer_bytes)
         free = _free_bytes(directory)
         keeps = max(callback.save_top_k, 1) + (callback.save_last is True)
@@ -56,9 +59,7 @@ def check_room(callbacks: Iterable[Callback], model_bytes: int, optimizer_bytes:
 
 
 def _free_bytes(directory: str) -> int | None:
-    """Of the file system on which the directory is, or will be; None for what is no path here."""
-    if "://" in directory:
-        return None
+    """Of the file system on which the directory is, or will be."""
     directory = os.path.abspath(directory)
     while not os.path.exists(directory):
         directory = os.path.dirname(directory)

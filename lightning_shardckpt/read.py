@@ -7,6 +7,7 @@ from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import MAX_HEADER_BYTES, Entry, checksum, decode, plan_header, shown
 from lightning_shardckpt.index import ROOT_NAME, RankIndex, RootIndex, ShardEntry, rank_index_from_json, root_from_json
 from lightning_shardckpt.plan import Overlap, check_cover, check_plausible, choose_replicas
+from lightning_shardckpt.storage.prefixed import PrefixedReader
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 
 
@@ -22,6 +23,8 @@ class Checkpoint:
         self._checked: set[tuple[str, int, str]] = set()
         try:
             self.root: RootIndex = root_from_json(self._read(ROOT_NAME), self._where(ROOT_NAME))
+            if self.root.prefix:
+                self.reader = PrefixedReader(self.reader, self.root.prefix)
             for name, component in self.root.components.items():
                 check_plausible(component, f"{self._where(ROOT_NAME)}, {name}")
         except BaseException:

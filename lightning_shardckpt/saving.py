@@ -265,6 +265,7 @@ class Save:
             topology=self._about.topology,
             software=_software(),
             mirror={} if self._mirroring is None else self._mirroring.finish(self._draft),
+            prefix=self._draft.prefix,
         )
         content = root_to_json(root, self._plan.text)
         check_new_parts(root)

@@ -6,6 +6,7 @@ same specs, so comparing and planning do not know which one it is; ``opening`` f
 
 from __future__ import annotations
 
+import os
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +31,11 @@ from lightning_shardckpt.state.tree import decode
 from lightning_shardckpt.whole import Tensors, Wholes
 
 _HELD_BYTES = 24 << 20  # of what was verified and is not in its place yet
+_FAR_HELD_SHARE = 2  # where nothing should be read twice: one in so many bytes of a rank's part of the free memory
 _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own
 
 
+_NOTHING = torch.empty(0)
 _Overlaps: TypeAlias = "list[tuple[Overlap, tuple[int, int, int] | None]]"
 
 
@@ -170,9 +173,12 @@ class ShardedSource:
         """Read and check every block that the targets touch; sizes, headers and save ids only if told not to.
 
         Fresh targets are read once, into their memory, and so are the smallest others, into memory that is held for
-        ``fill``. Of the rest nothing is kept: it is read again.
+        ``fill``; all of them, from far away, while there is room. Of the rest nothing is kept: it is read again.
         """
-        self._held |= _spare_memory(targets, _HELD_BYTES - sum(map(len, self._held.values())))
+        is_far = self.checkpoint.reader.is_far
+        room = (_far_held_bytes() if is_far else _HELD_BYTES) - sum(map(len, self._held.values()))
+        live = [target for target in targets if not target.fresh and (is_far or is_host_memory(target.local))]
+        self._held |= _spare_memory(live, room)
         self._requests |= {id(target): self._plan(target) for target in targets}
         once = [target for target in targets if target.fresh or id(target) in self._held]
         self._into(once, verify=self._verify)
@@ -188,11 +194,12 @@ class ShardedSource:
         """Straight into the tensors' memory."""
         for target in targets:
             if id(target) in self._held:
-                bytes_of(target.local)[:] = self._held.pop(id(target))
+                _put(self._held.pop(id(target)), target.local)
         self._into(self._rest, verify=False)
 
     def _into(self, targets: list[Target], *, verify: bool) -> None:
-        fetch_into(self.checkpoint, [(t.local, self._requests[id(t)]) for t in targets], verify=verify)
+        wanted = [(_NOTHING if id(t) in self._held else t.local, self._requests[id(t)]) for t in targets]
+        fetch_into(self.checkpoint, wanted, verify=verify)
 
     def _plan(self, target: Target) -> list[Request]:
         """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
@@ -261,10 +268,23 @@ def _flush(
     requests.clear()
 
 
+def _far_held_bytes() -> int:
+    """This rank's part of the memory that is free now, or can be made free."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+    return max(free // _FAR_HELD_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _HELD_BYTES)
+
+
+def _put(data: memoryview, local: torch.Tensor) -> None:
+    host = local if is_host_memory(local) else torch.empty(local.shape, dtype=local.dtype)
+    bytes_of(host)[:] = data
+    if host is not local:
+        local.copy_(host)
+
+
 def _spare_memory(targets: list[Target], room: int) -> dict[int, memoryview]:
-    """Memory for as many live targets as there is room for, the smallest first, by their ids."""
-    live = [target for target in targets if not target.fresh and is_host_memory(target.local)]
-    sizes = sorted((target.local.nbytes, id(target)) for target in live)
+    """Memory for as many targets as there is room for, the smallest first, by their ids."""
+    sizes = sorted((target.local.nbytes, id(target)) for target in targets)
     ends = list(accumulate(size for size, _ in sizes))
     count = bisect(ends, room)
     memory = memoryview(pages(ends[count - 1] if count else 0))

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import pool
+from tests import pool, stores
 
 # pytest's own, and what importing torch or Lightning sets for good.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+
+SESSION: set[int] = set()
+"""Processes that serve the whole session."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,6 +25,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     pool.stop_server()
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """The port of a server that speaks S3; started for the first test that asks, stopped at the end."""
+    with stores.server() as (port, pid):
+        SESSION.add(pid)
+        yield port
+
+
+@pytest.fixture
+def s3(s3_port: int) -> stores.Bucket:
+    """A new bucket."""
+    return stores.bucket(s3_port)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +53,7 @@ def no_leaked_threads() -> Iterator[None]:
 def no_leaked_processes() -> Iterator[None]:
     before = _children()
     yield
-    if leaked := _children() - before - {pool.server_pid()}:
+    if leaked := _children() - before - {pool.server_pid(), *SESSION}:
         pytest.fail(f"the test left child processes behind: {sorted(map(_command, leaked))}")
 
 

@@ -156,6 +156,7 @@ def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -
         for t in new
         # A _DummyThread is a native thread (autograd, gloo) that called into Python: not ours to end.
         if not isinstance(t, threading._DummyThread) and not {t.name, type(t).__name__} & LIBRARY_THREADS
+        and not t.name.startswith("asyncio_")  # the executor of fsspec's event loop, which stays as the loop does
     ]
     for thread in ours:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -37,6 +37,8 @@ class Counting:
     def size(self, name: str) -> int:
         return self.inner.size(name)
 
+    is_far = False
+
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         self.reads.append((name, offset, len(target)))
         self.inner.read_into(name, offset, target)

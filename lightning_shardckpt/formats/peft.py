@@ -21,8 +21,8 @@ from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.regions import Region, fill
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft import Adapter, adapters_from_json
-from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.outputs import new_file
+from lightning_shardckpt.storage.places import storage_of
 from lightning_shardckpt.text import progress
 from lightning_shardckpt.whole import Tensors, Wholes
 
@@ -56,7 +56,7 @@ def export_adapters(
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
     """
     folder, output = os.fspath(checkpoint_folder), Path(output)
-    with Checkpoint(LocalStorage(), folder) as checkpoint:
+    with Checkpoint(storage_of(folder), folder) as checkpoint:
         tensors, model = Wholes(checkpoint), checkpoint.root.components.get("model", Component({}))
         chosen = _chosen(checkpoint, adapter, prefix)
         at_top = {_DEFAULT} if adapter is None else {adapter}

@@ -122,9 +122,9 @@ class LocalStorage:
 
 def _checked(path: str) -> str:
     path = os.fspath(path)
-    if "://" in path and not path.startswith("file://"):
+    if "://" in path and not path.startswith(("file://", "local://")):
         raise ValueError(f"{path!r}: only paths of a file system are supported, not URLs")
-    return os.path.abspath(path.removeprefix("file://"))  # without a slash at the end
+    return os.path.abspath(path.removeprefix("file://").removeprefix("local://"))  # without a slash at the end
 
 
 def _aside(path: str) -> str:
@@ -151,6 +151,8 @@ class LocalReader:
 
     Links are refused, unless the directory is another program's: Hugging Face's cache consists of links.
     """
+
+    is_far = False
 
     def __init__(self, path: str, within: int | None = None, *, follow_links: bool = False) -> None:
         self._path, self._follow_links = path, follow_links
@@ -231,6 +233,8 @@ class LocalReader:
 
 class LocalDraft:
     """A temporary directory beside the target."""
+
+    prefix = ""
 
     def __init__(self, target: str, save_id: str, visible_within_s: float = 0.0, *, sync_files: bool = True) -> None:
         self._target, self._parent = target, os.path.dirname(target)

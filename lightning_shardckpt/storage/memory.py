@@ -12,6 +12,8 @@ from lightning_shardckpt.storage.protocol import Bytes
 class MemoryReader:
     """A checkpoint in a dict."""
 
+    is_far = False
+
     def __init__(self, files: dict[str, bytes]) -> None:
         self._files = files
 
@@ -45,6 +47,8 @@ class MemoryReader:
 
 class MemoryDraft:
     """A dict that becomes visible under its path when published."""
+
+    prefix = ""
 
     def __init__(self, storage: MemoryStorage, path: str) -> None:
         self._storage, self._path, self._files = storage, path, dict[str, bytes]()

@@ -15,7 +15,12 @@ Bytes = bytes | memoryview
 
 
 class Reader(Protocol):
-    """A checkpoint opened for reading."""
+    """A checkpoint opened for reading.
+
+    ``is_far``: a call takes long, whatever it reads: better several at once, and nothing twice.
+    """
+
+    is_far: bool
 
     def size(self, name: str) -> int:
         """Length of a file in bytes. Raises FileNotFoundError."""
@@ -37,9 +42,11 @@ class Draft(Protocol):
     """A checkpoint being written. Every rank holds one; ``begin``, ``publish``, ``discard`` are for one rank only.
 
     ``notes`` are sentences for the user: what was found of saves that were killed, and what could not be deleted.
+    ``prefix`` is what the place puts before the names of files, but for the root index, which has to say so.
     """
 
     notes: list[str]
+    prefix: str
 
     def begin(self) -> None:
         """Make the place where all ranks write, and remove what dead saves left beside it.

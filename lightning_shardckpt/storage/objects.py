@@ -1,0 +1,159 @@
+"""What is asked of a store of objects, whatever it is? A few calls over any file system of fsspec, each retried.
+
+Keys are fsspec's paths, without a protocol. What a store can do in a better way of its own is in a module for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.storage.retry import IncompleteAnswerError, Patience, retried
+
+_T = TypeVar("_T")
+_ONE_AT_A_TIME = threading.Lock()
+_STREAMED_BYTES = 16 << 20
+_CHANGING = ("ETag", "etag", "md5", "crc32c", "generation", "created", "LastModified", "last_modified", "mtime", "size")
+
+
+class Stat(NamedTuple):
+    """Size of an object, and what differs when another one has its key."""
+
+    size: int
+    tag: str
+
+
+class Objects:
+    """Objects of any file system of fsspec; threads may share it."""
+
+    def __init__(self, fs: Any, *, patience: Patience) -> None:
+        self.fs, self._patience = fs, patience
+        protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
+        self.protocol = str(protocols[0])
+        self.conditional = self.protocol == "memory"
+        """Whether ``put`` compares and writes in one step, for all who write."""
+
+    def url(self, key: str) -> str:
+        """For messages."""
+        return f"{self.protocol}://{key.lstrip('/')}"
+
+    def stat(self, key: str) -> Stat:
+        """What is known of an object. Raises FileNotFoundError."""
+
+        def look() -> Stat:
+            found = self.fs.info(key)
+            if found["type"] != "file":
+                raise FileNotFoundError(f"no object {self.url(key)}")
+            return Stat(int(found["size"]), str([found[name] for name in _CHANGING if name in found]))
+
+        return self._retried(f"looking at {self.url(key)}", look)
+
+    def read(self, key: str, start: int, stop: int) -> bytes:
+        """The bytes ``[start, stop)``, which are there: fewer are a failure of the network."""
+
+        def get() -> bytes:
+            found: bytes = self.fs.cat_file(key, start=start, end=stop)
+            if len(found) != stop - start:
+                raise IncompleteAnswerError(f"{len(found)} bytes came, {stop - start} were asked for")
+            return found
+
+        if stop == start:
+            return b""
+        return self._retried(f"reading bytes {start} to {stop} of {self.url(key)}", get)
+
+    def put(self, key: str, content: bytes, expected: str | None) -> None:
+        """Write an object in place of the one that has the tag ``expected``, or of none.
+
+        Raises:
+            FileExistsError: if another one is there.
+        """
+
+        def write() -> None:
+            with _ONE_AT_A_TIME:
+                with suppress(FileNotFoundError):
+                    if self.stat(key).tag != expected:
+                        raise FileExistsError(f"another object is at {self.url(key)}")
+                self.fs.pipe_file(key, content)
+
+        self._retried(f"writing {self.url(key)}", write)
+
+    def upload(self, key: str, parts: Iterable[Bytes]) -> None:
+        """Write a new object from its parts, which are not kept; nothing of it is left after an error."""
+        file = self.fs.open(key, "wb", block_size=_STREAMED_BYTES)
+        try:
+            for part in parts:
+                file.write(part)
+            file.close()
+        except BaseException:
+            with suppress(Exception):  # what failed first is raised
+                discard = getattr(file, "discard", None)
+                if discard is not None:
+                    discard()
+            with suppress(Exception):
+                file.closed = True  # else it would be completed when it is collected
+            with suppress(Exception):
+                self.fs.rm_file(key)
+            raise
+
+    def names(self, folder: str) -> dict[str, int]:
+        """Names, relative to ``folder``, and sizes of the objects below it."""
+
+        def look() -> dict[str, int]:
+            try:
+                found = self.fs.find(folder, detail=True)
+            except FileNotFoundError:
+                return {}
+            start = folder.rstrip("/") + "/"
+            files = {key: info for key, info in found.items() if key.startswith(start)}
+            return {key.removeprefix(start): int(info["size"] or 0) for key, info in files.items()}
+
+        self.fs.invalidate_cache()
+        return self._retried(f"listing {self.url(folder)}", look)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that are gone already are no error."""
+        for key in keys:
+            with suppress(FileNotFoundError):
+                self._retried(f"deleting {self.url(key)}", lambda key=key: self.fs.rm_file(key))  # type: ignore[misc]
+
+    def make_folder(self, folder: str) -> None:
+        """Have a place for objects, where a file system wants to know."""
+        self.fs.makedirs(folder, exist_ok=True)
+
+    def drop_folder(self, folder: str) -> None:
+        """Forget a place that is empty, where a file system knows it."""
+        with suppress(OSError, NotImplementedError):
+            self.fs.rmdir(folder)
+
+    def unfinished(self, start: str) -> list[tuple[str, str]]:
+        """Key and id of each upload that was begun to a key that begins with ``start``, as far as the store tells."""
+        return []
+
+    def abort(self, uploads: Iterable[tuple[str, str]]) -> None:
+        """Have the store forget unfinished uploads."""
+
+    def _retried(self, what: str, call: Callable[[], _T]) -> _T:
+        return retried(what, call, self._patience)
+
+
+def chunks(parts: Iterable[Bytes], nbytes: Callable[[int], int]) -> Iterator[bytearray]:
+    """The parts put together and cut anew, the chunk of number n into ``nbytes(n)``; the last one is shorter.
+
+    >>> [bytes(chunk) for chunk in chunks([b"abc", b"", b"defg"], lambda n: 2 + n)]
+    [b'ab', b'cde', b'fg']
+    """
+    number, chunk = 0, bytearray()
+    for part in parts:
+        rest = memoryview(part)
+        while len(rest):
+            room = nbytes(number) - len(chunk)
+            chunk += rest[:room]
+            rest = rest[room:]
+            if len(chunk) == nbytes(number):
+                yield chunk
+                number, chunk = number + 1, bytearray()
+    if chunk:
+        yield chunk

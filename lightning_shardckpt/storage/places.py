@@ -1,0 +1,117 @@
+"""Which kind of place does a path mean? A file system, or what fsspec has behind a URL."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from lightning_shardckpt.storage.cached import CachedReader
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.objects import Objects
+from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
+from lightning_shardckpt.storage.remote import RemoteStorage
+from lightning_shardckpt.storage.retry import Patience
+from lightning_shardckpt.storage.s3 import S3Objects, options_of
+from lightning_shardckpt.storage.turns import one_per_machine
+
+_HERE = ("file://", "local://")
+_S3 = ("s3", "s3a")
+_MANGLED = re.compile(r"(s3a?|gs|gcs|az|abfss?|hdfs|memory|https?):/[^/]")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL of something else than the file system.
+
+    >>> is_url("s3://bucket/a.ckpt"), is_url("file:///tmp/a.ckpt"), is_url("a.ckpt")
+    (True, False, False)
+    """
+    return "://" in os.fspath(path) and not os.fspath(path).startswith(_HERE)
+
+
+def file_path(path: str | os.PathLike[str]) -> str:
+    """A path of the file system without a protocol; URLs of other places as they are.
+
+    >>> file_path("file:///tmp/a.ckpt"), file_path("s3://bucket/a.ckpt")
+    ('/tmp/a.ckpt', 's3://bucket/a.ckpt')
+    """
+    found = os.fspath(path)
+    for start in _HERE:
+        found = found.removeprefix(start)
+    return found
+
+
+class Places:
+    """Every place that a path can mean: paths and ``file://`` are of the file system, other URLs are fsspec's.
+
+    Args:
+        local: for the file system.
+        storage_options: passed to ``fsspec.filesystem`` for URLs, such as ``endpoint_url``, ``key`` and ``secret``.
+        throttle_uploads: let only one process of each machine upload at a time.
+        pre_download: a local folder to which files of URLs are copied before they are read, and where they are found
+            again.
+        patience: how often and how long requests are tried.
+    """
+
+    def __init__(
+        self,
+        local: Storage | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        throttle_uploads: bool = False,
+        pre_download: str | os.PathLike[str] | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.local: Storage = local or LocalStorage()
+        self.visible_within_s = self.local.visible_within_s
+        self._options, self._patience = dict(storage_options or {}), patience or Patience()
+        self._turn = one_per_machine if throttle_uploads else nullcontext
+        self._cache = None if pre_download is None else os.fspath(pre_download)
+
+    def of(self, path: str) -> Storage:
+        """The storage for a path.
+
+        Raises:
+            ValueError: if the path was a URL before it was made a ``Path``, or the protocol is unknown.
+            ImportError: if a package for the protocol is missing.
+        """
+        return self.remote(path) if is_url(path) else self._checked_local(path)
+
+    def remote(self, url: str) -> RemoteStorage:
+        """The storage for a URL; raises as ``of`` does."""
+        import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it
+
+        protocol = url.partition("://")[0]
+        is_s3 = protocol in _S3
+        try:
+            fs, _ = fsspec.core.url_to_fs(url, **(options_of(self._options) if is_s3 else self._options))
+        except ImportError as error:
+            extra = 'pip install "lightning-shardckpt[s3]"' if is_s3 else "install the package that it names"
+            raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
+        objects = (S3Objects if is_s3 else Objects)(fs, patience=self._patience)
+        return RemoteStorage(objects, lambda path: str(fs._strip_protocol(path)), self._turn)
+
+    def open(self, path: str) -> Reader:
+        """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
+        found = self.of(path).open(path)
+        return CachedReader(found, self._cache) if self._cache is not None and is_url(path) else found
+
+    def draft(self, path: str, save_id: str) -> Draft:
+        """A new checkpoint that will appear at ``path``."""
+        return self.of(path).draft(path, save_id)
+
+    def remove(self, path: str) -> list[str]:
+        """Delete the checkpoint at ``path``. Raises CheckpointNotFoundError."""
+        return self.of(path).remove(path)
+
+    def _checked_local(self, path: str) -> Storage:
+        if _MANGLED.match(os.fspath(path)):
+            raise ValueError(f"{path!r} was a URL before it became a Path, which drops a slash: pass it as a str")
+        return self.local
+
+
+def storage_of(path: str | os.PathLike[str]) -> Storage:
+    """The storage for a path or a URL, with fsspec's own configuration (environment variables, ``fsspec.json``)."""
+    return Places().of(os.fspath(path))

@@ -1,0 +1,62 @@
+"""Where are the files of a save whose names begin with its id, as they do on an object store?"""
+
+from __future__ import annotations
+
+import re
+
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage.protocol import Reader
+
+TAGGED = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+HEAD_BYTES = 4096  # of a root index, where it says what its prefix is
+_PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
+
+
+def prefix_in(root: bytes) -> str | None:
+    """What a root index says that names begin with, from its first bytes.
+
+    >>> prefix_in(b'{"prefix":"5afe5afe5afe5afe-"}'), prefix_in(b"{}")
+    ('5afe5afe5afe5afe-', None)
+    """
+    found = _PREFIX.search(root)
+    return found[1].decode() if found else None
+
+
+def prefix_of(save_id: str) -> str:
+    """What the names of a save's files begin with, so that they are nobody else's.
+
+    >>> prefix_of("5afe5afe5afe5afe" + "0" * 16)
+    '5afe5afe5afe5afe-'
+    """
+    return save_id[:16] + "-"
+
+
+class PrefixedReader:
+    """Files under the names that indexes have for them."""
+
+    def __init__(self, reader: Reader, prefix: str) -> None:
+        self._reader, self._prefix, self.is_far = reader, prefix, reader.is_far
+
+    def size(self, name: str) -> int:
+        """Length of a file in bytes."""
+        return self._reader.size(self._stored(name))
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` on."""
+        self._reader.read_into(self._stored(name), offset, target)
+
+    def names(self) -> list[str]:
+        """Every entry; those of other saves with what their names begin with."""
+        return sorted(name.removeprefix(self._prefix) for name in self._reader.names())
+
+    def twin(self) -> PrefixedReader:
+        """Another reader of the same files."""
+        return PrefixedReader(self._reader.twin(), self._prefix)
+
+    def close(self) -> None:
+        """Release what is open."""
+        self._reader.close()
+
+    def _stored(self, name: str) -> str:
+        return name if name == ROOT_NAME else self._prefix + name

@@ -1,0 +1,187 @@
+"""Which checkpoints are in a store, and how are they read? With any file system of fsspec; ``remote_draft`` writes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.header import MAX_JSON_BYTES
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage.objects import Objects
+from lightning_shardckpt.storage.prefixed import HEAD_BYTES, TAGGED, prefix_in
+from lightning_shardckpt.storage.remote_draft import RemoteDraft
+
+_ATTEMPTS = 5  # of opening what another process replaces
+_START_BYTES = 16 << 10
+
+
+class RemoteStorage:
+    """Checkpoints below the keys of a store; paths are keys, or URLs that ``key_of`` makes keys of.
+
+    Args:
+        objects: the store.
+        key_of: of a path.
+        turn: entered while a rank uploads; it may wait until nobody else does.
+    """
+
+    visible_within_s = 10.0
+
+    def __init__(
+        self,
+        objects: Objects,
+        key_of: Callable[[str], str],
+        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._objects, self._key_of, self._turn = objects, key_of, turn
+
+    def open(self, path: str) -> RemoteReader:
+        """The checkpoint at ``path``.
+
+        Raises:
+            CheckpointNotFoundError: if there is none, if it is incomplete, or if the path is something else.
+            PermissionError: if the store does not let us look.
+        """
+        folder = self._folder(path)
+        root = f"{folder}/{ROOT_NAME}"
+        for _ in range(_ATTEMPTS):
+            try:
+                before = self._objects.stat(root)
+                if before.size > MAX_JSON_BYTES:
+                    raise FormatError(f"{path}/{ROOT_NAME} has {before.size} bytes, more than {MAX_JSON_BYTES}")
+                content = self._objects.read(root, 0, before.size)
+                if self._objects.stat(root) == before:
+                    return RemoteReader(self._objects, folder, content)
+            except FileNotFoundError:
+                raise CheckpointNotFoundError(self._why_none(path, folder)) from None
+        raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
+
+    def draft(self, path: str, save_id: str) -> RemoteDraft:
+        """A new checkpoint that will appear at ``path``."""
+        return RemoteDraft(self._objects, path, self._folder(path), save_id, self._turn)
+
+    def remove(self, path: str) -> list[str]:
+        """Delete the checkpoint at ``path``: first the root index, then its other files.
+
+        What other saves left there, or are writing, is not touched.
+
+        Returns:
+            What went wrong then, as sentences.
+
+        Raises:
+            CheckpointNotFoundError: if there is none.
+        """
+        folder = self._folder(path)
+        found = self._objects.names(folder)
+        if ROOT_NAME not in found:
+            raise CheckpointNotFoundError(self._why_none(path, folder))
+        prefix = prefix_in(self.root_head(path, HEAD_BYTES)) or "?"
+        its = [n for n in found if n != ROOT_NAME and (n.startswith(prefix) or not TAGGED.fullmatch(n))]
+        self._objects.delete([f"{folder}/{ROOT_NAME}"])
+        try:
+            self._objects.delete([f"{folder}/{name}" for name in its])
+        except OSError as error:
+            return [f"could not remove all files of the deleted checkpoint {path!r}: {error}"]
+        self._objects.drop_folder(folder)
+        return []
+
+    def complete(self, folder: str) -> list[str]:
+        """The checkpoints directly below a folder."""
+        found = [name for name in self._objects.names(self._folder(folder)) if name.endswith(f"/{ROOT_NAME}")]
+        names = sorted(name.removesuffix(f"/{ROOT_NAME}") for name in found)
+        return [f"{folder.rstrip('/')}/{name}" for name in names if "/" not in name]
+
+    def is_complete(self, path: str) -> bool:
+        """Whether a checkpoint is at the path."""
+        return self.is_object(f"{path}/{ROOT_NAME}")
+
+    def root_head(self, path: str, nbytes: int) -> bytes:
+        """The first bytes of a root index. Raises FileNotFoundError."""
+        key = f"{self._folder(path)}/{ROOT_NAME}"
+        return self._objects.read(key, 0, min(self._objects.stat(key).size, nbytes))
+
+    def is_object(self, path: str) -> bool:
+        """Whether the path is that of a single object."""
+        try:
+            self._objects.stat(self._folder(path))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_empty(self, path: str) -> bool:
+        """Whether nothing lies below the path."""
+        return not self._objects.names(self._folder(path))
+
+    def delete_object(self, path: str) -> None:
+        """Delete the single object at a path."""
+        self._objects.delete([self._folder(path)])
+
+    def _folder(self, path: str) -> str:
+        return self._key_of(path).rstrip("/")
+
+    def _why_none(self, path: str, folder: str) -> str:
+        if self.is_object(path):
+            return f"{path!r} is a file, not a checkpoint of lightning-shardckpt"
+        found = self._objects.names(folder)
+        if not found:
+            return f"no checkpoint at {path!r}: there is nothing at this path"
+        if ".metadata" in found:
+            return f"{path!r} is a checkpoint of torch.distributed.checkpoint, not of lightning-shardckpt"
+        near = sorted(name for name in found if name.endswith(f"/{ROOT_NAME}"))
+        hint = f"; did you mean {path.rstrip('/')}/{near[0].removesuffix(f'/{ROOT_NAME}')}?" if near else ""
+        return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}{hint}"
+
+
+class RemoteReader:
+    """A checkpoint as objects; the root index was read when it was opened. Threads can share it."""
+
+    is_far = True
+
+    def __init__(self, objects: Objects, folder: str, root: bytes) -> None:
+        self._objects, self._folder, self._root = objects, folder, root
+        self._sizes = {ROOT_NAME: len(root)}
+        self._starts: dict[str, bytes] = {}  # of files that were read from their start, for the header to come
+        self._lock = threading.Lock()
+
+    def size(self, name: str) -> int:
+        """Length of a file in bytes."""
+        with self._lock:
+            found = self._sizes.get(name)
+        if found is None:
+            found = self._objects.stat(f"{self._folder}/{name}").size
+            with self._lock:
+                self._sizes[name] = found
+        return found
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` on, by one request at most."""
+        size, stop = self.size(name), offset + len(target)
+        if stop > size:
+            raise EOFError(f"{name} ends at byte {size}, expected {stop}")
+        start = self._root if name == ROOT_NAME else self._start_of(name, size, wanted=offset == 0 and stop <= 8)
+        if stop <= len(start):
+            target[:] = start[offset:stop]
+        else:
+            target[:] = self._objects.read(f"{self._folder}/{name}", offset, stop)
+
+    def _start_of(self, name: str, size: int, *, wanted: bool) -> bytes:
+        """The start of a file, if its length of the header was asked for: so that takes no request of its own."""
+        if wanted:
+            found = self._objects.read(f"{self._folder}/{name}", 0, min(size, _START_BYTES))
+            with self._lock:
+                self._starts[name] = found
+        with self._lock:
+            return self._starts.get(name, b"")
+
+    def names(self) -> list[str]:
+        """Every entry, sorted; not what other saves to the path have, or left."""
+        prefix, names = prefix_in(self._root[:HEAD_BYTES]), sorted(self._objects.names(self._folder))
+        return [name for name in names if prefix is None or name.startswith(prefix) or not TAGGED.fullmatch(name)]
+
+    def twin(self) -> RemoteReader:
+        """Itself: threads can share it."""
+        return self
+
+    def close(self) -> None:
+        """Nothing is open."""

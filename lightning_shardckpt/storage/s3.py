@@ -1,0 +1,215 @@
+"""How is S3 used well? Parts of an object uploaded side by side from memory, and a put that compares in one step."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import chain
+from queue import SimpleQueue
+from typing import Any
+
+from lightning_shardckpt.storage.objects import Objects, Stat, chunks
+from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.storage.retry import Patience, status_of
+
+_PART_BYTES, _LARGER_AFTER = 8 << 20, 2000  # of at most 10,000 parts; each has a copy in memory while it is sent
+_AT_ONCE = 4
+_DELETED_AT_ONCE = 1000  # S3's limit
+_REFUSED, _UNKNOWN = (409, 412), 501  # HTTP: a condition does not hold, or is nothing that the store knows
+
+
+def options_of(given: dict[str, Any]) -> dict[str, Any]:
+    """What s3fs is made with: the user's options, and what is ours unless they say otherwise.
+
+    Retries are ours (botocore's are off), a stalled connection is noticed, and listings are not remembered.
+    """
+    ours = {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 30, "max_pool_connections": 32}
+    return {"use_listings_cache": False, **given, "config_kwargs": {**ours, **given.get("config_kwargs", {})}}
+
+
+class S3Objects(Objects):
+    """Objects of S3, or of what speaks its protocol, through s3fs."""
+
+    def __init__(self, fs: Any, *, patience: Patience) -> None:
+        super().__init__(fs, patience=patience)
+        fs.retries = 1  # of s3fs; ours are on top
+        self.conditional = True
+
+    def stat(self, key: str) -> Stat:
+        """What is known of an object. Raises FileNotFoundError."""
+        found = self._call("looking at", key, "head_object")
+        return Stat(int(found["ContentLength"]), str(found["ETag"]))
+
+    def put(self, key: str, content: bytes, expected: str | None) -> None:
+        """Write an object in place of the one that has the tag ``expected``, or of none, if the store can compare.
+
+        Raises:
+            FileExistsError: if another one is there.
+        """
+        condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected}
+        try:
+            self._call("writing", key, "put_object", Body=content, **condition)
+        except FileNotFoundError:
+            if expected is None:
+                raise
+            raise FileExistsError(f"the object at {self.url(key)} was deleted meanwhile") from None
+        except OSError as error:
+            if isinstance(error, FileExistsError) or status_of(error) in _REFUSED:
+                raise FileExistsError(f"another object is at {self.url(key)}") from error
+            if status_of(error) != _UNKNOWN:
+                raise
+            self.conditional = False
+            super().put(key, content, expected)
+
+    def upload(self, key: str, parts: Iterable[Bytes]) -> None:
+        """Write a new object from its parts: at once if it is small, else in several at a time."""
+        pieces = chunks(parts, lambda number: _PART_BYTES << number // _LARGER_AFTER)
+        first, second = next(pieces, bytearray()), next(pieces, None)
+        if second is None:
+            self._call("writing", key, "put_object", Body=first)
+            return
+        upload = self._begin(key)
+        try:
+            sent = _Sending(lambda number, piece: self._send(key, upload, number, piece)).all(
+                chain((first, second), pieces)
+            )
+            self._complete(key, upload, sent)
+        except BaseException as error:
+            try:
+                self.abort([(key, upload)])
+            except OSError as why:
+                error.add_note(f"parts of the upload {upload} may be left: {why}")
+            raise
+
+    def _begin(self, key: str) -> str:
+        """A new upload's id. Where an answer was lost, there may be one more, of which nobody knows: not for long."""
+        attempts = list[None]()
+
+        def begin() -> dict[str, Any]:
+            attempts.append(None)
+            bucket, name = self._split(key)
+            found: dict[str, Any] = self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=name)
+            return found
+
+        upload = str(self._retried(f"beginning {self.url(key)}", begin)["UploadId"])
+        if len(attempts) > 1:
+            self.abort([(of, other) for of, other in self.unfinished(key) if of == key and other != upload])
+        return upload
+
+    def _send(self, key: str, upload: str, number: int, piece: bytearray) -> tuple[str, int]:
+        name = f"part {number} of"
+        found = self._call(f"sending {name}", key, "upload_part", UploadId=upload, PartNumber=number, Body=piece)
+        return found["ETag"], len(piece)
+
+    def _complete(self, key: str, upload: str, sent: dict[int, tuple[str, int]]) -> None:
+        listed = [{"PartNumber": number, "ETag": sent[number][0]} for number in sorted(sent)]
+        try:
+            about: dict[str, Any] = {"UploadId": upload, "MultipartUpload": {"Parts": listed}}
+            self._call("completing", key, "complete_multipart_upload", **about)
+        except FileNotFoundError:  # no such upload: was it completed, and the answer lost?
+            if self.stat(key).size != sum(size for _, size in sent.values()):
+                raise
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that are gone already are no error."""
+        wanted = list(keys)
+        for begin in range(0, len(wanted), _DELETED_AT_ONCE):
+            some = wanted[begin : begin + _DELETED_AT_ONCE]
+            names = [{"Key": self._split(key)[1]} for key in some]
+            found = self._call("deleting", some[0], "delete_objects", Delete={"Objects": names, "Quiet": True})
+            for error in found.get("Errors", ()):
+                raise OSError(f"deleting {error.get('Key')}: {error.get('Code')}: {error.get('Message')}")
+
+    def make_folder(self, folder: str) -> None:
+        """There are none."""
+
+    def drop_folder(self, folder: str) -> None:
+        """There are none."""
+
+    def unfinished(self, start: str) -> list[tuple[str, str]]:
+        """Key and id of each upload that was begun to a key that begins with ``start``."""
+        bucket, prefix = self._split(start)
+        found, after = list[tuple[str, str]](), dict[str, str]()
+        while True:
+            page = self._call("listing uploads to", start, "list_multipart_uploads", Prefix=prefix, **after)
+            found += [(f"{bucket}/{one['Key']}", one["UploadId"]) for one in page.get("Uploads") or ()]
+            if not page.get("IsTruncated"):
+                return [(key, upload) for key, upload in found if key.startswith(start)]
+            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def abort(self, uploads: Iterable[tuple[str, str]]) -> None:
+        """Have the store forget unfinished uploads."""
+        for key, upload in uploads:
+            with suppress(FileNotFoundError):
+                self._call("giving up", key, "abort_multipart_upload", UploadId=upload)
+
+    def _split(self, key: str) -> tuple[str, str]:
+        bucket, name, _ = self.fs.split_path(key)
+        return bucket, name
+
+    def _call(self, doing: str, key: str, method: str, **about: Any) -> dict[str, Any]:
+        bucket, name = self._split(key)
+        if method not in ("delete_objects", "list_multipart_uploads"):
+            about["Key"] = name
+
+        def call() -> dict[str, Any]:
+            body = {"Body": io.BytesIO(about["Body"])} if "Body" in about else {}  # read from its start each time
+            found: dict[str, Any] = self.fs.call_s3(method, Bucket=bucket, **{**about, **body})
+            return found
+
+        return self._retried(f"{doing} {self.url(key)}", call)
+
+
+class _Sending:
+    """Sends pieces from a few threads; they are made in the thread that calls, which waits while all are busy."""
+
+    def __init__(self, send: Callable[[int, bytearray], tuple[str, int]]) -> None:
+        self._send = send
+        self._pieces, self._room = SimpleQueue[tuple[int, bytearray] | None](), threading.Semaphore(_AT_ONCE)
+        self._sent: dict[int, tuple[str, int]] = {}
+        self._failures: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+
+    def all(self, pieces: Iterable[bytearray]) -> dict[int, tuple[str, int]]:
+        """What ``send`` said, by number from 1 on. No thread is left behind."""
+        try:
+            for number, piece in enumerate(pieces, start=1):
+                if len(self._threads) < _AT_ONCE:
+                    self._start()
+                if not self._threads:  # the system gives none, or the interpreter is about to leave: then without
+                    self._sent[number] = self._send(number, piece)
+                    continue
+                self._room.acquire()
+                if self._failures:
+                    break
+                self._pieces.put((number, piece))
+        except BaseException as error:
+            self._failures.append(error)  # what is queued need not be sent any more
+            raise
+        finally:
+            for _ in self._threads:
+                self._pieces.put(None)
+            for thread in self._threads:
+                thread.join()
+        if self._failures:
+            raise self._failures[0]
+        return self._sent
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="shardckpt-upload")
+        with suppress(RuntimeError):
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        while (found := self._pieces.get()) is not None:
+            number, piece = found
+            try:
+                if not self._failures:
+                    self._sent[number] = self._send(number, piece)
+            except BaseException as error:
+                self._failures.append(error)
+            finally:
+                self._room.release()

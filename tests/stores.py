@@ -1,0 +1,293 @@
+"""Stores for the tests: a server that speaks S3, which is moto's in a process of its own, and an odd file system."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Lock, Thread
+from typing import Any
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage.retry import Patience
+
+IMPATIENT = Patience(attempts=4, first_pause_s=0.01, longest_pause_s=0.05, total_s=20.0)
+
+
+class Another(MemoryFileSystem):
+    """A file system of which nothing is known but fsspec's interface."""
+
+    protocol = "another"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("another://")))
+
+
+fsspec.register_implementation("another", Another, clobber=True)
+
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of the server, or of a proxy before it."""
+
+    name: str
+    port: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For s3fs."""
+        return {"endpoint_url": f"http://127.0.0.1:{self.port}", "key": "test", "secret": "test"}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same for what takes no options, such as Lightning's ModelCheckpoint."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def url(self, *names: str) -> str:
+        """Of a place in it."""
+        return "/".join((f"s3://{self.name}", *names))
+
+    def listed(self) -> list[str]:
+        """Everything that is in it."""
+        return sorted(one["Key"] for one in self._client().list_objects_v2(Bucket=self.name).get("Contents", ()))
+
+    def uploads(self) -> list[str]:
+        """What was begun to be uploaded, and neither completed nor given up."""
+        return [one["Key"] for one in self._client().list_multipart_uploads(Bucket=self.name).get("Uploads", ())]
+
+    def put(self, key: str, content: bytes = b"") -> None:
+        """Have an object there."""
+        self._client().put_object(Bucket=self.name, Key=key, Body=content)
+
+    def begin_upload(self, key: str) -> None:
+        """Begin an upload that nobody completes."""
+        self._client().create_multipart_upload(Bucket=self.name, Key=key)
+
+    def make(self) -> None:
+        """Make it."""
+        self._client().create_bucket(Bucket=self.name)
+
+    def _client(self) -> Any:
+        import boto3  # comes with moto
+
+        about = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", **about)
+
+
+@contextmanager
+def server() -> Iterator[tuple[int, int]]:
+    """The port of a running server, and its process id."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline()), process.pid
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(30)
+
+
+def bucket(port: int) -> Bucket:
+    """A new bucket."""
+    found = Bucket(f"test-{uuid.uuid4().hex[:12]}", port)
+    found.make()
+    return found
+
+
+# ── a proxy that does harm ──────────────────────────────────────────────────────────────────────────────────────────
+
+Harm = Callable[["Asked"], "str | int | None"]
+"""What to do to a request: nothing, a status to answer with, or one of "reset", "truncate", "stall", "lose", "etag"."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. ``turn`` counts those with the same method and path, from 1 on."""
+
+    method: str
+    path: str
+    turn: int
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it sends a part of a multipart upload."""
+        return self.method == "PUT" and "partNumber" in self.path
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is about a root index."""
+        return self.path.partition("?")[0].endswith(ROOT_NAME)
+
+
+class Proxy:
+    """Passes requests on to a server, unless ``harm`` says otherwise; notes all of them. Use it as a context."""
+
+    def __init__(self, port: int) -> None:
+        self.harm: Harm = lambda asked: None
+        self.asked: list[Asked] = []
+        self.sent_bytes = 0  # of objects
+        self.released = Event()
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._lock, self._target = Lock(), port
+        self._connections: list[socket.socket] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self._thread = Thread(target=self._server.serve_forever, args=(0.02,), name="proxy")
+        self.port = self._server.server_address[1]
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.released.set()
+        self._server.shutdown()
+        with self._lock:
+            for connection in self._connections:  # clients keep them open
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._server.server_close()
+        self._thread.join()
+
+    def forget(self) -> None:
+        """Count from 0 again."""
+        with self._lock:
+            self.asked.clear()
+            self._turns.clear()
+            self.sent_bytes = 0
+
+    def passed(self, name: str) -> bool:
+        """Whether an object whose key ends so was written before."""
+        with self._lock:
+            return sum(a.method == "PUT" and a.path.partition("?")[0].endswith(name) for a in self.asked) > 1
+
+    def note(self, method: str, path: str) -> Asked:
+        with self._lock:
+            self._turns[method, path] += 1
+            self.asked.append(Asked(method, path, self._turns[method, path]))
+            return self.asked[-1]
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                with proxy._lock:
+                    proxy._connections.append(self.connection)
+
+            def handle_one_request(self) -> None:
+                try:
+                    super().handle_one_request()
+                except OSError:
+                    self.close_connection = True
+
+            def do(self) -> None:
+                body = self._body()
+                harm = proxy.harm(proxy.note(self.command, self.path))
+                if harm == "stall":
+                    proxy.released.wait(30)
+                if harm in ("reset", "stall"):
+                    self._drop()
+                    return
+                if isinstance(harm, int):
+                    self._answer(harm, {}, f"<Error><Code>{CODES[harm]}</Code><Message>harm</Message></Error>".encode())
+                    return
+                connection = HTTPConnection("127.0.0.1", proxy._target, timeout=30)
+                connection.request(self.command, self.path, body, dict(self.headers))
+                answer = connection.getresponse()
+                content = answer.read()
+                connection.close()
+                if harm == "lose":
+                    self._drop()
+                    return
+                headers = {k: v for k, v in answer.getheaders() if k.lower() not in SKIPPED}
+                if harm == "etag":
+                    headers["ETag"] = '"00000000000000000000000000000000"'
+                length = answer.getheader("Content-Length")
+                self._answer(answer.status, headers, content, truncated=harm == "truncate", length=length)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do
+
+            def _body(self) -> bytes:
+                if self.headers.get("Transfer-Encoding") != "chunked":
+                    return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                found = b""
+                while size := int(self.rfile.readline().split(b";")[0], 16):
+                    found += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+                del self.headers["Transfer-Encoding"]
+                return found
+
+            def _drop(self) -> None:
+                self.close_connection = True
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+
+            def _answer(
+                self,
+                status: int,
+                headers: dict[str, str],
+                content: bytes,
+                *,
+                truncated: bool = False,
+                length: str | None = None,
+            ) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(content)))
+                self.end_headers()
+                if self.command == "HEAD":
+                    return
+                if self.command == "GET" and "?" not in self.path:
+                    proxy.sent_bytes += len(content)
+                self.wfile.write(content[: len(content) // 2] if truncated else content)
+                if truncated:
+                    self.wfile.flush()
+                    self._drop()
+
+            def log_message(self, *args: object) -> None:
+                """Quiet."""
+
+        return Handler
+
+
+SKIPPED = {"content-length", "transfer-encoding", "connection", "server", "date"}
+CODES = {403: "AccessDenied", 429: "SlowDown", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}

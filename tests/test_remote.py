@@ -1,0 +1,354 @@
+"""Checkpoints in stores: who wins, what is left and cleaned up, what a copy elsewhere is. See also test_storage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from lightning_shardckpt import ShardCkptIO, checkpoint, lazy
+from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from lightning_shardckpt.index import ROOT_NAME, RootIndex, root_from_json, root_to_json
+from lightning_shardckpt.inspect import inspect
+from lightning_shardckpt.latest import resolved
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.saving import About
+from lightning_shardckpt.sources import ShardedSource, Target
+from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.storage.places import Places, is_url, storage_of
+from lightning_shardckpt.storage.prefixed import PrefixedReader
+from lightning_shardckpt.storage.protocol import Draft
+from lightning_shardckpt.storage.remote import RemoteReader
+from lightning_shardckpt.storage.turns import one_per_machine
+from lightning_shardckpt.verify import verify
+from tests import tiny
+from tests.pool import run_ranks
+from tests.stores import IMPATIENT, Bucket
+from tests.test_latest import trainer
+from tests.test_storage import ID, OTHER_ID, root_of
+
+THIRD_ID = "2" * 32
+OPTIMIZERS = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
+
+
+@pytest.fixture
+def places(s3: Bucket) -> Places:
+    return Places(storage_options=s3.options, patience=IMPATIENT)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a place in memory that nobody else has."""
+    return f"memory:/{tmp_path}/a.ckpt"
+
+
+def save(url: str, value: float, step: int = 1, **options: Any) -> list[str]:
+    state = {"state_dict": {"a": torch.full((5_000,), value)}, "optimizer_states": OPTIMIZERS, "global_step": step}
+    common: dict[str, Any] = {"ranks": Ranks.alone(), "about": About(step), "size_per_shard": 1, **options}
+    return checkpoint.save(url, lambda: snapshot(state), **common)
+
+
+def load(url: str, **options: Any) -> float:
+    return float(checkpoint.load_full(url, **options)["state_dict"]["a"].unique())
+
+
+def draft(places: Places, url: str, save_id: str, **files: bytes) -> Draft:
+    """A save that is ready to be published."""
+    found = places.draft(url, save_id)
+    found.begin()
+    for name, content in {**files, ROOT_NAME: root_of(save_id)}.items():
+        found.write(name, [content])
+    return found
+
+
+def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(places: Places, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    for before in (None, THIRD_ID):
+        if before is not None:
+            draft(places, url, before).publish()
+        first, second = draft(places, url, ID, a=b"1"), draft(places, url, OTHER_ID, a=b"2", b=b"2")
+        first.publish()
+        with pytest.raises(FileExistsError, match=r"another process saved to .*a\.ckpt.*let each job save to paths"):
+            second.publish()
+        second.discard()
+        assert s3.listed() == [f"a.ckpt/{ID[:16]}-a", f"a.ckpt/{ROOT_NAME}"]
+        places.remove(url)
+        assert s3.listed() == []
+
+
+def test_a_save_to_a_path_that_is_removed_meanwhile_fails(places: Places, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    draft(places, url, ID).publish()
+    second = draft(places, url, OTHER_ID, a=b"2")
+    places.remove(url)
+    with pytest.raises(FileExistsError, match="or removed it"):
+        second.publish()
+    second.discard()
+    assert s3.listed() == []
+
+
+def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(places: Places, s3: Bucket) -> None:
+    url, dead = s3.url("runs", "a.ckpt"), THIRD_ID[:16]
+    s3.put(f"runs/a.ckpt/{dead}-model-dist-00000-shard-00001.safetensors", b"x" * 2048)
+    s3.begin_upload(f"runs/a.ckpt/{dead}-model-dist-00001-shard-00001.safetensors")
+    s3.put(f"runs/b.ckpt/{dead}-of-somebody-else")
+    with pytest.raises(CheckpointNotFoundError, match=rf"it has no {ROOT_NAME}"):
+        places.open(url)
+    notes = save(url, 1.0, storage=places)
+    assert notes == [
+        f"removed the leftover of an unfinished save at {url!r}: 1 file, 2.00 KiB, and 1 unfinished upload"
+    ]
+    assert load(url, storage=places) == 1.0
+    assert [key for key in s3.listed() if dead in key] == [f"runs/b.ckpt/{dead}-of-somebody-else"]
+    assert s3.uploads() == []
+
+
+def test_a_store_that_can_not_compare_keeps_what_may_be_of_a_running_save(tmp_path: Path) -> None:
+    url, places = f"another:/{tmp_path}/a.ckpt", Places()
+    running = draft(places, url, ID, a=b"1")
+    assert save(url, 1.0) == [
+        f"left 1 file of unfinished saves at {url!r}, 1 B: this store can't tell whether another process is "
+        "saving there"
+    ]
+    with pytest.raises(FileExistsError, match="another process saved"):
+        running.publish()
+    running.discard()
+    assert save(url, 2.0) == []
+    assert load(url) == 2.0
+    assert len({name[:17] for name in storage_of(url).open(url).names()} - {ROOT_NAME[:17]}) == 1
+
+
+@pytest.mark.parametrize("what", ["an object", "objects of somebody"])
+def test_what_is_not_ours_is_never_replaced(what: str, places: Places, s3: Bucket) -> None:
+    key = "a.ckpt" if what == "an object" else "a.ckpt/thesis.tex"
+    s3.put(key)
+    with pytest.raises(FileExistsError, match=r"a\.ckpt.*use another path"):
+        save(s3.url("a.ckpt"), 1.0, storage=places)
+    with pytest.raises(CheckpointNotFoundError):
+        places.remove(s3.url("a.ckpt"))
+    assert s3.listed() == [key]
+
+
+def test_a_copy_in_a_directory_is_a_checkpoint_and_so_is_one_that_was_uploaded(url: str, tmp_path: Path) -> None:
+    save(url, 1.0)
+    fs = fsspec.filesystem("memory")
+    fs.get(url, str(tmp_path / "down.ckpt"), recursive=True)
+    down = str(tmp_path / "down.ckpt")
+    assert load(down) == 1.0
+    assert verify(down).findings == verify(url).findings == ()
+    assert inspect(down)["files"] == inspect(url)["files"]
+
+    save(str(tmp_path / "b.ckpt"), 2.0)
+    fs.put(str(tmp_path / "b.ckpt"), f"{url}2", recursive=True)
+    assert load(f"{url}2") == 2.0
+    save(f"{url}2", 3.0)  # replaces files that have no prefix
+    assert load(f"{url}2") == 3.0
+    assert verify(f"{url}2").findings == ()
+    save(down, 4.0)
+    assert load(down) == 4.0
+    assert not any(name.startswith("0") for name in os.listdir(down) if ROOT_NAME in name)
+
+
+def test_the_prefix_of_a_root_index_is_of_its_save_id() -> None:
+    root = RootIndex(ID, 1, {}, {}, prefix=f"{ID[:16]}-")
+    assert root_from_json(root_to_json(root), "here") == root
+    for wrong in ("../", f"{OTHER_ID[:16]}-", ID[:16], "/"):
+        with pytest.raises(FormatError, match="prefix"):
+            root_from_json(root_to_json(RootIndex(ID, 1, {}, {}, prefix=wrong)), "here")
+
+
+def test_what_is_not_in_host_memory_order_is_read_once_too(url: str) -> None:
+    """As what is on a GPU: a verified load of live tensors must not fetch everything twice from far away."""
+    value = torch.arange(60_000.0).view(200, 300)
+    state = {"state_dict": {"a": value, "b": value + 1}, "global_step": 1}
+    checkpoint.save(url, lambda: snapshot(state), ranks=Ranks.alone(), about=About(), size_per_shard=1)
+    reads = list[int]()
+
+    class Counting(RemoteReader):
+        def read_into(self, name: str, offset: int, target: memoryview) -> None:
+            reads.append(len(target) if "shard" in name else 0)
+            super().read_into(name, offset, target)
+
+    found = Checkpoint(storage_of(url), url)
+    assert isinstance(found.reader, PrefixedReader) and isinstance(found.reader._reader, RemoteReader)
+    found.reader._reader.__class__ = Counting
+    live = {"a": torch.zeros(300, 200).t(), "b": torch.zeros(200, 300)}
+    targets = [Target("model", key, tensor) for key, tensor in live.items()]
+    source = ShardedSource(found)
+    source.verify(targets)
+    assert not any(tensor.any() for tensor in live.values())
+    source.fill(targets)
+    assert live["a"].equal(value) and live["b"].equal(value + 1)
+    assert 480_000 <= sum(reads) <= 1.1 * 480_000
+
+
+def test_a_missing_object_is_named(url: str) -> None:
+    save(url, 1.0)
+    fs = fsspec.filesystem("memory")
+    (name,) = [name for name in fs.find(url) if name.endswith("shard-00001.safetensors") and "model" in name]
+    fs.rm_file(name)
+    with pytest.raises(CorruptionError, match=r"model-dist-00000-shard-00001\.safetensors: the file is missing"):
+        load(url)
+    assert [finding.file for finding in verify(url).findings] == ["model-dist-00000-shard-00001.safetensors"]
+
+
+def test_the_tools_take_urls(url: str) -> None:
+    save(url, 2.0, step=7)
+    assert (inspect(url)["step"], lazy.metadata(url).step) == (7, 7)
+    with lazy.open(url) as found:
+        assert found["a"][3:5].tolist() == [2.0, 2.0]
+    with pytest.raises(CheckpointNotFoundError, match=r"did you mean memory:/.*/a\.ckpt\?"):
+        inspect(url.removesuffix("/a.ckpt"))
+
+
+def test_a_download_is_kept_and_used_again(url: str, tmp_path: Path) -> None:
+    cached = Places(pre_download=tmp_path / "cache")
+    save(url, 1.0)
+    assert load(url, storage=cached) == 1.0
+    fs = fsspec.filesystem("memory")
+    (shard,) = [name for name in fs.find(url) if name.endswith("model-dist-00000-shard-00001.safetensors")]
+    good = fs.cat_file(shard)
+    fs.pipe_file(shard, bytes(len(good)))
+    assert load(url, storage=cached) == 1.0  # nothing was read again but the root index
+    save(url, 2.0)
+    assert load(url, storage=cached) == 2.0
+    folders = list((tmp_path / "cache").iterdir())
+    assert sorted(f.name[:32] for f in folders)[0] != sorted(f.name[:32] for f in folders)[1]
+    assert all(len(list(f.iterdir())) >= 2 for f in folders)
+    shutil.rmtree(tmp_path / "cache")
+
+
+UPLOAD = """
+import os, sys
+from lightning_shardckpt.storage.turns import one_per_machine
+for i in range(50):
+    with one_per_machine():
+        os.mkdir("inside")
+        os.rmdir("inside")
+        open(f"{sys.argv[1]}-{i}", "x").close()
+"""
+
+
+def test_processes_of_a_machine_take_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UPLOAD]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    others = [subprocess.Popen([*command, str(number)], cwd=tmp_path, env=env) for number in range(2)]
+    assert [other.wait(60) for other in others] == [0, 0]  # mkdir would fail if two were in
+    assert len(os.listdir(tmp_path)) == 100
+
+
+def test_an_upload_waits_for_its_turn(url: str) -> None:
+    throttled = Places(throttle_uploads=True).draft(url, ID)
+    throttled.begin()
+    seen = list[str]()
+
+    def parts() -> Iterator[bytes]:
+        with pytest.raises(TimeoutError), one_per_machine(wait_s=0):
+            raise AssertionError("unreachable")
+        seen.append("locked")
+        yield b"1"
+
+    throttled.write("a", parts())
+    assert seen == ["locked"]
+    with one_per_machine(wait_s=0):
+        throttled.discard()
+
+
+def test_waiting_for_a_turn_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_per_machine(), pytest.raises(TimeoutError, match="other ranks"), one_per_machine(wait_s=0.05):
+        raise AssertionError("unreachable")
+
+
+def test_last_and_best_are_found_in_a_store(url: str) -> None:
+    folder = url.removesuffix("/a.ckpt")
+    for step in (9, 30, 100):
+        save(f"{folder}/epoch=0-step={step}.ckpt", 1.0, step=step)
+    fsspec.filesystem("memory").rm_file(f"{folder}/epoch=0-step=100.ckpt/{ROOT_NAME}")  # a save that was killed
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    assert resolved(trainer(ModelCheckpoint(folder)), "last") == f"{folder}/epoch=0-step=30.ckpt"
+    assert resolved(trainer(ModelCheckpoint(f"{folder}/none")), "last") == "last"
+
+
+def in_memory(url: str) -> list[dict[str, Any]]:
+    """Straight, until the second of two saves to one URL, and from there on."""
+    saves = [tiny.SaveAt(1, url), tiny.SaveAt(2, url)]
+    return [tiny.fit({}, 3), tiny.fit({}, 2, callbacks=saves), tiny.fit({}, 3, resume=url)]
+
+
+def test_a_run_in_one_process_saves_to_memory_and_goes_on(url: str) -> None:
+    ((straight, first, resumed),) = run_ranks(1, in_memory, url)
+    assert first["losses"] + resumed["losses"] == straight["losses"]
+    assert tiny.differences(straight["state"], resumed["state"]) == []
+
+
+def test_a_checkpoint_is_removed_once_and_quietly(url: str) -> None:
+    save(url, 1.0)
+    io = ShardCkptIO()
+    io.remove_checkpoint(url)
+    io.remove_checkpoint(url)  # nothing is there: nothing to say
+    with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
+        load(url)
+
+
+def test_what_is_no_checkpoint_is_not_removed_but_told(url: str) -> None:
+    fsspec.filesystem("memory").pipe_file(f"{url}/thesis.tex", b"")
+    with pytest.warns(UserWarning, match="not removed: .*not a complete checkpoint"):
+        ShardCkptIO().remove_checkpoint(url)
+    fsspec.filesystem("memory").pipe_file(f"{url}2", b"")
+    ShardCkptIO().remove_checkpoint(f"{url}2")  # a plain file, as Lightning would
+    assert not fsspec.filesystem("memory").exists(f"{url}2")
+
+
+def test_whole_files_only_is_said_before_anything_is_written(url: str) -> None:
+    with pytest.raises(ValueError, match=r"also='huggingface' needs a file system.*consolidate"):
+        ShardCkptIO(also="huggingface").save_checkpoint({}, url)
+    with pytest.raises(ValueError, match="whole objects only"):
+        storage_of(url).draft(url, ID).write_pieces("a", [])
+    assert not fsspec.filesystem("memory").exists(url)
+
+
+def test_a_url_that_became_a_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="was a URL before it became a Path"):
+        inspect(Path("s3://bucket/a.ckpt"))
+
+
+def test_a_protocol_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        storage_of("nowhere://a/b")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object, **kwargs: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ImportError, match=r'Install s3fs.*pip install "lightning-shardckpt\[s3\]"'):
+        storage_of("s3://bucket/a")
+
+
+def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, places: Places) -> None:
+    with pytest.raises(FileNotFoundError, match="bucket"):
+        save(f"{s3.url()}-not/a.ckpt", 1.0, storage=places)
+    with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt"):
+        load(f"{s3.url()}-not/a.ckpt", storage=places)
+
+
+def test_paths_of_files_stay_what_they_are(tmp_path: Path) -> None:
+    assert not is_url(f"file://{tmp_path}")
+    save(f"file://{tmp_path}/a.ckpt", 1.0)
+    assert load(f"local://{tmp_path}/a.ckpt") == load(str(tmp_path / "a.ckpt")) == 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ShardCkptIO().remove_checkpoint(f"file://{tmp_path}/a.ckpt")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,176 @@
+"""What a network does to checkpoints in a store: nothing worse than an error. A proxy does it to real requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shardckpt import checkpoint, lazy
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.saving import About
+from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.storage import s3 as s3_module
+from lightning_shardckpt.storage.places import Places
+from tests.stores import IMPATIENT, Asked, Bucket, Harm, Proxy
+
+FIRST, SECOND = 1.0, 2.0
+
+
+@pytest.fixture
+def proxy(s3_port: int) -> Iterator[Proxy]:
+    with Proxy(s3_port) as found:
+        yield found
+
+
+@pytest.fixture
+def places(s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Places:
+    """The bucket behind the proxy; large objects go in parts, which are small here."""
+    monkeypatch.setattr(s3_module, "_PART_BYTES", 5 << 20)  # S3's least
+    options = replace(s3, port=proxy.port).options | {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
+    return Places(storage_options=options, patience=IMPATIENT)
+
+
+def save(places: Places, url: str, value: float) -> list[str]:
+    """A checkpoint of 12 MB, whose tensors are all of one value."""
+    state = {"state_dict": {"a": torch.full((3_000_000,), value), "b": torch.full((3,), value)}, "global_step": 1}
+    about = About(int(value))
+    return checkpoint.save(
+        url, lambda: snapshot(state), ranks=Ranks.alone(), about=about, size_per_shard=100, storage=places
+    )
+
+
+def load(places: Places, url: str) -> float:
+    """The value of all tensors."""
+    found = checkpoint.load_full(url, storage=places)["state_dict"]
+    values = {float(tensor.min()) for tensor in found.values()} | {float(tensor.max()) for tensor in found.values()}
+    (value,) = values
+    return value
+
+
+def first_times(harm: str | int, times: int, which: Any) -> Harm:
+    return lambda asked: harm if which(asked) and asked.turn <= times else None
+
+
+def anything(asked: Asked) -> bool:
+    return True
+
+
+PASSING: dict[str, Harm] = {
+    "throttled": first_times(503, 2, anything),
+    "too many requests": first_times(429, 1, anything),
+    "internal errors": first_times(500, 1, anything),
+    "reset": first_times("reset", 1, anything),
+    "answer lost": first_times("lose", 1, anything),
+    "stalled": first_times("stall", 1, lambda asked: asked.is_part and "partNumber=1" in asked.path),
+}
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_a_save_survives_what_passes(kind: str, places: Places, proxy: Proxy, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    save(places, url, FIRST)
+    calm = len(proxy.asked)
+    proxy.forget()
+    proxy.harm = PASSING[kind]
+    save(places, url, SECOND)
+    assert len(proxy.asked) <= 3 * (calm + 5)
+    proxy.harm = lambda asked: None
+    assert load(places, url) == SECOND
+    assert s3.uploads() == []
+    assert len({key.split("/")[-1][:17] for key in s3.listed() if not key.endswith(ROOT_NAME)}) == 1  # of one save
+
+
+NEVER_TAKEN = "the root index is never taken"
+LASTING: dict[str, Harm] = {
+    "throttled for good": lambda asked: 503 if asked.method == "PUT" else None,
+    "a part is never taken": lambda asked: 503 if "partNumber=2" in asked.path else None,
+    "a part always ends in a reset": lambda asked: "reset" if "partNumber=2" in asked.path else None,
+    "writing is not permitted": lambda asked: 403 if asked.method == "PUT" else None,
+    "the root index is not permitted": lambda asked: 403 if asked.method == "PUT" and asked.is_root else None,
+    NEVER_TAKEN: lambda asked: 500 if asked.method == "PUT" and asked.is_root else None,
+    "a part gets a wrong tag": lambda asked: "etag" if asked.is_part else None,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [*((kind, "something") for kind in LASTING), ("a part is never taken", "nothing"), (NEVER_TAKEN, "nothing")],
+)
+def test_a_save_that_fails_leaves_what_was_there(
+    kind: str, before: str, places: Places, proxy: Proxy, s3: Bucket
+) -> None:
+    url = s3.url("a.ckpt")
+    if before == "something":
+        save(places, url, FIRST)
+    keys = s3.listed()
+    proxy.forget()
+    proxy.harm = LASTING[kind]
+    with pytest.raises(OSError, match="permit" if "permitted" in kind else r"a\.ckpt") as raised:
+        save(places, url, SECOND)
+    assert isinstance(raised.value, PermissionError) == ("permitted" in kind)
+    assert len(proxy.asked) < 60
+    proxy.harm = lambda asked: None
+    assert s3.listed() == keys
+    assert s3.uploads() == []
+    if before == "something":
+        assert load(places, url) == FIRST
+    else:
+        with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
+            load(places, url)
+
+
+def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(places: Places, proxy: Proxy, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    proxy.harm = first_times(501, 1, lambda asked: asked.method == "PUT" and asked.is_root)
+    for value in (FIRST, SECOND):
+        proxy.forget()
+        assert save(places, url, value) == []
+        assert load(places, url) == value
+    assert len({key.split("/")[-1][:17] for key in s3.listed() if not key.endswith(ROOT_NAME)}) == 1
+
+
+@pytest.mark.parametrize("kind", [503, "reset", "truncate", "stall"])
+def test_a_load_survives_what_passes(kind: Any, places: Places, proxy: Proxy, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    save(places, url, FIRST)
+    proxy.forget()
+    proxy.harm = first_times(kind, 1, lambda asked: asked.method == "GET" and "shard" in asked.path)
+    assert load(places, url) == FIRST
+
+
+def test_a_load_reads_hardly_more_than_it_needs(places: Places, proxy: Proxy, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    save(places, url, FIRST)
+    proxy.forget()
+    assert load(places, url) == FIRST
+    assert proxy.sent_bytes <= 1.1 * 12_000_012
+    proxy.forget()
+    with lazy.OpenCheckpoint(url, True, places) as found:
+        assert float(found["a"][1_000_000:1_500_000].sum()) == 500_000
+    assert proxy.sent_bytes <= 1.1 * 2_000_000 + 40_000  # indexes and headers
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_what_is_not_permitted_is_said_at_once(method: str, places: Places, proxy: Proxy, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    save(places, url, FIRST)
+    proxy.forget()
+    proxy.harm = lambda asked: 403 if asked.method == method else None
+    with pytest.raises(PermissionError, match=r"a\.ckpt.*does not permit it.*check the credentials"):
+        load(places, url)
+    assert len(proxy.asked) <= 3
+
+
+def test_an_object_that_always_comes_short_is_an_error(places: Places, proxy: Proxy, s3: Bucket) -> None:
+    url = s3.url("a.ckpt")
+    save(places, url, FIRST)
+    proxy.forget()
+    proxy.harm = lambda asked: "truncate" if asked.method == "GET" and "shard" in asked.path else None
+    with pytest.raises(OSError, match=r"reading bytes .* of s3://.*shard-00001\.safetensors: failed 4 times within"):
+        load(places, url)
