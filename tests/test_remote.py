@@ -97,6 +97,18 @@ def test_a_save_to_a_path_that_is_removed_meanwhile_fails(places: Places, s3: Bu
     assert s3.listed() == []
 
 
+def test_a_save_whose_files_another_one_deleted_is_not_committed(places: Places, s3: Bucket) -> None:
+    """Nothing was there when it began, and nothing is there when it ends: the condition alone would hold."""
+    url = s3.url("a.ckpt")
+    first, second = draft(places, url, ID, a=b"1"), draft(places, url, OTHER_ID)
+    second.publish()
+    places.remove(url)
+    with pytest.raises(FileExistsError, match="since this save began, and a of it was deleted"):
+        first.publish()
+    first.discard()
+    assert s3.listed() == []
+
+
 def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(places: Places, s3: Bucket) -> None:
     url, dead = s3.url("runs", "a.ckpt"), THIRD_ID[:16]
     s3.put(f"runs/a.ckpt/{dead}-model-dist-00000-shard-00001.safetensors", b"x" * 2048)

@@ -115,7 +115,14 @@ class RemoteDraft:
 
     def _others(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
         """What lies there and is not of this save: objects with their sizes, and unfinished uploads."""
-        found = {n: size for n, size in self._objects.names(self._folder).items() if not n.startswith(self.prefix)}
+        listed = self._objects.names(self._folder)
+        gone = sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in listed)
+        if gone and self._objects.conditional:
+            raise FileExistsError(
+                f"another process saved to {self._path!r} since this save began, and {gone[0]} of it was deleted; "
+                "let each job save to paths of its own"
+            )
+        found = {name: size for name, size in listed.items() if not name.startswith(self.prefix)}
         uploads = self._objects.unfinished(self._key(""))
         found.pop(ROOT_NAME, None)
         return found, [(key, upload) for key, upload in uploads if not key.startswith(self._key(self.prefix))]
