@@ -12,8 +12,18 @@ if TYPE_CHECKING:
     from lightning_shardckpt.lazy import load_keys, metadata, open
     from lightning_shardckpt.pytorch import ShardedStrategy
 
-__all__ = ["ShardedStrategy", "ShardCkptIO", "load_from_checkpoint", "load_keys", "metadata", "open"]
-__all__ += ["save", "save_async", "load", "wait"]
+__all__ = [
+    "ShardedStrategy",
+    "ShardCkptIO",
+    "load_from_checkpoint",
+    "save",
+    "save_async",
+    "load",
+    "wait",
+    "load_keys",
+    "metadata",
+    "open",
+]
 
 _WITHOUT_LIGHTNING = {
     **dict.fromkeys(("load_keys", "metadata", "open"), "lightning_shardckpt.lazy"),

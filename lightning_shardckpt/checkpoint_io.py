@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background, drain_all
+from lightning_shardckpt.describing import about_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.formats.places import is_safetensors
 from lightning_shardckpt.loading import Live
@@ -31,7 +32,6 @@ from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.pretrained.fitted import fitted_to
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.adapters import adapter_tensors
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.huggingface import HuggingFace
@@ -208,7 +208,7 @@ class ShardCkptIO(CheckpointIO):
         background = self._background
         if background is None and self.use_async and self._module is None:  # Lightning's own strategy
             background = self._behind(Ranks.alone())
-        about = About(checkpoint.get("global_step"), checkpoint.get("epoch"), self._topology)
+        about = about_of(checkpoint, self._topology)
         common: dict[str, Any] = {"ranks": self._ranks, "about": about, "size_per_shard": self.size_per_shard}
         common |= {"storage": self.storage, "plans": self._plans, "also": self.also}
         overlap = self.overlap_copy and self._module is not None  # else nobody would call wait_for_copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,11 +62,9 @@ class Saving:
         if size_per_shard <= 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
         values = self._state if isinstance(self._state, dict) else {}  # else ``describe`` says so, on all ranks
-        known = [values.get(key) for key in ("global_step", "step", "epoch")]
-        step, other, epoch = (n if type(n) is int else None for n in known)
         return {
             "ranks": self._party.ranks,
-            "about": About(other if step is None else step, epoch),
+            "about": about_of(values, {}),
             "size_per_shard": size_per_shard,
             "storage": Places(LocalStorage(sync_files=sync_files)),
             "plans": self._party.plans,
@@ -88,6 +87,13 @@ class Saving:
             self.notes += notes
         self.notes += found.notes
         return _with_prefix(found, self._prefix)
+
+
+def about_of(state: Mapping[str, Any], topology: dict[str, int]) -> About:
+    """What the root index says of a run, from what its state has as numbers of steps and epochs."""
+    known = [state.get(key) for key in ("global_step", "step", "epoch")]
+    step, other, epoch = (number if type(number) is int else None for number in known)
+    return About(other if step is None else step, epoch, topology)
 
 
 def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:

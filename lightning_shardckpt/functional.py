@@ -47,8 +47,8 @@ def save(
 ) -> None:
     """Write a checkpoint of everything in ``state``; it is complete when this returns, and durable with ``sync_files``.
 
-    Collective: every rank of ``process_group`` must call it, with the same path. Each writes the slices that it has;
-    plain tensors and values are those of rank 0.
+    Collective: every rank of ``process_group`` must call it, with the same path. Each writes the slices that it has.
+    Plain tensors, values, and the state of other objects than modules and optimizers are those of rank 0.
 
     >>> import os, tempfile, torch
     >>> from lightning_shardckpt import load, save
@@ -191,8 +191,7 @@ def load(
     if state is None:
         return whole_state(engine.load_full(os.fspath(path), verify=verify))
     party = _party(process_group)
-    objects = checked_state(state)
-    whole = _whole_names(party.ranks, objects)
+    objects, whole = _looked_at(state, party.ranks)
     restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole)
     remainder, notes = restore.run(
         os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=Places()
@@ -201,18 +200,23 @@ def load(
     return remainder
 
 
-def _whole_names(ranks: Ranks, objects: Objects) -> WholeNames:
-    """Names over all ranks, if they have different ones: each a stage of a pipeline.
+def _looked_at(state: dict[str, Any], ranks: Ranks) -> tuple[Objects, WholeNames]:
+    """What is in a state, and names over all ranks, if they have different ones: each a stage of a pipeline.
 
     Collective: every rank must call it.
     """
-    names = sorted({canonical_name(name) for name in objects.state_dict()})
-    if ranks.world == 1:
-        return WholeNames()
-    if ranks.step("comparing names", lambda: checksum("\n".join(names).encode()), lambda found: len({*found}) == 1):
-        return WholeNames()
+    objects, names = Objects(), list[str]()
+
+    def look() -> str:
+        nonlocal objects
+        objects = checked_state(state)
+        names.extend(sorted({canonical_name(name) for name in objects.state_dict()}))
+        return checksum("\n".join(names).encode())
+
+    if ranks.step("looking at the state", look, lambda found: len({*found}) == 1):
+        return objects, WholeNames()
     joined: list[str] = ranks.step("joining names", lambda: names, lambda every: sorted({*chain(*every)}))
-    return WholeNames(frozenset(joined))
+    return objects, WholeNames(frozenset(joined))
 
 
 def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -233,3 +233,16 @@ def test_two_networks_train_against_each_other_as_in_plain_torch() -> None:
     expected = plain_two_networks()
     for rank in run_ranks(2, two_networks, {}):
         assert_close(rank, expected, 1e-6)  # between them, Fabric's 64-true passes float32
+
+
+def by_name() -> str:
+    fabric = Fabric(accelerator="cpu", strategy="sharded", devices=dist.get_world_size())
+    with pytest.raises(RuntimeError, match=r"call fabric.launch\(\)"):
+        _ = fabric.strategy.topology
+    fabric.launch()
+    return f"{type(fabric.strategy).__module__}: {fabric.strategy.topology}"
+
+
+def test_the_strategy_is_known_by_name_once_the_module_is_imported() -> None:
+    (said,) = run_ranks(1, by_name)
+    assert said == "lightning_shardckpt.fabric: Topology(pipeline=1, replicate=1, shard=1, tensor=1)"

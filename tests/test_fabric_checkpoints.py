@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lightning_shardckpt import load, metadata, save
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.fabric import ShardCkptIO
+from lightning_shardckpt.storage.local import LocalDraft
 from tests import tiny
 from tests.pool import run_ranks
 from tests.test_fabric import fabric_of
@@ -75,6 +77,9 @@ def save_everything(path: str, expected: str) -> None:
     again = script(fabric, 2, 0)
     assert fabric.load(path + "/all", again) == {}
     assert differing(whole_of(again), full | {"step": 7}) == []
+    plain = script(fabric, 6, 0)
+    load(path + "/all", plain)  # plain functions take what Fabric wraps
+    assert differing(whole_of(plain), full | {"step": 7}) == []
     # the next steps are the same
     for one in (state, again):
         fabric.backward(one["model"](torch.ones(4, 3)).square().mean())
@@ -203,3 +208,52 @@ def from_trainer_to_fabric_and_back(folder: str) -> None:
 
 def test_a_trainer_fabric_and_functions_load_each_others_model_and_optimizer(tmp_path: Path) -> None:
     run_ranks(2, from_trainer_to_fabric_and_back, str(tmp_path))
+
+
+# ── asynchronous ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_in_the_background(path: str) -> None:
+    fabric = fabric_of("32-true", io=ShardCkptIO(use_async=True))
+    state = script(fabric, 1)
+    full = whole_of(state)
+    fabric.save(path + "/a", state)
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.zero_()
+    again = script(fabric, 2, 0)
+    fabric.load(path + "/a", again)  # waits for it
+    assert differing(whole_of(again), full) == []
+    write = LocalDraft.write
+    if fabric.global_rank == 1:
+
+        def full_disk(*args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        LocalDraft.write = full_disk  # type: ignore[method-assign]
+    fabric.save(path + "/b", state)
+    with pytest.raises(OSError, match="No space left"):
+        fabric.strategy.wait()
+    LocalDraft.write = write  # type: ignore[method-assign]
+    fabric.save(path + "/b", again)
+    fabric.strategy.wait()
+    assert metadata(path + "/b").step == 2
+
+
+def test_asynchronous_saves_have_the_values_of_the_call_and_tell_all_ranks_of_errors(tmp_path: Path) -> None:
+    run_ranks(2, save_in_the_background, str(tmp_path))
+
+
+def options_are_refused() -> None:
+    fabric = fabric_of("32-true")
+    state = script(fabric, 1, 0)
+    with pytest.raises(TypeError, match="no storage options"):
+        fabric.strategy.save_checkpoint("a", {"model": state["model"]}, storage_options={"x": 1})
+    with pytest.raises(TypeError, match="was not set up"):
+        fabric.strategy._backward_sync_control.no_backward_sync(nn.Linear(1, 1), True)
+    with pytest.raises(ValueError, match="filter keys"):
+        fabric.save("a", {"model": state["model"]}, filter={"other": lambda name, _: True})
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    run_ranks(1, options_are_refused)

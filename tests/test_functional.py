@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async, wait
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.errors import FormatError, MismatchError, StateError
 from lightning_shardckpt.storage.local import LocalDraft
+from tests import small
 from tests.pool import ROOT, run_ranks
 
 State = dict[str, Any]
@@ -330,6 +331,21 @@ def test_bad_arguments_are_told() -> None:
         save("a", {}, also="pickle")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "keys", [5, {"modules": []}, {"modules": {"a": 1}, "optimizers": []}, {"modules": {}, "optimizers": [2]}], ids=str
+)
+def test_a_checkpoint_that_lies_about_its_objects_is_refused(keys: Any, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"model": nn.Linear(1, 1)})
+
+    def lie(document: Any) -> None:
+        document["shardckpt_keys"] = keys
+
+    small.edit(tmp_path / "a", small.DOCUMENT, lie)
+    for state in ({"model": nn.Linear(1, 1)}, None):
+        with pytest.raises(FormatError, match="names no modules and optimizers"):
+            load(tmp_path / "a", state)
+
+
 # ── asynchronous ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -372,7 +388,7 @@ def test_an_error_of_an_asynchronous_save_is_in_its_future_and_in_wait(
 
 def rows() -> list[tuple[str, str]]:
     """Of the table of founding names in the README: theirs, and the code here."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "README.part.md") if (ROOT / name).exists()]
+    texts = [(ROOT / name).read_text() for name in ("README.md",)]
     head = "| Booster and OLMo-core |"
     table = next(text.partition(head)[2] for text in texts if head in text)
     lines = table.split("\n\n")[0].splitlines()[2:]
@@ -449,7 +465,29 @@ def save_on_ranks(path: str, expected: str) -> None:
         torch.save(full, expected)
     check_errors_reach_all_ranks(path, state)
     check_half_of_the_ranks_save(path)
+    replicated = {"model": nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "stages": []}
+    save(path + "/ddp", replicated)
+    assert metadata(path + "/ddp").tensors.keys() == {"weight", "bias"}
+    check_stages_of_a_pipeline_by_hand(path)
     wait()
+
+
+def check_stages_of_a_pipeline_by_hand(path: str) -> None:
+    """Each rank has layers of its own, under their names in the whole model."""
+    layers = [nn.Linear(3, 3) for _ in range(2)]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.5) for layer in layers]
+    me = dist.get_rank()
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    mine = {"model": nn.ModuleDict({f"layer{me}": layers[me]}), "optimizer": optimizers[me]}
+    expected = whole(mine)
+    save(path + "/stages", mine)
+    with torch.no_grad():
+        layers[me].weight.zero_()
+    load(path + "/stages", mine)
+    assert differing(whole(mine), expected) == []
+    assert {"layer0.weight", "layer1.weight"} <= metadata(path + "/stages").tensors.keys()
 
 
 def check_errors_reach_all_ranks(path: str, state: State) -> None:

@@ -224,8 +224,8 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
         if strangers:
             raise TopologyError(
                 f"param group {index} of {type(optimizer).__name__} holds {len(strangers)} parameters that are not in "
-                f"the LightningModule (first shape: {tuple(strangers[0].shape)}). Build the optimizer from "
-                "self.parameters() in configure_optimizers."
+                f"the module (first shape: {tuple(strangers[0].shape)}). Build the optimizer from the module's "
+                "parameters: in configure_optimizers, from self.parameters()."
             )
         group["params"][:] = [module.replaced.get(p, p) for p in group["params"]]
     for old, new in module.replaced.items():

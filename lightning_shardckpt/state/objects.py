@@ -28,6 +28,7 @@ KEYS = "shardckpt_keys"
 
 RESERVED = ("state_dict", "optimizer_states", "rank_state", KEYS)
 
+_FABRIC = "_original_module"  # of what Fabric's setup returns, the module that it was given
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a module that only runs another one: that one."""
 
@@ -115,7 +116,10 @@ def unwrapped(value: Any) -> Any:
     """The module inside another one that only runs it, such as DistributedDataParallel; else the value."""
     if isinstance(value, DistributedDataParallel):
         return value.module
-    return value.__dict__.get(WRAPPED, value) if isinstance(value, nn.Module) else value
+    if isinstance(value, nn.Module):
+        inner = value.__dict__.get(WRAPPED) or value._modules.get(_FABRIC)
+        return value if inner is None else unwrapped(inner)
+    return value
 
 
 def _visit(value: Any, path: Path, found: Objects) -> None:
