@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.options import Format, OptimizerKeys, Split, make_options
+from lightning_shardckpt.export.options import Format, OptimizerKeys, Split, make_options
 from lightning_shardckpt.text import count_text, progress, size_text
 
 _PROG = "python -m lightning_shardckpt"
@@ -101,7 +101,7 @@ def _consolidate_parser() -> ArgumentParser:
 
 
 def _inspect(arguments: Namespace) -> int:
-    from lightning_shardckpt.inspect import show  # each tool imports what it needs
+    from lightning_shardckpt.look.inspect import show  # each tool imports what it needs
 
     what = {"tree": arguments.tree, "ranks": arguments.ranks}
     print(show(arguments.path, arguments.tensors, arguments.all, arguments.json, **what))
@@ -179,7 +179,7 @@ def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
 
 
 def _diff(arguments: Namespace) -> int:
-    from lightning_shardckpt.diff import diff, is_same, shown
+    from lightning_shardckpt.look.diff import diff, is_same, shown
 
     with progress() as advance:
         found = diff(arguments.a, arguments.b, tensors=arguments.tensors, quick=arguments.quick, advance=advance)
@@ -189,7 +189,7 @@ def _diff(arguments: Namespace) -> int:
 
 
 def _explain(arguments: Namespace) -> int:
-    from lightning_shardckpt.explain import show
+    from lightning_shardckpt.look.explain import show
 
     rules, names = arguments.tp_plan, arguments.layers
     print(show(arguments.path, arguments.onto, rules, names, arguments.all, arguments.json))
@@ -197,7 +197,7 @@ def _explain(arguments: Namespace) -> int:
 
 
 def _map(arguments: Namespace) -> int:
-    from lightning_shardckpt.map import write_map
+    from lightning_shardckpt.look.map import write_map
 
     options = {"onto": arguments.onto, "tp_plan": arguments.tp_plan, "layers": arguments.layers}
     print(f"{write_map(arguments.path, arguments.output, **options)} shows {arguments.path}: open it in a browser")

@@ -17,14 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.exporting import Stored, is_replaceable, nbytes, plan_export, write_directory, write_file
+from lightning_shardckpt.export.exporting import (
+    Stored,
+    is_replaceable,
+    nbytes,
+    plan_export,
+    write_directory,
+    write_file,
+)
+from lightning_shardckpt.export.options import Format, KeyMapping, OptimizerKeys, Options, Split, make_options
+from lightning_shardckpt.export.saved import Saved
 from lightning_shardckpt.formats.detect import recognised
 from lightning_shardckpt.formats.peft import export_adapters
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import READABLE, described, did_you_mean
-from lightning_shardckpt.options import Format, KeyMapping, OptimizerKeys, Options, Split, make_options
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.saved import Saved
 from lightning_shardckpt.storage.outputs import new_directory, new_file
 from lightning_shardckpt.storage.places import file_path, is_url, storage_of
 from lightning_shardckpt.text import progress
@@ -193,7 +200,7 @@ def _check_output(output: Path, folder: Path, options: Options) -> None:
 
 
 def _write_torch(source: Source, output: Path, options: Options) -> None:
-    from lightning_shardckpt.torchoutput import write_torch
+    from lightning_shardckpt.export.torchoutput import write_torch
 
     with new_file(str(output), overwrite=options.overwrite) as (file, notes):
         changed = write_torch(source, options, file, lambda total: progress(total))

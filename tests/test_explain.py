@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_shardckpt import ShardCkptIO, explain, sources
+from lightning_shardckpt import ShardCkptIO, sources
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.explain import HELD_BYTES
 from lightning_shardckpt.layout import parts_of_rank
-from lightning_shardckpt.onto import AXES, STYLES, Onto, parse_plan, parse_topology
+from lightning_shardckpt.look import explain
+from lightning_shardckpt.look.explain import HELD_BYTES
+from lightning_shardckpt.look.onto import AXES, STYLES, Onto, parse_plan, parse_topology
 from lightning_shardckpt.parallel import mesh, tensor
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.local import LocalStorage

@@ -467,7 +467,7 @@ _MEASURED = """
 import resource, sys
 from lightning_shardckpt.cli import main
 size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert = [] if "--dtype" not in sys.argv else __import__("lightning_shardckpt.converting") and []
+convert = [] if "--dtype" not in sys.argv else __import__("lightning_shardckpt.export.converting") and []
 before = size()
 status = main(["consolidate", *sys.argv[1:]])
 print((size() - before) // 1024, "torch" in sys.modules, status)

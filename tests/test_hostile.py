@@ -25,7 +25,7 @@ from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
 from lightning_shardckpt.header import MAX_JSON_BYTES, checksum
-from lightning_shardckpt.inspect import show
+from lightning_shardckpt.look.inspect import show
 from lightning_shardckpt.verify import verify
 from tests import fuzz, small
 from tests.pool import run_ranks

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.inspect import inspect
+from lightning_shardckpt.look.inspect import inspect
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.state.documents import checked, unpacked

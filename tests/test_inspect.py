@@ -15,8 +15,8 @@ from lightning_shardckpt.box import Box, uncovered
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import TensorSpec
-from lightning_shardckpt.inspect import inspect
 from lightning_shardckpt.layout import REPLICATED, parts_of_rank
+from lightning_shardckpt.look.inspect import inspect
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.text import size_text

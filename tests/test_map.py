@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.explain import explain
 from lightning_shardckpt.files import FileInfo, rank_index_name
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_to_json
 from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, parts_of_rank
-from lightning_shardckpt.map import write_map
-from lightning_shardckpt.outline import Leaf, Node, outline
-from lightning_shardckpt.owners import boxes_of
+from lightning_shardckpt.look.explain import explain
+from lightning_shardckpt.look.map import write_map
+from lightning_shardckpt.look.outline import Leaf, Node, outline
+from lightning_shardckpt.look.owners import boxes_of
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.local import LocalStorage
 from tests import worlds, zoo

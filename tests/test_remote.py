@@ -18,8 +18,8 @@ import torch
 from lightning_shardckpt import ShardCkptIO, checkpoint, lazy
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.index import ROOT_NAME, RootIndex, root_from_json, root_to_json
-from lightning_shardckpt.inspect import inspect
 from lightning_shardckpt.latest import resolved
+from lightning_shardckpt.look.inspect import inspect
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.saving import About

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shardckpt import ShardCkptIO, lazy
 from lightning_shardckpt.checkpoint_io import load_from_checkpoint
 from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.inspect import inspect
+from lightning_shardckpt.look.inspect import inspect
 from lightning_shardckpt.storage.places import Places
 from lightning_shardckpt.verify import verify
 from tests import tiny

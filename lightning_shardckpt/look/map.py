@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.explain import explain, topology_text
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import COMPONENTS, ROOT_NAME, Component, TensorSpec
 from lightning_shardckpt.layout import Holders, Layout, as_holders
 from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.owners import Owned, held, written
+from lightning_shardckpt.look.explain import explain, topology_text
+from lightning_shardckpt.look.owners import Owned, held, written
 from lightning_shardckpt.plan import shared_dim
 from lightning_shardckpt.read import Checkpoint
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from lightning_shardckpt.naming import Naming
+from lightning_shardckpt.export.naming import Naming
 
 Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]

@@ -18,7 +18,7 @@ from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, RootIndex, TensorSpec
 from lightning_shardckpt.layout import Part, parts_of_rank
 from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.onto import Aim, Onto, parse_plan, parse_topology
+from lightning_shardckpt.look.onto import Aim, Onto, parse_plan, parse_topology
 from lightning_shardckpt.plan import Overlap, plan_load
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.text import count_text, size_text, table

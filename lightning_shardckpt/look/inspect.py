@@ -16,8 +16,8 @@ from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, TensorSpec
 from lightning_shardckpt.layout import as_holders
 from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.outline import Leaf, lines, outline
-from lightning_shardckpt.owners import Owned, OwnedBox, boxes_of, coordinates, held, written
+from lightning_shardckpt.look.outline import Leaf, lines, outline
+from lightning_shardckpt.look.owners import Owned, OwnedBox, boxes_of, coordinates, held, written
 from lightning_shardckpt.plan import Overlap
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.text import count_text, shape_text, size_text, table

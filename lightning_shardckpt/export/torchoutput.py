@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_shardckpt import torchfile
-from lightning_shardckpt.converting import conversion
-from lightning_shardckpt.naming import Naming, unique
+from lightning_shardckpt.export.converting import conversion
+from lightning_shardckpt.export.naming import Naming, unique
+from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.opening import assemble
-from lightning_shardckpt.options import Options
 from lightning_shardckpt.regions import Region, fill
 from lightning_shardckpt.sources import Source
 from lightning_shardckpt.staging import TORCH_DTYPES

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from lightning_shardckpt import containers, hub
 from lightning_shardckpt.containers import Container, Tensor
 from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.export.naming import Naming, unique
+from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, Component
-from lightning_shardckpt.naming import Naming, unique
-from lightning_shardckpt.options import Options
 from lightning_shardckpt.regions import Conversion, Destination, Region, fill
 from lightning_shardckpt.state.documents import is_companion
 from lightning_shardckpt.storage.durable import write_at
@@ -264,7 +264,9 @@ def _regions(stored: Stored, batch: Sequence[Container]) -> list[Region]:
 def _conversion(stored: str, tensor: Tensor) -> Conversion | None:
     if stored == tensor.dtype or not prod(tensor.shape):
         return None
-    from lightning_shardckpt.converting import conversion  # torch: it takes two seconds, and nothing else needs it
+    from lightning_shardckpt.export.converting import (
+        conversion,  # torch: it takes two seconds, and nothing else needs it
+    )
 
     return conversion(stored, tensor.dtype)
 

@@ -15,14 +15,14 @@ from math import isfinite, prod
 from typing import Any
 
 from lightning_shardckpt.box import Box
-from lightning_shardckpt.hyper import hyper_parameters
 from lightning_shardckpt.index import MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.owners import boxes_of
+from lightning_shardckpt.look.hyper import hyper_parameters
+from lightning_shardckpt.look.owners import boxes_of
+from lightning_shardckpt.look.values import Difference
 from lightning_shardckpt.plan import Overlap
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.text import count_text, shape_text, table
-from lightning_shardckpt.values import Difference
 from lightning_shardckpt.whole import Source, Stored, Wholes, Windows, spans
 
 _WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again for what must be scattered
