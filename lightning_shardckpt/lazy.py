@@ -14,9 +14,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.formats.detect import recognised
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
 from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ def metadata(path: str | os.PathLike[str]) -> Metadata:
     """What is in a checkpoint; reads its root index only, and does not import torch.
 
     Args:
-        path: a checkpoint of this package, or another one that can be loaded; that takes torch.
+        path: a checkpoint of this package, or a URL of one. Or one of torch.distributed.checkpoint, a directory of
+            Hugging Face's, a file of safetensors or of ``torch.save``: these take torch and have no checksums.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
@@ -149,8 +152,14 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     def __init__(self, path: str, verify: bool, storage: Storage | None = None) -> None:
         self.path, self._verify = path, verify
         self._source: Source | None = None
-        self._checkpoint = open_checkpoint(path, storage)
-        self._components: Mapping[str, Component] = self._checkpoint.root.components
+        self._checkpoint: Checkpoint | None = None
+        known = recognised(path) if storage is None else None
+        if known is None:
+            self._checkpoint = open_checkpoint(path, storage)
+            self._components: Mapping[str, Component] = self._checkpoint.root.components
+        else:
+            self._source = known.open(path, True)
+            self._components = self._source.components()
         self._where: dict[str, tuple[str, str]] = {}
         for component in filter(self._components.__contains__, COMPONENTS):
             found = self._components[component]
@@ -161,8 +170,10 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     @property
     def metadata(self) -> Metadata:
         """See ``metadata``."""
-        root = self._checkpoint.root
         tensors = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}
+        if self._checkpoint is None:
+            return Metadata(tensors)
+        root = self._checkpoint.root
         return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
 
     def read(self, component: str, key: str, dtype: str, box: Box) -> torch.Tensor:
@@ -173,6 +184,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         from lightning_shardckpt.staging import TORCH_DTYPES
 
         if self._source is None:
+            assert self._checkpoint is not None
             self._source = ShardedSource(self._checkpoint, self._verify)
         if box.numel:
             self._source.backed(component, key)
@@ -183,7 +195,9 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
 
     def close(self) -> None:
         """Release the files."""
-        self._checkpoint.close()
+        opened = self._checkpoint or self._source
+        if opened is not None:
+            opened.close()
 
     def __enter__(self) -> OpenCheckpoint:
         return self

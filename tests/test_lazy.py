@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 import lightning_shardckpt
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
@@ -153,3 +155,25 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(saved: Path, tmp
         assert same(checkpoint["rows.float64"][-1], zoo.whole_tensors()["rows.float64"][-1])
     with lightning_shardckpt.open(copy, verify=False) as checkpoint:
         assert not same(checkpoint["rows.float64"][0], zoo.whole_tensors()["rows.float64"][0])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_other_formats_are_opened_alike(tmp_path: Path) -> None:
+    weights = {"a.weight": torch.randn(40, 30), "b": torch.arange(7), "half": torch.ones(3, dtype=torch.bfloat16)}
+    safetensors.torch.save_file(weights, tmp_path / "w.safetensors")
+    torch.save(weights, tmp_path / "w.pt")
+    (tmp_path / "hub").mkdir()
+    safetensors.torch.save_file(weights, tmp_path / "hub" / "model.safetensors")
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name in ("w.safetensors", "w.pt", "hub", "dcp"):
+        found = lightning_shardckpt.metadata(tmp_path / name)
+        assert {n: (t.dtype, t.shape) for n, t in found.tensors.items()} == {
+            "a.weight": ("F32", (40, 30)),
+            "b": ("I64", (7,)),
+            "half": ("BF16", (3,)),
+        }
+        assert found.step is None
+        loaded = lightning_shardckpt.load_keys(tmp_path / name, weights)
+        assert all(same(tensor, weights[key]) for key, tensor in loaded)
+        with lightning_shardckpt.open(tmp_path / name) as checkpoint:
+            assert same(checkpoint["a.weight"][5:9, ::7], weights["a.weight"][5:9, ::7])
