@@ -223,12 +223,6 @@ class ShardCkptIO(CheckpointIO):
         """With what the module knows about Hugging Face, on the rank that stores it."""
         if self._module is None or self._ranks.rank != 0 or "model" not in found.leaves:
             return found
-        if self.also is not None and "peft" in found.documents:
-            raise StateError(
-                f"also={self.also!r} cannot write a model with adapters of PEFT: transformers would not find its "
-                "weights under their names. Leave it out, and make a folder for PEFT of the checkpoint with "
-                "`python -m lightning_shardckpt.consolidate DIR --format peft`."
-            )
         document, notes = self._hugging_face.document(self._module, self.names.state)
         documents = found.documents if document is None else {**found.documents, "huggingface": document}
         return replace(found, documents=documents, notes=(*found.notes, *notes))

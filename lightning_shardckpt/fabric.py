@@ -476,12 +476,20 @@ class ShardedStrategy(ParallelStrategy):
     ) -> None:
         """Collective: every rank writes its own slices, at the path of rank 0."""
         self.reshard()
-        objects = objects_in(state)
-        whole = self._whole(objects)
-        checkpoint = checkpoint_of(state, objects, names_for(objects, self._all, whole), filter)
+        found: list[tuple[Objects, WholeNames, dict[str, Any]]] = []
+
+        def describe() -> str:
+            objects = objects_in(state)
+            whole = self._whole(objects)
+            checkpoint = checkpoint_of(state, objects, names_for(objects, self._all, whole), filter)
+            found.append((objects, whole, checkpoint))
+            return os.fspath(path)
+
+        chosen: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
+        ((objects, whole, checkpoint),) = found
         sizes = dict(zip(AXES, self.topology.shape, strict=True))
         self.checkpoint_io.attach(self._ranks, objects.root, sizes, names=whole)
-        self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(path), storage_options)
+        self.checkpoint_io.save_checkpoint(checkpoint, chosen, storage_options)
 
     @override
     def load_checkpoint(

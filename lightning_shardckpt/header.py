@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -187,9 +188,19 @@ def _stored(value: dict[str, Any], data: int) -> Stored:
 # ── what a value of the format may be ─────────────────────────────────────────────────────────────────────────────
 
 
+_BOUNDED = reprlib.Repr()
+_BOUNDED.maxlevel = 4
+_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = _BOUNDED.maxset = _BOUNDED.maxfrozenset = 20
+_BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 250
+
+
 def shown(value: Any) -> str:
     """The start of a value's repr, for a message: whoever wrote the file chose its length."""
-    text = repr(value)
+    nested = isinstance(value, list | tuple | dict | set | frozenset) and any(
+        isinstance(item, list | tuple | dict | set | frozenset)
+        for item in (value.values() if isinstance(value, dict) else value)
+    )
+    text = _BOUNDED.repr(value) if nested else repr(value)  # what refers to itself again and again has no end
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 

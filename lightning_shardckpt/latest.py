@@ -27,7 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
 from lightning_shardckpt.formats.dcp import step_of
-from lightning_shardckpt.formats.places import dcp_place
+from lightning_shardckpt.formats.places import dcp_place, leaves_out
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import READABLE
 from lightning_shardckpt.read import Checkpoint
@@ -53,9 +53,7 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
         """Whether a notebook can be one of the processes."""
         return self.cluster_environment.creates_processes_externally
 
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
-    ) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Call a Trainer's function in all processes."""
         assert trainer is not None
         call = inspect.signature(function).bind(*args, **kwargs)
@@ -79,7 +77,17 @@ def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
     path = launcher.resumes_from if isinstance(launcher, ResolvingLauncher) else None
     if path is None and trainer._checkpoint_connector._user_managed:
         path = trainer.ckpt_path
-    return path is None or not os.path.lexists(path) or not trainer.lightning_module.strict_loading
+    if path is None or not trainer.lightning_module.strict_loading:
+        return True
+    if not is_url(path) and not os.path.lexists(path):
+        return True
+    if os.path.isfile(path):
+        return leaves_out(os.fspath(path))
+    try:
+        with Checkpoint(_places_of(trainer), os.fspath(path)) as checkpoint:
+            return any(name.startswith("frozen-state-dist-") for name in checkpoint.root.documents)
+    except ShardCkptError:  # of another format; what is wrong with it is said when it is loaded
+        return False
 
 
 def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) -> Any:

@@ -387,7 +387,9 @@ class ShardedStrategy(ParallelStrategy):
     def _shard(self) -> ShardedModule:
         assert self.lightning_module is not None
         module = self.precision_plugin.convert_module(self.lightning_module)
-        wanted = self._pretrained if begins_anew(self._trainer(), self._launcher) else None
+        wanted, phase = self._pretrained, "deciding whether weights to begin with are needed"
+        if wanted is not None and not self._ranks.step(phase, self._begins_anew, any):
+            wanted = None
         with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
             with same_rng():  # for modules that draw their own first values only now
                 record = shard(
@@ -410,6 +412,9 @@ class ShardedStrategy(ParallelStrategy):
                 share_rng(group)
                 gather_metrics_over(self.meshes.data_parallel_group, module)
         return record
+
+    def _begins_anew(self) -> bool:
+        return begins_anew(self._trainer(), self._launcher)
 
     def _pipeline_of(self, sharded: ShardedModule) -> PipelinedSteps | None:
         module = self.lightning_module

@@ -19,6 +19,7 @@ from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.selected import SelectedSource
 from lightning_shardckpt.sources import Source
 from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.geometry import copy_slice
 from lightning_shardckpt.state.live import load_edited, not_live, set_extra_state
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
@@ -282,6 +283,7 @@ def whole_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Raises:
         FormatError: if it says of modules and optimizers what cannot be.
     """
+    checkpoint.pop(FROZEN, None)
     keys = _checked(checkpoint.pop(KEYS, None), "the checkpoint")
     if keys is None:
         return checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.errors import FormatError, MismatchError
+from lightning_shardckpt.errors import FormatError, MismatchError, StateError
 from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import check_json_size, checksum
 from lightning_shardckpt.hub import CONFIG_DTYPES, Model
@@ -104,6 +104,12 @@ class Save:
             groups.setdefault(wish["digest"], []).append(rank)
         mirror = {}
         if self._also is not None:
+            if "peft" in self._snapshot.documents:
+                raise StateError(
+                    f"also={self._also!r} cannot write a model with adapters of PEFT: transformers would not find its "
+                    "weights under their names. Leave it out, and make a folder for PEFT of the checkpoint with "
+                    "`python -m lightning_shardckpt.consolidate DIR --format peft`."
+                )
             document = self._snapshot.documents.get("huggingface")
             mirror = {k: v for k, v in only_model(document).recorded.items() if k != "files"}
         save_id = uuid.uuid4().hex

@@ -35,7 +35,7 @@ class SelectedSource:
         self._stored = source.components()
         model = self._stored.get("model", Component({}))
         extra = source.document("model") or {}
-        known = {*model.tensors, *model.aliases, *extra}
+        known = {*model.tensors, *model.aliases, *extra, *(source.document("frozen") or {})}
         self._of = {name: stored for name, stored in names.items() if stored in known}  # name here → stored name
         taken = {*names, *self._of}
         hit = set(self._of.values())
@@ -109,7 +109,7 @@ class SelectedSource:
     def document(self, role: str, rank: int = 0) -> Any:
         """What was stored under a role, with the names here."""
         found = self._source.document(role, rank)
-        if role == "model":
+        if role in ("model", "frozen"):
             return {name: found[stored] for name, stored in self._of.items() if stored in found} if found else found
         if role != "optimizer" or (found is None and self._optimizers):
             return found

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shardckpt import ShardCkptIO, load_keys
+from lightning_shardckpt import ShardCkptIO, load_keys, save
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.storage.local import LocalDraft
 from lightning_shardckpt.verify import verify
-from tests import tiny
+from tests import adapters, tiny
+from tests.nets import lora
 from tests.pool import run_ranks
 from tests.test_hugging_face import LLAMA, SIZES, TP
 
@@ -173,6 +174,12 @@ def test_a_module_without_a_model_of_transformers_is_refused_before_anything_is_
         ShardCkptIO(also="onnx")  # type: ignore[arg-type]
 
 
+def test_a_model_with_adapters_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"also='huggingface' cannot write a model with adapters.*--format peft"):
+        save(tmp_path / "a.ckpt", {"model": lora(adapters.llama())}, also="huggingface")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_is_full_for_the_second_copy_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,5 +201,3 @@ def test_a_disk_that_is_full_for_the_second_copy_leaves_the_old_checkpoint(
         io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 2}, path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
-
-

@@ -86,7 +86,7 @@ def test_one_file_of_safetensors_has_every_bit_and_loads_with_the_library(saved:
     file = consolidate(saved, tmp_path / "out.safetensors", format="safetensors", **NO_C128)
     assert wrong(load_file(file), expected_tensors()) == []
     with safe_open(file, "pt") as opened:
-        assert opened.metadata() == {"format": "pt", "tied.float64": "rows.float64"}
+        assert opened.metadata() == {"format": "pt", "writer": "lightning-shardckpt", "tied.float64": "rows.float64"}
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

@@ -16,9 +16,9 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.storage import locks, outputs
 from tests.pool import run_ranks
-from tests.test_storage import ID, LOCAL, OTHER_ID, SAVE, beside, content, mounted, own_mounts, put, run
+from tests.test_storage import ID, LOCAL, OTHER_ID, SAVE, beside, content, mounted, own_mounts, put, root_of, run
 
-WHOLE = {"a": b"1", ROOT_NAME: ID.encode()}
+WHOLE = {"a": b"1", ROOT_NAME: root_of(ID)}
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +200,8 @@ def everything(directory: str, temporary: str) -> list[str]:
     tempfile.gettempdir = tempfile.mkstemp = tempfile.mkdtemp = refuse  # type: ignore[assignment]
     io, path = ShardCkptIO(), f"{directory}/a.ckpt"
     for number in range(2):
-        io.save_checkpoint({"state_dict": {"w": torch.full((1000,), float(number))}, "global_step": number}, path)
+        state = {"state_dict": {"w": torch.full((1000,), float(number))}, "pytorch-lightning_version": "2.6.0"}
+        io.save_checkpoint(state | {"global_step": number}, path)
         assert io.load_checkpoint(path)["state_dict"]["w"][0] == number
     assert torch.load(consolidate(path))["global_step"] == 1
     io.remove_checkpoint(path)

@@ -57,8 +57,10 @@ def root_of(**children: nn.Module) -> nn.Module:
     return root
 
 
-def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None) -> Fit:
-    safetensors.torch.save_file({name: torch.zeros(1) for name in stored}, tmp_path / "w.safetensors")
+def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None, *, apart: bool = False) -> Fit:
+    """Of a file whose tensors are zero, or ``apart`` have different values."""
+    values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
+    safetensors.torch.save_file(values, tmp_path / "w.safetensors")
     whole = WholeNames(frozenset(module.state_dict()), tuple(map(tuple, tied_names(module))))
     return fit(open_file(str(tmp_path / "w.safetensors")), module, whole, mapping)
 
@@ -138,7 +140,9 @@ def test_ties_are_filled_by_any_of_their_names(tmp_path: Path) -> None:
 def test_ties_that_are_stored_apart_are_told(tmp_path: Path) -> None:
     model = Model("transformer.embed.w", "head.w")
     model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
-    found = fitted(tmp_path, root_of(m=model), ["head.w", "transformer.embed.w"])
+    stored = ["head.w", "transformer.embed.w"]
+    assert report(fitted(tmp_path, root_of(m=model), stored), "here") == []
+    found = fitted(tmp_path, root_of(m=model), stored, apart=True)
     assert set(found.stored.values()) == {"transformer.embed.w"}
     assert "tied in the model and apart in it; the first is taken:\n  m.transformer.embed.w, m.head.w" in "".join(
         report(found, "here")
@@ -178,9 +182,7 @@ def read(source: ForeignSource, tensor: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_boxes_are_stacked_and_joined_as_tensors_are(
-    dim: int, parts: tuple[ForeignSource, dict[str, Tensor]]
-) -> None:
+def test_boxes_are_stacked_and_joined_as_tensors_are(dim: int, parts: tuple[ForeignSource, dict[str, Tensor]]) -> None:
     source, tensors = parts
     some = [source.tensors.tensor("model", name) for name in tensors]
     whole = torch.stack(list(tensors.values()), dim)

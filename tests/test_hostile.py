@@ -153,11 +153,17 @@ def deep(opening: str, closing: str, depth: int) -> bytes:
     return (opening * depth + "1" + closing * depth).encode()
 
 
+CODE = b"cos\nsystem\n(S'touch /tmp/executed'\ntR."
+
+
+def ambiguous(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(CODE)
+
+
 def planted(folder: Path) -> None:
     """Files that other loaders would execute; with them, the checkpoint is damaged elsewhere."""
-    code = b"cos\nsystem\n(S'touch /tmp/executed'\ntR."
-    for name in ("meta.pt", ".metadata", "data.pkl", "mp_rank_00_model_states.pt", "model.pkl"):
-        (folder / name).write_bytes(code)
+    for name in ("meta.pt", "data.pkl", "mp_rank_00_model_states.pt", "model.pkl"):
+        (folder / name).write_bytes(CODE)
     (folder / "torch.py").write_text("raise SystemExit('imported')")
     (folder / "conftest.py").write_text("raise SystemExit('imported')")
     document({"$": "pickle", "v": "gASVHwAAAAAAAACMBXBvc2l4"})(folder)
@@ -318,6 +324,7 @@ CASES = [
     Case("mirror outside of the directory", root(("mirror", {"../x": [1, "0" * 16]})), "not a file name"),
     Case("mirror that is a list", root(("mirror", ["x"])), "malformed"),
     # documents
+    Case("metadata of DCP beside", ambiguous, "at once, and which one is meant", ("inspect", "verify")),
     Case("planted pickles", planted, "'pickle' is malformed", ("inspect", "verify")),
     *(
         Case(f"tagged {number} {str(value)[:40]}", document(value), words, ("inspect", "verify"))

@@ -203,15 +203,15 @@ def test_a_parameter_that_was_trained_is_saved_even_if_it_is_frozen_by_now(tmp_p
 
 
 def left_out(options: dict[str, Any] | None) -> set[str]:
-    """What of a frozen model training does not change, by the names that it has without adapters."""
+    """What of a frozen model checkpoints of adapters leave out, by the names that it has without adapters."""
     model = adapters.llama().requires_grad_(False)
     wrapped = model if options is None else adapters.lora(model, **options)
     return {base_name(f"net.{name}") for name in unchanging(wrapped)}
 
 
 def check_left_out() -> None:
-    everything = left_out(None)
-    assert {f"net.{name}" for name in adapters.llama().state_dict()} == everything
+    everything = {f"net.{name}" for name in adapters.llama().state_dict()}
+    assert left_out(None) == set()  # nobody else is known to have what PEFT did not freeze
     plain: dict[str, Any] = {"target_modules": ["q_proj"], "r": 2}
     assert left_out(plain) == everything == left_out(plain | {"init_lora_weights": "gaussian"})
     changed = {f"net.model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}

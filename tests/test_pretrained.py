@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.pretrained.names import renamed, without_adapters
 from tests import tiny
@@ -290,6 +291,21 @@ def of_adapters_alone(path: str, save: str, expected: dict[str, Tensor]) -> tupl
     return "adapters alone", resumed.first, {n: expected[names[n]] for n in trained.first if n not in lora} | lora
 
 
+def of_adapters_only(path: str, save: str, expected: dict[str, Tensor]) -> tuple[str, dict[str, Tensor], Any]:
+    """The same of a module that is loaded strictly, and a checkpoint that says what it leaves out."""
+    options = {"max_steps": 1, "limit_val_batches": 0, "plugins": [ShardCkptIO(adapters_only=True)]}
+    run = tiny.trainer({"pretrained": path}, **options)
+    run.fit(trained := Adapted("llama"), tiny.loader())
+    run.save_checkpoint(save)
+    kept = {name for name in trained.first if ".lora_" in name or ".modules_to_save." in name}
+    end = {name: tiny.whole(value) for name, value in trained.state_dict().items() if name in kept}
+    tiny.trainer({"pretrained": path}, **options | {"max_steps": 2}).fit(
+        resumed := Adapted("llama"), tiny.loader(), ckpt_path=save
+    )
+    names = {name: without_adapters(name).removeprefix("model.base_model.model.") for name in trained.first}
+    return "adapters_only", resumed.first, {n: expected[names[n]] for n in trained.first if n not in kept} | end
+
+
 def first_of(module: Causal, **options: Any) -> dict[str, Tensor]:
     pl.seed_everything(1)
     precision = options.pop("precision", "32-true")
@@ -341,6 +357,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
     nowhere.fit(resumed, tiny.loader(), ckpt_path=save)
     compare("a ckpt_path, which has the weights", resumed.first, end)
     compare(*of_adapters_alone(path, f"{folder}/adapters.ckpt", expected))
+    compare(*of_adapters_only(path, f"{folder}/only.ckpt", expected))
     with pytest.raises(CheckpointNotFoundError, match=r"no pretrained weights: .*'/nowhere'.*hf download"):
         first_of(Causal("llama"), pretrained="/nowhere")
     return wrong

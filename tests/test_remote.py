@@ -151,6 +151,17 @@ def test_what_is_not_ours_is_never_replaced(what: str, places: Places, s3: Bucke
     assert s3.listed() == [key]
 
 
+def test_what_lies_beside_and_below_a_checkpoint_stays(places: Places, s3: Bucket) -> None:
+    draft(places, s3.url("run"), ID, a=b"1").publish()
+    draft(places, s3.url("run/epoch=1.ckpt"), THIRD_ID, a=b"1").publish()
+    s3.put("run/config.yaml")
+    others = {f"run/epoch=1.ckpt/{THIRD_ID[:16]}-a", f"run/epoch=1.ckpt/{ROOT_NAME}", "run/config.yaml"}
+    draft(places, s3.url("run"), OTHER_ID, a=b"2").publish()
+    assert set(s3.listed()) == others | {f"run/{OTHER_ID[:16]}-a", f"run/{ROOT_NAME}"}
+    places.remove(s3.url("run"))
+    assert set(s3.listed()) == others
+
+
 def test_a_copy_in_a_directory_is_a_checkpoint_and_so_is_one_that_was_uploaded(url: str, tmp_path: Path) -> None:
     save(url, 1.0)
     fs = fsspec.filesystem("memory")

@@ -30,6 +30,8 @@ _OPEN_FILES = 64  # at a time; a process may often have 1,024
 _RUNS = 1 << 20  # that the parts of one tensor may consist of
 _LISTED = 5
 _WRITTEN = (".safetensors", ".safetensors.index.json")
+_METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
+_MARK, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
 
 
 class Stored(Protocol):
@@ -198,7 +200,7 @@ def _contained(
     for name, group in zip(names, groups, strict=True):
         here = {tensor.name for tensor in group}
         also = {other: of for other, of in ties.items() if of in here and other != "format"}
-        found.append(containers.container(name, group, {"format": "pt", **also}))
+        found.append(containers.container(name, group, {**_METADATA, **also}))
     if len(found) > 1 or options.split == "one_file_per_tensor":
         export.files[f"{stem}.safetensors.index.json"] = containers.index_json(found)
     return found
@@ -290,4 +292,13 @@ def is_replaceable(folder: str) -> bool:
     files = [os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names]
     if ROOT_NAME in files or not all(is_companion(n) or n.endswith(_WRITTEN) for n in files):
         return False
-    return not files or any(name.startswith(("model.", "model-")) for name in files)
+    tensors = [os.path.join(folder, name) for name in files if name.endswith(_WRITTEN[0])]
+    return not files or (bool(tensors) and all(map(_is_of_an_export, tensors)))
+
+
+def _is_of_an_export(path: str) -> bool:
+    """Whether a file of safetensors says that an export wrote it."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        start = file.read(min(length, _HEAD_BYTES))
+    return _MARK in start

@@ -13,7 +13,7 @@ from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.formats.torchpickle import KNOWN_DTYPES
 from lightning_shardckpt.formats.torchzip import Piece
-from lightning_shardckpt.formats.unpickle import Called, Known, Record, record, unpickle
+from lightning_shardckpt.formats.unpickle import Called, Known, Record, ordered, record, text, unpickle
 from lightning_shardckpt.header import bytes_in, check_file_name, check_shape, check_size, check_text, shown
 
 MAX_BYTES = 1 << 29
@@ -35,12 +35,12 @@ _KNOWN: Known = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": record("place"),
     **{f"{module}.{name}": record("path") for module in ("pathlib", "pathlib._local") for name in _PATHS},
     "torch.Size": Called(lambda lengths=(): tuple(lengths)),
-    "torch.serialization._get_layout": Called(str),
+    "torch.serialization._get_layout": Called(text),
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Called(int),
     # until torch 2.2
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": record("properties"),
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": Called(int),
-    "collections.OrderedDict": Called(dict),
+    "collections.OrderedDict": Called(ordered),
 }
 
 
@@ -152,5 +152,3 @@ def _path(key: str, path: Any) -> Path:
     if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
         return (key,)
     return path
-
-

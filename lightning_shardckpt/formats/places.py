@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import zipfile
+
+from lightning_shardckpt.state.documents import FROZEN
 
 DCP_NAME = ".metadata"
 MODEL_AND_OPTIMIZER = "model_and_optim"
@@ -34,3 +37,13 @@ def is_safetensors(path: str) -> bool:
     with open(path, "rb") as file:
         start = file.read(9)
     return path.endswith(".safetensors") or (start[8:] == b"{" and start[4:8] == bytes(4))
+
+
+def leaves_out(path: str) -> bool:
+    """Whether a file of ``torch.save`` says that frozen parameters are not in it, as a consolidated one may."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return any(FROZEN.encode() in archive.read(name) for name in names)
+    except (OSError, zipfile.BadZipFile):
+        return False

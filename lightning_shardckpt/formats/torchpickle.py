@@ -18,7 +18,7 @@ import torch
 from lightning_shardckpt.box import Shape
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.formats.torchzip import Archive, Piece, Windows
-from lightning_shardckpt.formats.unpickle import Called, Known, unpickle
+from lightning_shardckpt.formats.unpickle import Called, Known, ordered, unpickle
 from lightning_shardckpt.header import DTYPE_BYTES, check_shape, check_size, shown
 from lightning_shardckpt.staging import DTYPES
 
@@ -81,7 +81,7 @@ _KNOWN: Known = {
     "torch._utils._rebuild_tensor_v2": Called(_rebuilt),
     "torch._utils._rebuild_tensor_v3": Called(_rebuilt),
     "torch._utils._rebuild_parameter": Called(lambda tensor, *_: tensor),
-    "collections.OrderedDict": Called(dict),
+    "collections.OrderedDict": Called(ordered),
 }
 
 
@@ -164,5 +164,3 @@ def loaded(load: Callable[[], Any], malformed: Callable[[str], Exception]) -> An
 
 def _is_data(name: str) -> bool:
     return name.startswith("data/")
-
-

@@ -37,6 +37,23 @@ class Record:
         self.state: Any = {}
 
 
+def ordered(items: Any = ()) -> dict[Any, Any]:
+    """A dict of pairs, for ``known``; keys as in any dict of a pickle."""
+    found = {}
+    for key, value in items:
+        if type(key) not in _KEYS:
+            raise FormatError(f"a dict has {shown(key)} as a key")
+        found[key] = value
+    return found
+
+
+def text(value: Any = "") -> str:
+    """A text, for ``known``."""
+    if not isinstance(value, str):
+        raise FormatError(f"{shown(value)} is no text")
+    return value
+
+
 def record(kind: str) -> Called:
     """For ``known``: a class whose objects become records of a kind; arguments are ignored."""
     return Called(lambda *_: Record(kind))

@@ -49,7 +49,8 @@ def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNa
         whole = WholeNames(frozenset((*live.tensors, *live.aliases)), tuple(ties))
     found = fit(source, module, whole)
     fitted = FittedSource(source, found, live.tensors, whole.ties)
-    return fitted, found.problems + [f"{name}  in checkpoint only" for name in found.unexpected]
+    problems = found.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in found.apart]
+    return fitted, problems + [f"{name}  in checkpoint only" for name in found.unexpected]
 
 
 def _no_tensor(key: str) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Fit:
         missing: names in the model for which nothing is stored, of each tie one; adapters are not among them.
         unexpected: stored names for which the model has none.
         problems: why some that belong together cannot be loaded, a line each.
-        apart: names that are tied in the model and stored several times; the first is taken.
+        apart: names that are tied in the model and stored with several values; the first is taken.
     """
 
     stored: dict[str, str] = field(default_factory=dict)
@@ -162,7 +162,8 @@ def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeName
                 found.made |= dict.fromkeys(way.live[name], tensor)
     for tie in whole.ties:
         first = next((name for name in tie if name in found.stored or name in found.made), None)
-        if len({found.stored[name] for name in tie if name in found.stored}) > 1:
+        kept = list(dict.fromkeys(found.stored[name] for name in tie if name in found.stored))
+        if len(kept) > 1 and not source.alike(kept):
             found.apart.append(", ".join(tie))
         if first in found.stored:
             found.stored |= dict.fromkeys(tie, found.stored[first])

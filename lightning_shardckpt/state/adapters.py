@@ -80,17 +80,19 @@ def _alters_base(config: Any) -> bool:
 
 
 def unchanging(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()) -> frozenset[str]:
-    """Canonical FQNs of the parameters that training does not change: frozen, of no adapter, without optimizer state.
+    """Canonical FQNs of the parameters that PEFT froze when it wrapped a model: of no adapter, without optimizer state.
 
-    Not those that an adapter changed when it was made: they are not those of the base model any more.
+    Others that are frozen may have been trained before, or be averages; and an adapter may have changed the base when
+    it was made. All of these can't be had from elsewhere.
 
     Args:
         module: the live module.
         optimizers: state dicts with the states of parameters by canonical FQN.
     """
     frozen: set[str] = set()
+    inside_of = tuple(f"{name}." if name else "" for name, _ in _wrapped(module))
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and canonical_name(name).startswith(inside_of):
             frozen.add(canonical_name(name))
     for name, wrapped in _wrapped(module):
         if any(map(_alters_base, wrapped.peft_config.values())):

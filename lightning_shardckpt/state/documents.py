@@ -11,7 +11,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.header import check_dtype, check_file_name, check_shape, check_text, parse_json, shown
 from lightning_shardckpt.state.peft import adapters_from_json
 
-FROZEN = "frozen_parameters"
+FROZEN = "shardckpt_frozen_parameters"
 """Key of Lightning's checkpoint dict under which a single file has the document "frozen"."""
 PEFT = "peft.json"
 HUGGING_FACE = "huggingface.json"

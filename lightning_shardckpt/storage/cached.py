@@ -92,6 +92,7 @@ class CachedReader:
             if _is_whole(path, size):  # by then another rank had downloaded it
                 return
             self._download(name, size, file)
+            os.fsync(file)  # a file of the right size counts as whole from here on
             os.rename(unfinished, path)
         finally:
             locks.release(file)

@@ -8,6 +8,21 @@ from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Reader
 
 TAGGED = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_PLAIN = re.compile(
+    r"(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*|(huggingface|peft)\.json"
+)
+
+
+def is_ours(name: str) -> bool:
+    """Whether an object below a checkpoint's path has a name that saves give; nothing else is ever deleted.
+
+    >>> is_ours("0123456789abcdef-x.json"), is_ours("model-meta-dist-00000.index.json"), is_ours("trainer-state.json")
+    (True, True, True)
+    >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
+    (False, False)
+    """
+    return TAGGED.fullmatch(name) is not None or _PLAIN.fullmatch(name) is not None
+
 
 HEAD_BYTES = 4096  # of a root index, where it says what its prefix is
 _PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')

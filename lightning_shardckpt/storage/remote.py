@@ -10,7 +10,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.header import MAX_JSON_BYTES
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.storage.objects import Objects
-from lightning_shardckpt.storage.prefixed import HEAD_BYTES, TAGGED, prefix_in
+from lightning_shardckpt.storage.prefixed import HEAD_BYTES, TAGGED, is_ours, prefix_in
 from lightning_shardckpt.storage.remote_draft import RemoteDraft
 
 _ATTEMPTS = 5  # of opening what another process replaces
@@ -77,7 +77,7 @@ class RemoteStorage:
         if ROOT_NAME not in found:
             raise CheckpointNotFoundError(self._why_none(path, folder))
         prefix = prefix_in(self.root_head(path, HEAD_BYTES)) or "?"
-        its = [n for n in found if n != ROOT_NAME and (n.startswith(prefix) or not TAGGED.fullmatch(n))]
+        its = [n for n in found if is_ours(n) and (n.startswith(prefix) or not TAGGED.fullmatch(n))]
         self._objects.delete([f"{folder}/{ROOT_NAME}"])
         try:
             self._objects.delete([f"{folder}/{name}" for name in its])

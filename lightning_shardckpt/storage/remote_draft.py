@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.storage.objects import Objects, Stat
-from lightning_shardckpt.storage.prefixed import HEAD_BYTES, TAGGED, prefix_in, prefix_of
+from lightning_shardckpt.storage.prefixed import HEAD_BYTES, TAGGED, is_ours, prefix_in, prefix_of
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.text import count_text, size_text
 
@@ -122,10 +122,10 @@ class RemoteDraft:
                 f"another process saved to {self._path!r} since this save began, and {gone[0]} of it was deleted; "
                 "let each job save to paths of its own"
             )
-        found = {name: size for name, size in listed.items() if not name.startswith(self.prefix)}
+        found = {n: size for n, size in listed.items() if is_ours(n) and not n.startswith(self.prefix)}
         uploads = self._objects.unfinished(self._key(""))
-        found.pop(ROOT_NAME, None)
-        return found, [(key, upload) for key, upload in uploads if not key.startswith(self._key(self.prefix))]
+        here = [(key, upload) for key, upload in uploads if is_ours(key.removeprefix(self._key("")))]
+        return found, [(key, upload) for key, upload in here if not key.startswith(self._key(self.prefix))]
 
     def _is_ours(self, key: str) -> bool:
         try:
