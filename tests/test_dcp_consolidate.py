@@ -109,13 +109,12 @@ def test_damage_is_named_and_leaves_nothing(made: Path, tmp_path: Path, capsys: 
 
 
 _LIMITED = """
-import resource, sys
+import sys
 import torch
 from lightning_shardckpt.consolidate import consolidate
 import lightning_shardckpt.formats.dcp, lightning_shardckpt.torchfile, lightning_shardckpt.opening
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-consolidate(sys.argv[1])
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, "lightning" in sys.modules)
+from tests.limits import grown_mib
+print(grown_mib(lambda: consolidate(sys.argv[1])), "lightning" in sys.modules)
 """
 
 

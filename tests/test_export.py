@@ -464,13 +464,14 @@ consolidate({str(copy)!r}, {str(out)!r}, **{CHUNKS!r}, overwrite=True)
 # ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _MEASURED = """
-import resource, sys
+import sys
 from lightning_shardckpt.cli import main
-size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert = [] if "--dtype" not in sys.argv else __import__("lightning_shardckpt.export.converting") and []
-before = size()
-status = main(["consolidate", *sys.argv[1:]])
-print((size() - before) // 1024, "torch" in sys.modules, status)
+from tests.limits import grown_mib
+if "--dtype" in sys.argv:
+    import lightning_shardckpt.export.converting
+status = []
+grown = grown_mib(lambda: status.append(main(["consolidate", *sys.argv[1:]])))
+print(grown, "torch" in sys.modules, *status)
 """
 
 
