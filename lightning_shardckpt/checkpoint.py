@@ -161,7 +161,7 @@ def load(
     share_reads: bool | None = None,
     storage: Storage = _PLACES,
 ) -> Loaded:
-    """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a plain file with Lightning's keys.
+    """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or what ``opening`` reads.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads what it holds of each tensor, into the tensor's
     own memory. All differences are found, and with ``verify`` all bytes checked on all ranks, before anything changes:
@@ -174,7 +174,7 @@ def load(
         ranks: who loads together.
         strict: whether a difference between checkpoint and live objects is an error; else the rest is loaded.
         verify: whether to compare checksums.
-        weights_only: passed to ``torch.load`` for a plain file.
+        weights_only: passed to ``torch.load`` for a file of ``torch.save``.
         pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
         share_reads: whether ranks that hold the same of a DTensor each read a share of it and exchange the shares over
             the mesh's process groups; by default where that is measured to be faster.

@@ -337,7 +337,7 @@ class ShardCkptIO(CheckpointIO):
         weights_only: bool | None = None,
         pick_rank: Callable[[Any], int] | None = None,
     ) -> engine.Loaded:
-        """Load straight into live tensors: a sharded checkpoint of any topology, or a plain file.
+        """Load straight into live tensors: a sharded checkpoint of any topology, or one of another format.
 
         Collective: every rank must call it.
 
@@ -347,7 +347,7 @@ class ShardCkptIO(CheckpointIO):
             optimizers: the live optimizers; None to load weights only.
             names: FQN by ``id`` of the live parameters.
             strict: raise one MismatchError for all differences instead of loading the rest.
-            weights_only: for a plain file, as in ``torch.load``; True by default.
+            weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
         """
         drain_all()

@@ -29,6 +29,17 @@ def make_directories(path: str, *, sync: bool = True) -> None:
             sync_directory(os.path.dirname(name))
 
 
+def make_and_open(path: str) -> int:
+    """Make a directory and open it; an error leaves none."""
+    os.mkdir(path)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except BaseException:
+        with suppress(OSError):
+            os.rmdir(path)
+        raise
+
+
 def sync_directory(path: str) -> None:
     """Make the names in a directory durable."""
     directory = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

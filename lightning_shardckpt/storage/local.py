@@ -23,6 +23,7 @@ from lightning_shardckpt.storage import leftovers, locks
 from lightning_shardckpt.storage.direct import write_durably
 from lightning_shardckpt.storage.durable import (
     EXCHANGE,
+    make_and_open,
     make_directories,
     naming,
     rename_at_once,
@@ -254,7 +255,7 @@ class LocalDraft:
         check_replaceable(self._target)
         make_directories(self._parent, sync=self._sync_files)
         check_replaceable(self._target)  # a name that is too long is one only where its parent is there
-        self._claim = leftovers.claim(self._target, self._directory, _make)
+        self._claim = leftovers.claim(self._target, self._directory, make_and_open)
         self._seen = True
         self.notes += self._claim.notes
 
@@ -341,16 +342,6 @@ class LocalDraft:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
-
-
-def _make(path: str) -> int:
-    os.mkdir(path)
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except BaseException:
-        with suppress(OSError):
-            os.rmdir(path)
-        raise
 
 
 def _exchange(a: str, b: str) -> bool:

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import BinaryIO
 from uuid import uuid4
 
@@ -14,6 +14,7 @@ from lightning_shardckpt.storage import leftovers
 from lightning_shardckpt.storage.durable import (
     EXCHANGE,
     NO_REPLACE,
+    make_and_open,
     make_directories,
     naming,
     rename_at_once,
@@ -67,7 +68,7 @@ def new_directory(
         os.rename(unfinished, output)
         return doomed
 
-    with _temporary(output, _make_directory, publish) as (unfinished, claim):
+    with _temporary(output, make_and_open, publish) as (unfinished, claim):
         yield unfinished, claim.notes
         for folder, _, names in os.walk(unfinished, topdown=False):
             for name in names:
@@ -112,16 +113,6 @@ def _sync_file(path: str) -> None:
 
 def _make(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def _make_directory(path: str) -> int:
-    os.mkdir(path)
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except BaseException:
-        with suppress(OSError):
-            os.rmdir(path)
-        raise
 
 
 def _rename_new(source: str, target: str) -> None:

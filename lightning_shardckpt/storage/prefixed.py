@@ -7,6 +7,8 @@ import re
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Reader
 
+HEAD_BYTES = 4096  # of a root index, where it says what its prefix is
+_PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
 TAGGED = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PLAIN = re.compile(
     r"(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*|(huggingface|peft)\.json"
@@ -22,10 +24,6 @@ def is_ours(name: str) -> bool:
     (False, False)
     """
     return TAGGED.fullmatch(name) is not None or _PLAIN.fullmatch(name) is not None
-
-
-HEAD_BYTES = 4096  # of a root index, where it says what its prefix is
-_PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
 
 
 def prefix_in(root: bytes) -> str | None:
