@@ -10,31 +10,23 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import wrappers
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -44,21 +36,20 @@ from lightning_shardckpt.background import drain_all
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.function_job import FunctionJob
+from lightning_shardckpt.on_mesh import OnMesh
 from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.cutting import PipelineRecipe
 from lightning_shardckpt.parallel.deferred import DeferredInit
 from lightning_shardckpt.parallel.fsdp import reshard
 from lightning_shardckpt.parallel.materialize import meta_slots
-from lightning_shardckpt.parallel.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
-from lightning_shardckpt.parallel.model import Recipe, ShardedModule, rebind_optimizer, shard
+from lightning_shardckpt.parallel.mesh import Meshes
+from lightning_shardckpt.parallel.model import Recipe, ShardedModule, rebind_optimizer
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
-from lightning_shardckpt.parallel.scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.statistics import broadcast_statistics
 from lightning_shardckpt.pipelined import PipelinedSteps
+from lightning_shardckpt.pretrained.start import Pretrained, imported
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.restoring import Restore, whole_state
-from lightning_shardckpt.resume import checked_io
-from lightning_shardckpt.state.geometry import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.objects import WRAPPED, Objects, checkpoint_of, names_for, objects_in
 
@@ -67,7 +58,7 @@ __all__ = ["ShardCkptIO", "ShardedStrategy"]
 TBroadcast = TypeVar("TBroadcast")
 
 
-class ShardedStrategy(ParallelStrategy):
+class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
     """Trains what Fabric sets up under any mix of replicated data parallel, FSDP2, tensor and pipeline parallel.
 
     ``fabric.setup`` cuts a module that was built like any other. An optimizer that was built before gets the parameters
@@ -94,6 +85,10 @@ class ShardedStrategy(ParallelStrategy):
         reshard_after_forward: Free gathered parameters between forward and backward.
         activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or class.
         cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
+        pretrained: Path of weights to begin with, for the module that is set up first: a Hugging Face directory, a file
+            of safetensors or of ``torch.save``, or a checkpoint. Each rank reads its slices when the module is cut.
+        pretrained_key_mapping: See ``lightning_shardckpt.ShardedStrategy``, as for the next.
+        pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
         accumulate_unsharded: Under ``fabric.no_backward_sync``, keep gradients whole and communicate once.
         timeout_s: For the collectives of training.
         checkpoint_timeout_s: For a rank to wait for the others while saving or loading.
@@ -119,6 +114,9 @@ class ShardedStrategy(ParallelStrategy):
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | list[str] = False,
         cpu_offload: bool = False,
+        pretrained: str | None = None,
+        pretrained_key_mapping: dict[str, str | None] | str | Callable[..., Any] | None = None,
+        pretrained_strict: bool = False,
         accumulate_unsharded: bool = True,
         timeout_s: float = 1800.0,
         checkpoint_timeout_s: float = 1800.0,
@@ -149,6 +147,8 @@ class ShardedStrategy(ParallelStrategy):
             cpu_offload=cpu_offload,
             pipeline=pipelined,
         )
+        mapping = imported(pretrained_key_mapping)
+        self._pretrained = Pretrained(str(pretrained), mapping, pretrained_strict) if pretrained is not None else None
         self._accumulate_unsharded = accumulate_unsharded
         self._timeout_s, self.checkpoint_timeout_s = timeout_s, checkpoint_timeout_s
         self._process_group_backend = process_group_backend
@@ -164,42 +164,13 @@ class ShardedStrategy(ParallelStrategy):
     # --- what it is ---
 
     @property
-    def topology(self) -> Topology:
-        return self.meshes.topology
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The root mesh: axes pipeline, replicate, shard, tensor."""
-        return self.meshes.root
-
-    @property
-    def meshes(self) -> Meshes:
-        if self._meshes is None:
-            raise RuntimeError("the device mesh exists once the processes do: call fabric.launch() before")
-        return self._meshes
-
-    @property
     @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
     def num_nodes(self) -> int:
         return self._num_nodes
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.topology.data_parallel, "rank": self.meshes.data_parallel_rank}
 
     # --- processes ---
 
@@ -209,35 +180,18 @@ class ShardedStrategy(ParallelStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
 
-    def _set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self._num_nodes * self.num_processes)
-        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # a function attribute, unknown to mypy
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._meshes is not None:
             return
-        reset_seed()
-        self._set_world_ranks()
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        assert self.cluster_environment is not None
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        timeout = timedelta(seconds=self._timeout_s)
-        _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
-        self._meshes = build_meshes(resolve_topology(self.world_size, **self._sizes), self.root_device.type)
-        self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)
-        if self.checkpoint_io.use_async:
-            behind = Ranks.of_default_group(self.checkpoint_timeout_s)
-            self.checkpoint_io.go_behind(behind)
+        self._meshes, self._ranks = self._setup_distributed(), self._new_ranks()
+        behind = self._go_behind()
+        if behind is not None:
             atexit.register(behind.linger)  # nobody tears a strategy of Fabric down
         if self.topology.tensor > 1:
             share_rng(self.meshes.tensor_group)
-        scaler = getattr(self.precision, "scaler", None)
-        if isinstance(scaler, torch.amp.GradScaler):
-            unscale_over_ranks(scaler, self.root_device)
+        self._unscale_over_ranks(getattr(self.precision, "scaler", None))
 
     # --- modules and optimizers ---
 
@@ -261,10 +215,8 @@ class ShardedStrategy(ParallelStrategy):
         """Collective: every rank of the world must call it."""
         slots = meta_slots(module)
         values = next((d for d in self._deferred if any(d.knows(owner, name) for owner, name in slots)), None)
-        with same_rng():  # for modules that draw their own first values only now
-            record = shard(
-                module, self.meshes, self._recipe, device=self.root_device, values=values, copy_slice=copy_slice
-            )
+        wanted, self._pretrained = self._pretrained, None
+        record = self._cut(module, values, wanted)
         self._sharded.append(record)
         return _Forward(record, self)
 
@@ -407,10 +359,6 @@ class ShardedStrategy(ParallelStrategy):
 
     # --- other ranks ---
 
-    def _data_parallel(self, group: Any) -> Any:
-        """The data-parallel group by default, which Fabric spells WORLD: the others hold the same values."""
-        return self.meshes.data_parallel_group if group is None or group is dist.group.WORLD else group
-
     @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Over the data-parallel group by default."""
@@ -420,44 +368,7 @@ class ShardedStrategy(ParallelStrategy):
             return tensor
         return _sync_ddp_if_available(tensor, self._data_parallel(group), reduce_op=reduce_op)
 
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over the data-parallel group by default."""
-        return super().all_gather(tensor, group=self._data_parallel(group), sync_grads=sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        if not _distributed_is_initialized():
-            return decision
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if _distributed_is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
     # --- checkpoints ---
-
-    @property
-    @override
-    def checkpoint_io(self) -> ShardCkptIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ShardCkptIO()
-        return checked_io(self._checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = checked_io(io)
 
     def wait(self) -> None:
         """Wait for asynchronous saves, and raise what they failed with.
@@ -487,8 +398,7 @@ class ShardedStrategy(ParallelStrategy):
 
         chosen: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
         ((objects, whole, checkpoint),) = found
-        sizes = dict(zip(AXES, self.topology.shape, strict=True))
-        self.checkpoint_io.attach(self._ranks, objects.root, sizes, names=whole)
+        self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
         self.checkpoint_io.save_checkpoint(checkpoint, chosen, storage_options)
 
     @override

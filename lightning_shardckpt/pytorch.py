@@ -8,29 +8,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -40,38 +33,34 @@ from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_st
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.latest import ResolvingLauncher, agree_on_path, begins_anew
+from lightning_shardckpt.on_mesh import OnMesh
 from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.cutting import PipelineRecipe
 from lightning_shardckpt.parallel.deferred import DeferredInit
 from lightning_shardckpt.parallel.fsdp import reshard
 from lightning_shardckpt.parallel.materialize import broadcast_weights
-from lightning_shardckpt.parallel.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
+from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.model import (
     Recipe,
     ShardedModule,
     empty_optimizers_allowed,
     rebind_optimizer,
-    shard,
 )
 from lightning_shardckpt.parallel.replicas import check_batch
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
-from lightning_shardckpt.parallel.scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.statistics import broadcast_statistics
 from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.preemption import Ending, Preemption, save_behind_exception
 from lightning_shardckpt.preflight import check_room, state_bytes, tensor_bytes
-from lightning_shardckpt.pretrained.start import Pretrained, beginning, imported
+from lightning_shardckpt.pretrained.start import Pretrained, imported
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.resume import (
     Continuation,
     Place,
-    checked_io,
-    fill_live,
     load_checkpoint,
     save_checkpoint,
 )
 from lightning_shardckpt.state.adapters import unchanging
-from lightning_shardckpt.state.geometry import copy_slice
 from lightning_shardckpt.state.live import load_edited, not_live, parameter_names
 from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.optimizer import optimizer_state
@@ -83,7 +72,7 @@ TBroadcast = TypeVar("TBroadcast")
 _RECORD = "_shardckpt_record"  # on the LightningModule: a second Trainer must find what the first one cut
 
 
-class ShardedStrategy(ParallelStrategy):
+class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
     """Trains one LightningModule under any mix of replicated data parallel, FSDP2, tensor and pipeline parallel.
 
     The module is an ordinary one: layers built in ``__init__`` or ``configure_model``, steps unchanged. One that
@@ -218,21 +207,6 @@ class ShardedStrategy(ParallelStrategy):
     # --- what it is ---
 
     @property
-    def topology(self) -> Topology:
-        return self.meshes.topology
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The root mesh: axes pipeline, replicate, shard, tensor."""
-        return self.meshes.root
-
-    @property
-    def meshes(self) -> Meshes:
-        if self._meshes is None:
-            raise RuntimeError("the device mesh exists once the Trainer has set up the processes (fit, validate, …)")
-        return self._meshes
-
-    @property
     def sharded(self) -> ShardedModule:
         """The LightningModule as it was cut."""
         if self._sharded is None:
@@ -249,25 +223,6 @@ class ShardedStrategy(ParallelStrategy):
         """Every parameter name as registered → its clean canonical FQN."""
         return self.sharded.canonical_names
 
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.topology.data_parallel, "rank": self.meshes.data_parallel_rank}
-
     # --- processes ---
 
     @override
@@ -280,44 +235,20 @@ class ShardedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._launcher = ResolvingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # a function attribute, unknown to mypy
-
     @override
     def setup_environment(self) -> None:
         """Called again for every fit, validate, test and predict."""
         super().setup_environment()
         if self._meshes is None:
-            self._setup_distributed()
-            topology = resolve_topology(self.world_size, **self._sizes)
-            self._meshes = build_meshes(topology, self.root_device.type)
+            self._meshes = self._setup_distributed()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._meshes.user
-        self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)  # before any code of the user's runs
-        if self.checkpoint_io.use_async:
-            self.checkpoint_io.go_behind(Ranks.of_default_group(self.checkpoint_timeout_s))
+        self._ranks = self._new_ranks()  # before any code of the user's runs
+        self._go_behind()
         self._ending = Ending.NONE
         assert isinstance(self._launcher, ResolvingLauncher)
         resumes_from = self._launcher.found
         self._ranks.step("agreeing on ckpt_path", lambda: resumes_from, agree_on_path)
-
-    def _setup_distributed(self) -> None:
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        assert self.cluster_environment is not None
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(  # does nothing if the process group exists
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=timedelta(seconds=self._timeout_s),
-            device_id=device_id,
-        )
 
     # --- model ---
 
@@ -390,18 +321,7 @@ class ShardedStrategy(ParallelStrategy):
         wanted, phase = self._pretrained, "deciding whether weights to begin with are needed"
         if wanted is not None and not self._ranks.step(phase, self._begins_anew, any):
             wanted = None
-        with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
-            with same_rng():  # for modules that draw their own first values only now
-                record = shard(
-                    module,
-                    self.meshes,
-                    self._recipe,
-                    device=self.root_device,
-                    values=self._deferred,
-                    copy_slice=copy_slice,
-                    loaded=start.names,
-                )
-            fill_live(start, module, WholeNames(record.state_names, record.state_ties), self._ranks)
+        record = self._cut(module, self._deferred, wanted)
         self._deferred = None
         object.__setattr__(module, _RECORD, record)
         for size, group in (
@@ -473,9 +393,7 @@ class ShardedStrategy(ParallelStrategy):
         plugin = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]  # Lightning asks the plugin
         plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-        scaler = getattr(plugin, "scaler", None)
-        if isinstance(scaler, torch.amp.GradScaler):
-            unscale_over_ranks(scaler, self.root_device)
+        self._unscale_over_ranks(getattr(plugin, "scaler", None))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -595,30 +513,18 @@ class ShardedStrategy(ParallelStrategy):
     # --- other ranks ---
 
     @property
+    @override
     def _apart(self) -> bool:
-        """Whether hooks behind an exception run here, and it is not known that they do on the other ranks, too.
+        """Also where hooks behind an exception run here, and it is not known that they do on the other ranks, too.
 
         What they ask of the others is then answered by this rank alone; the others may be in the middle of training.
         """
+        if super()._apart:
+            return True
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is None or not trainer.interrupted or trainer.received_sigterm:  # all agreed to end
             return False
         return self._ending in (Ending.NONE, Ending.ALONE)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized() or self._apart:
-            return
-        devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
-        dist.barrier(device_ids=devices)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _distributed_is_initialized() or self._apart:
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -628,21 +534,6 @@ class ShardedStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self._apart:
             return tensor
         return _sync_ddp_if_available(tensor, group or self.meshes.data_parallel_group, reduce_op=reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over the data-parallel group by default, which LightningModule.all_gather spells WORLD."""
-        if group is None or group is dist.group.WORLD:
-            group = self.meshes.data_parallel_group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        if not _distributed_is_initialized() or self._apart:
-            return decision
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
 
     # --- the end ---
 
@@ -695,22 +586,10 @@ class ShardedStrategy(ParallelStrategy):
             topology.pipeline,
         )
 
-    @property
-    @override
-    def checkpoint_io(self) -> ShardCkptIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ShardCkptIO()
-        return checked_io(self._checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = checked_io(io)
-
     def _attached_io(self) -> ShardCkptIO:
         """The CheckpointIO, told who saves together."""
         assert self.lightning_module is not None
-        sizes = dict(zip(AXES, self.topology.shape, strict=True))
-        self.checkpoint_io.attach(self._ranks, self.lightning_module, sizes, names=self._names)
+        self.checkpoint_io.attach(self._ranks, self.lightning_module, self._sizes_by_axis, names=self._names)
         return self.checkpoint_io
 
     @property

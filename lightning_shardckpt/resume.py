@@ -16,13 +16,9 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
-from lightning_shardckpt.pretrained.start import Start
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.state.live import load_edited, not_live, parameter_names, set_extra_state
-from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.live import parameter_names, set_extra_state
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
 
@@ -110,17 +106,6 @@ def load_checkpoint(
         if any(states):  # a loader of the user's has a state of its own
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
     return checkpoint, rank_state
-
-
-def fill_live(start: Start, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
-    """Give a module that was cut the weights to begin with.
-
-    Collective: every rank must call it.
-    """
-    if start.names:
-        state_dict = module.state_dict()
-        start.fill(state_dict, module, whole, ranks)
-        load_edited(module, state_dict, state_dict, not_live(module, state_dict), whole)
 
 
 class Continuation:

@@ -45,6 +45,7 @@ ROWS = [
     {"resume", "job", "preemption", "latest", "preflight"},
     {"function_job"},
     {"pipelined"},
+    {"on_mesh"},
     {"pytorch", "fabric"},
     {"cli"},
     {"__main__", "__init__"},
@@ -56,7 +57,7 @@ BYTES_ONLY |= {"regions", "shardfile", "foreign", "hub", "look"}
 LIGHT_START = BYTES_ONLY | {"mirrored", "verify", "lazy", "consolidate", "cli"}
 LIGHT_START |= {"__main__", "__init__"}
 DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
-DOORS |= {"function_job", "pytorch", "fabric"}
+DOORS |= {"function_job", "on_mesh", "pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

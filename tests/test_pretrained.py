@@ -9,12 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
+from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from lightning_shardckpt.pretrained.names import renamed, without_adapters
 from tests import tiny
+from tests.nets import full_state
 from tests.pool import run_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -165,6 +169,40 @@ def as_single_files(folder: str) -> None:
     state = type(model_of("llama")).from_pretrained(f"{folder}/llama").state_dict()
     safetensors.torch.save_file(state, f"{folder}/llama.safetensors")
     torch.save({name: value.clone() for name, value in state.items()}, f"{folder}/llama.bin")
+
+
+def begin_fabric(kinds: list[str], folder: str, strategy: dict[str, Any]) -> list[str]:
+    """What differs from the oracle, of a module that is set up first and of one that is set up behind it."""
+    wrong = []
+    for kind in kinds:
+        options = {**strategy, "pretrained": f"{folder}/{kind}", "pretrained_strict": True}
+        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=OfFabric(**options))
+        fabric.launch()
+        torch.manual_seed(1)
+        with fabric.init_module(empty_init=True):
+            model, other = model_of(kind), torch.nn.Linear(4, 8)
+        first = fabric.setup_module(model)
+        expected = type(model_of(kind)).from_pretrained(f"{folder}/{kind}").state_dict()
+        found = full_state(first)
+        if strategy.get("pipeline_parallel_size", 1) > 1:
+            expected = {name: value for name, value in expected.items() if name in found}
+        if not strategy:
+            torch.manual_seed(1)
+            drawn = [model_of(kind), torch.nn.Linear(4, 8)][1].state_dict()
+            found |= full_state(fabric.setup_module(other))
+            expected |= drawn
+        wrong += [f"{kind}: {name}" for name in tiny.differences(expected, found)]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("kinds", "strategy"),
+    [(["llama-tied", "gpt2"], {}), (["llama"], TP), (["qwen3"], {"pipeline_parallel_size": 2})],
+    ids=["FSDP2", "TP", "PP"],
+)
+def test_what_fabric_sets_up_first_begins_with_them(kinds: list[str], strategy: dict[str, Any], saved: str) -> None:
+    for wrong in run_ranks(2, begin_fabric, kinds, saved, strategy):
+        assert wrong == []
 
 
 # ── what does not fit ─────────────────────────────────────────────────────────────────────────────────────────────

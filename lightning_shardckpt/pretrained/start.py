@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +20,7 @@ from lightning_shardckpt.pretrained.names import KeyMapping, limited
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.sources import Source, Target
 from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.state.live import load_edited, not_live
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves, tied_names
 from lightning_shardckpt.storage.protocol import Storage
 
@@ -59,14 +60,14 @@ class Start:
         self._source, self._fit = source, found
         self.names = found.names if found is not None else frozenset[str]()
 
-    def fill(self, state_dict: Mapping[str, Any], module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
-        """Read what this rank holds of the model that was cut since into the tensors of its state dict.
+    def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
+        """Read what this rank holds of the model that was cut since.
 
         Collective: every rank of ``ranks`` must call it.
         """
         if self._source is None or self._fit is None:
             return
-        source, found = self._source, self._fit
+        source, found, state_dict = self._source, self._fit, module.state_dict()
 
         def read() -> None:
             tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
@@ -78,6 +79,7 @@ class Start:
             fitted.fill(targets)
 
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
+        load_edited(module, state_dict, state_dict, not_live(module, state_dict), whole)
 
 
 @contextmanager
