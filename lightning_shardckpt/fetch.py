@@ -27,6 +27,7 @@ _WINDOW_BYTES = 4 << 20  # of one read with checksums, at least a block; still i
 _FAR_WINDOW_BYTES = 8 << 20  # where a read takes a round trip over a network
 _PART_BYTES = 16 << 20  # of one read without
 _DIRECT_BYTES = 64 << 10  # so much is read into its place, less goes through a window
+_FAR_DIRECT_BYTES = 4 << 20  # where neighbours are better read together: every request is waited for, and billed
 _GAP_BYTES = 16 << 10  # between rows: reading so much is no slower than a call
 _GAP_SHARE = 16  # and of neighbouring tensors' bytes, one in so many
 _FOREIGN_GAP_BYTES = 512  # between rows that nobody has read before, of which one in _GAP_SHARE bytes may be a gap, too
@@ -102,11 +103,6 @@ class _Slice(NamedTuple):
     start: int
     stop: int
     at: int
-
-
-def _is_direct(piece: _Slice) -> bool:
-    """Whether it can be read into its place."""
-    return piece.start == piece.low and piece.stop == piece.high and piece.high - piece.low >= _DIRECT_BYTES
 
 
 class _Rows:
@@ -190,6 +186,7 @@ class _Fetch:
         self._lock, self._failures = threading.Lock(), list[BaseException]()
         self._tasks: Iterator[_Task] = iter(())
         self._window_bytes = _FAR_WINDOW_BYTES if files.reader.is_far else _WINDOW_BYTES
+        self._direct_bytes = _FAR_DIRECT_BYTES if files.reader.is_far else _DIRECT_BYTES
 
     def run(self, requests: Sequence[Request]) -> None:
         self._tasks = self._tasks_of(requests)
@@ -254,7 +251,7 @@ class _Fetch:
                     yield request
                     continue
                 for piece in self._slices(request):
-                    if self._keep and _is_direct(piece):
+                    if self._is_direct(piece):
                         yield [piece]
                         continue
                     # several requests for one box may come in any order, or interleave: a step back begins a new span
@@ -273,6 +270,11 @@ class _Fetch:
         if request.run is not None or not self._keep:
             return False
         return self._verify or next(self._runs(request))[2] < _DIRECT_BYTES
+
+    def _is_direct(self, piece: _Slice) -> bool:
+        """Whether it is read into its place."""
+        low, high = piece.low, piece.high
+        return self._keep and (piece.start, piece.stop) == (low, high) and high - low >= self._direct_bytes
 
     def _slices(self, request: Request) -> Iterable[_Slice]:
         if request.run is not None:  # a shortcut: nearly all are one slice
@@ -320,7 +322,7 @@ class _Fetch:
 
     def _span(self, span: list[_Slice], reader: Reader, window: memoryview) -> None:
         low = span[0].low
-        direct = self._keep and len(span) == 1 and _is_direct(span[0])
+        direct = len(span) == 1 and self._is_direct(span[0])
         size = max(piece.high for piece in span) - low
         data = span[0].request.target[span[0].at : span[0].at + size] if direct else window[:size]
         self._read(reader, span[0].request, low, data)

@@ -16,7 +16,7 @@ from tests.pool import ROOT
 pytestmark = pytest.mark.slow
 
 COMMAND = ROOT / "examples" / "benchmarks" / "compare.py"
-SECTIONS = {"save": 3, "async": 3, "load": 2, "reshard": 5, "small": 1, "consolidate": 2, "planning": 3}
+SECTIONS = {"save": 3, "async": 3, "load": 2, "reshard": 5, "small": 1, "remote": 1, "consolidate": 2, "planning": 3}
 OPTIONAL = {"torchsnapshot", "torch_checkpointing", "Megatron-Core", "OLMo-core"}
 
 
@@ -50,6 +50,13 @@ def test_every_section_has_rows_for_each_case(found: dict[str, Any], section: st
     rows = found[section]["rows"]
     assert len({row["case"] for row in rows}) == SECTIONS[section]
     assert found[section]["about"]["rounds"] == 1
+
+
+def test_what_is_saved_goes_to_the_store_and_is_loaded_from_there(found: dict[str, Any]) -> None:
+    for row in found["remote"]["rows"]:
+        for facts in row["rounds"]:
+            assert min(facts["save_sent_mb"], facts["load_received_mb"]) > 19.5, "MB of 0.02 GB"
+            assert min(facts["save_requests"], facts["load_requests"]) >= 2, "from each rank"
 
 
 @pytest.mark.parametrize("section", SECTIONS)

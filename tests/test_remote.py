@@ -190,7 +190,7 @@ def test_the_prefix_of_a_root_index_is_of_its_save_id() -> None:
             root_from_json(root_to_json(RootIndex(ID, 1, {}, {}, prefix=wrong)), "here")
 
 
-def test_what_is_not_in_host_memory_order_is_read_once_too(url: str) -> None:
+def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: str) -> None:
     """As what is on a GPU: a verified load of live tensors must not fetch everything twice from far away."""
     value = torch.arange(60_000.0).view(200, 300)
     state = {"state_dict": {"a": value, "b": value + 1}, "global_step": 1}
@@ -212,7 +212,7 @@ def test_what_is_not_in_host_memory_order_is_read_once_too(url: str) -> None:
     assert not any(tensor.any() for tensor in live.values())
     source.fill(targets)
     assert live["a"].equal(value) and live["b"].equal(value + 1)
-    assert 480_000 <= sum(reads) <= 1.1 * 480_000
+    assert 480_000 <= sum(reads) <= 1.1 * 480_000 and max(reads) >= 480_000
 
 
 def test_a_missing_object_is_named(url: str) -> None:

@@ -19,8 +19,8 @@ mapped files count). Where a load makes the optimizer's state anew, as ours does
 
 Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
 from the page cache, and from the disk behind it), reshard (other ranks, columns), small (microseconds per tensor),
-consolidate (shards of 4 ranks into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384
-ranks, simulated).
+remote (an object store, which is moto's server on loopback; requests and bytes, too), consolidate (shards of 4 ranks
+into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384 ranks, simulated).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from consolidating import consolidate
 from loading import load, reshard
 from planning import planning
 from plot import draw
+from remote import remote
 from report import store, summarise, tables
 from saving import asynchronous, save
 from small import small
@@ -52,6 +53,7 @@ SECTIONS = {
     "load": load,
     "reshard": reshard,
     "small": small,
+    "remote": remote,
     "consolidate": consolidate,
     "planning": planning,
 }

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from limits import BUFFERED, COPY, DIRECT, READ
+from limits import BUFFERED, COPY, DIRECT, READ, REQUESTS
 from state import State
 from turns import Missing, Way
 
@@ -70,7 +70,7 @@ def way(name: str = OURS, **about: Any) -> Way:
     return Way(name, _save, _load, **{"fresh": True, **about})
 
 
-DCP, DCP_UNSYNCED = "DCP", "DCP, no fsync"  # what ours is compared with
+DCP, DCP_UNSYNCED, DCP_FSSPEC = "DCP", "DCP, no fsync", "DCP, FsspecWriter"  # what ours is compared with
 
 SAVES = [
     way(limit=DIRECT, peer=DCP),
@@ -80,6 +80,7 @@ LOADS = [
     way(limit=READ, peer=DCP),
     Way(UNVERIFIED, _save, lambda s, p: _load(s, p, verify=False), READ, DCP, fresh=True),
 ]
+REMOTE = [way(limit=REQUESTS, peer=DCP_FSSPEC)]
 _BEHIND = {"use_async": True, "overlap_copy": True}
 COPIES = [
     Way(ASYNC, _save, _load, COPY, "DCP, thread", True, begin=lambda s, p: _begin(s, p, use_async=True)),

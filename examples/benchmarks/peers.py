@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from limits import BUFFERED, COPY, DIRECT, READ
+from limits import BUFFERED, COPY, DIRECT, READ, REQUESTS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from state import State
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -51,6 +52,14 @@ def _dcp_begin(state: State, path: str, *, reuse: bool = False, **options: Any) 
             state.kept["stager"] = DefaultStager(StagingOptions(False, False, False, False))
         options["async_stager"] = state.kept["stager"]
     return dcp.async_save(_flat(state), checkpoint_id=path, **options).result  # type: ignore[union-attr]
+
+
+def _fsspec_save(state: State, url: str, **options: Any) -> None:
+    dcp.save(_flat(state), storage_writer=FsspecWriter(url, **options))
+
+
+def _fsspec_load(state: State, url: str) -> None:
+    dcp.load(_flat(state), storage_reader=FsspecReader(url))
 
 
 def _sharded(state: State) -> dict[str, Any]:
@@ -127,6 +136,16 @@ LOADS = [
     Way("DCP, HuggingFaceStorageReader", _hf_save, _hf_load, READ, "DCP"),
 ]
 MAPPED = [Way("gathered file, torch.load mmap", _gather_save, _gather_load, READ, "DCP")]
+REMOTE = [
+    Way("DCP, FsspecWriter", _fsspec_save, _fsspec_load, REQUESTS, "DCP, FsspecWriter"),
+    Way(
+        "DCP, FsspecWriter, no sync, 4 threads",
+        lambda s, p: _fsspec_save(s, p, sync_files=False, thread_count=4),
+        _fsspec_load,
+        REQUESTS,
+        "DCP, FsspecWriter",
+    ),
+]
 COPIES = [
     Way("DCP, thread", _dcp_save, _dcp_load, COPY, "DCP, thread", begin=_dcp_begin),
     Way(

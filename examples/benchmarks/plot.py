@@ -85,6 +85,11 @@ _SIDES = (
                 "torch, …_files_on_every_rank, 2 ranks",
             ),
         ),
+        Panel(
+            "remote",
+            "S3's protocol, 2 ranks, moto's server beside them",
+            (Group("save", "2 ranks", "save_s"), Group("load", "2 ranks", "load_s")),
+        ),
     ),
 )
 
@@ -248,5 +253,5 @@ def _heading(figure: Any, results: Mapping[str, Any], tall: float) -> None:
     notes = (
         "Multiples of the limit: plain system calls with the same bytes (save: of the same durability; small tensors: "
     )
-    notes += "safetensors save_file; consolidate: cp -r)."
+    notes += "safetensors save_file; consolidate: cp -r; S3: requests of s3fs)."
     figure.text(0.012, 0.2 / tall, notes, fontsize=8, color=FAINT)

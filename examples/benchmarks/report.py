@@ -44,6 +44,16 @@ COLUMNS = {
         Column("load_us", "load µs", 1),
         EXTRA,
     ),
+    "remote": (
+        Column("save_s", "save s"),
+        Column("save_requests", "requests", 0, False),
+        Column("save_sent_mb", "sent MB", 0, False),
+        Column("save_extra_mb", "extra MB", 0, False),
+        Column("load_s", "load s"),
+        Column("load_requests", "requests", 0, False),
+        Column("load_received_mb", "received MB", 0, False),
+        Column("load_extra_mb", "extra MB", 0, False),
+    ),
     "consolidate": (SECONDS, EXTRA),
     "planning": (
         Column("save_s", "plan of save s", 4, False),
