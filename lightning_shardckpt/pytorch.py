@@ -61,7 +61,7 @@ from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.preemption import Ending, Preemption, save_behind_exception
 from lightning_shardckpt.preflight import check_room, state_bytes, tensor_bytes
 from lightning_shardckpt.pretrained.start import Pretrained, beginning, imported
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.ranks import Ranks, is_of_a_collective
 from lightning_shardckpt.resume import (
     Continuation,
     Place,
@@ -654,7 +654,7 @@ class ShardedStrategy(ParallelStrategy):
         if self._pipelined is not None:
             self._pipelined.reset()
         self._ending = Ending.LEFT
-        if (first := self._ranks.leave(exception)) is not None:
+        if (first := self._ranks.leave(exception, roll_call=is_of_a_collective(exception))) is not None:
             exception.add_note(first)
         self.checkpoint_io.leave(exception)
 
