@@ -39,7 +39,7 @@ from typing_extensions import override
 from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.latest import ResolvingLauncher, agree_on_path, begins_anew
+from lightning_shardckpt.latest import ResolvingLauncher, begins_anew
 from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.cutting import PipelineRecipe
 from lightning_shardckpt.parallel.deferred import DeferredInit
@@ -278,7 +278,9 @@ class ShardedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = ResolvingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ResolvingLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, meet=self._meet
+        )
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -291,18 +293,22 @@ class ShardedStrategy(ParallelStrategy):
         """Called again for every fit, validate, test and predict."""
         super().setup_environment()
         if self._meshes is None:
-            self._setup_distributed()
             topology = resolve_topology(self.world_size, **self._sizes)
             self._meshes = build_meshes(topology, self.root_device.type)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._meshes.user
-        self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)  # before any code of the user's runs
         if self.checkpoint_io.use_async:
             self.checkpoint_io.go_behind(Ranks.of_default_group(self.checkpoint_timeout_s))
         self._ending = Ending.NONE
-        assert isinstance(self._launcher, ResolvingLauncher)
-        resumes_from = self._launcher.found
-        self._ranks.step("agreeing on ckpt_path", lambda: resumes_from, agree_on_path)
+
+    def _meet(self) -> Ranks:
+        """Those that run, validate, … together; called by the launcher, before any code of the user's runs."""
+        assert self.accelerator is not None
+        if self._meshes is None:
+            self.accelerator.setup_device(self.root_device)
+            self._setup_distributed()
+        self._ranks = Ranks.of_default_group(self.checkpoint_timeout_s)
+        return self._ranks
 
     def _setup_distributed(self) -> None:
         reset_seed()
