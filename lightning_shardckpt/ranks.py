@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -141,7 +142,8 @@ class Ranks:
             return None
         self._count, self._open = self._count + (not self._open), True
         try:
-            said = self._while_it_answers(lambda: self._said_on_leaving(store, error, roll_call), "leaving", _ROLL_CALL_S)
+            tell = partial(self._said_on_leaving, store, error, roll_call)
+            said = self._while_it_answers(tell, "leaving", _ROLL_CALL_S)
         except RankError as silence:
             return str(silence) if roll_call else None
         return "; ".join(said) or None
@@ -159,8 +161,8 @@ class Ranks:
             absent = self._absent(store) if roll_call else []
             where = self._machines(store, absent)
         except RuntimeError as gone:  # its server has left before
-            lost = "the store of the process group can't be reached: the process that keeps it, which may be rank 0, or its"
-            return [f"{lost} machine is lost: {_first_line(gone)}"] if roll_call else []
+            lost = "the process that keeps the store of the process group, which may be rank 0, or its machine is gone"
+            return [f"{lost}: {_first_line(gone)}"] if roll_call else []
         said = []
         if first["ranks"] != [self.rank] and (first["type"], first["message"]) != (mine["type"], mine["message"]):
             said.append(f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}")
@@ -261,7 +263,8 @@ class Ranks:
                 self._deaf = True
                 raise RankError(
                     f"rank {self.rank} got no answer from the store of the process group for {timeout_s:g} s while "
-                    f"{phase}: the process that keeps it, which may be rank 0, hangs, is stopped, or its machine is lost"
+                    f"{phase}: the process that keeps it, which may be rank 0, hangs or is stopped, or its machine is "
+                    "lost"
                 )
         if failed:
             raise failed[0]

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,17 +150,21 @@ def lose_this_host(cut: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+Launcher = Callable[[int, Hosts, int], list[str]]
+"""Of the host, both, and a port."""
+
+
 @contextmanager
-def launched(hosts: Hosts, script: Path, *args: str, launcher: Callable[[int, int], list[str]] | None = None) -> Any:
+def launched(hosts: Hosts, script: Path, *args: str, launcher: Launcher | None = None) -> Any:
     """Start a script on both hosts, as a user would; gives the two processes, which are killed at the end.
 
-    ``launcher``: what stands before the script, of host and port; by default Lightning's own launcher is used.
+    ``launcher``: gives what stands before the script; by default Lightning's own launcher is used.
     """
     port = free_port()
     with ExitStack() as stack:
         processes = []
         for host in range(2):
-            before = [sys.executable] if launcher is None else launcher(host, port)
+            before = [sys.executable] if launcher is None else launcher(host, hosts, port)
             env = os.environ | hosts.environment(host, port) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(
                 hosts.on(host, [*before, str(script), *args]),
@@ -176,8 +180,6 @@ def launched(hosts: Hosts, script: Path, *args: str, launcher: Callable[[int, in
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.communicate()

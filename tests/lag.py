@@ -48,6 +48,10 @@ class Lag:
         for name, original in self._originals.items():
             setattr(os, name, original)
 
+    def knows(self, *paths: str) -> None:
+        """These were seen before."""
+        self._known.update(paths)
+
     def _below(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The absolute path, if it is below the root."""
         if isinstance(path, int):
@@ -106,8 +110,10 @@ class Lag:
         def call(source: Any, target: Any) -> None:
             self._check(self._below(source))
             original(source, target)
-            if (below := self._below(target)) is not None:
-                self._known.add(below)
+            before, behind = self._below(source), self._below(target)
+            if before is not None and behind is not None:
+                moved = {path for path in self._known if path == before or path.startswith(before + "/")}
+                self._known = (self._known - moved) | {behind + path[len(before) :] for path in moved | {before}}
 
         return call
 
