@@ -163,9 +163,8 @@ class Checkpoint:
         try:
             size = self.reader.size(info.name)
         except FileNotFoundError:
-            here = os.uname().nodename
-            late = "" if self.reader.is_far else f"; if another machine has just written it, {here!r} may not see it yet"
-            raise CorruptionError(f"{self._where(info.name)}: the file is missing{late}") from None
+            late = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
+            raise CorruptionError(f"{self._where(info.name)}: the file is missing{'' if self.reader.is_far else late}") from None
         except FormatError as error:
             raise FormatError(f"{self._where(info.name)}: {error}") from None
         if size != info.nbytes:

@@ -125,11 +125,12 @@ def trained_until_lost(directory: str, host: int, in_save: bool, cut: bool) -> N
     trained(2, directory, TIMES, 6, None, [LoseHost(host, in_save, cut)])
 
 
+QUICK = ((False, 1, False), (False, 0, True), (True, 0, False))
 LOSSES = [
     pytest.param(
         *(in_save, host, cut),
         id=f"host {host} {'cut off' if cut else 'killed'} in a {'save' if in_save else 'step'}",
-        marks=() if (in_save, host, cut) in ((False, 1, False), (False, 0, True), (True, 0, False)) else pytest.mark.slow,
+        marks=() if (in_save, host, cut) in QUICK else pytest.mark.slow,
     )
     for in_save in (False, True)
     for host in (0, 1)
@@ -263,7 +264,7 @@ def test_a_file_that_a_host_does_not_see_is_named(hosts: Hosts, tmp_path: Path) 
     outcomes = run_hosts(hosts, 1, resumed_elsewhere, str(tmp_path), expect_errors=True, grace_s=30)
     for outcome in outcomes:
         assert "rank 0 failed while" in outcome.error.message
-        said = rf"{tmp_path}/step=4.ckpt', file \S+-dist-0000\d.*: the file is missing; if .* 'host-0' may not see it yet"
+        said = rf"{tmp_path}/step=4.ckpt', file \S+-dist-0000\d.*: the file is missing; .* 'host-0' may not see it yet"
         assert re.search(said, outcome.error.message)
 
 
