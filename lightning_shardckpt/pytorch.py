@@ -93,9 +93,9 @@ class ShardedStrategy(ParallelStrategy):
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is cut.
 
-    The tests run on CPU with gloo. CUDA with NCCL and ``cpu_offload`` there have not been run. Several nodes have been run
-    as two hosts that one machine simulates, in network namespaces over one directory, with one and two processes each;
-    see "Several nodes" in the README.
+    The tests run on CPU with gloo. CUDA with NCCL and ``cpu_offload`` there have not been run. Of several nodes, two
+    hosts have been run that one machine simulates, in network namespaces over one directory, with one and two processes
+    each; see "Several nodes" in the README.
 
     Args:
         data_parallel_shard_size: Processes over which FSDP2 shards; ``"auto"`` takes those that the others leave.

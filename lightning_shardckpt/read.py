@@ -164,7 +164,8 @@ class Checkpoint:
             size = self.reader.size(info.name)
         except FileNotFoundError:
             late = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
-            raise CorruptionError(f"{self._where(info.name)}: the file is missing{'' if self.reader.is_far else late}") from None
+            more = "" if self.reader.is_far else late
+            raise CorruptionError(f"{self._where(info.name)}: the file is missing{more}") from None
         except FormatError as error:
             raise FormatError(f"{self._where(info.name)}: {error}") from None
         if size != info.nbytes:
