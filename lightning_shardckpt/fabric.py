@@ -185,7 +185,8 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         super().setup_environment()
         if self._meshes is not None:
             return
-        self._meshes, self._ranks = self._setup_distributed(), self._new_ranks()
+        self._setup_distributed()
+        self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         behind = self._go_behind()
         if behind is not None:
             atexit.register(behind.linger)  # nobody tears a strategy of Fabric down

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,23 +31,32 @@ from lightning_shardckpt.formats.dcp import step_of
 from lightning_shardckpt.formats.places import dcp_place, leaves_out
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import READABLE
+from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.places import Places, is_url
 
 _SUFFIX = ".ckpt"
+_LOOK_AGAIN_S = 0.5  # ranks that do not find the same checkpoint
 _ASIDE = re.compile(r"\.old-[0-9a-f]{16}")
 _STEP, _HEAD_BYTES = re.compile(rb'"step":(\d{1,18}),"epoch":'), 1024
 
 
 class ResolvingLauncher(_SubprocessScriptLauncher):
-    """Starts the processes that are not there yet; replaces ``"last"`` and ``"best"`` before Lightning sees them."""
+    """Starts the processes that are not there yet; replaces ``"last"`` and ``"best"`` before Lightning sees them.
 
-    found: str | None = None
-    """What one of the words stood for in the last call."""
+    Args:
+        args: for Lightning's launcher.
+        meet: makes this process one of the ranks, which decide together.
+    """
+
     resumes_from: str | os.PathLike[str] | None = None
     """The path of a checkpoint that the last call was given."""
     weights_only: bool | None = None
     """What the user passed in it; Lightning forgets it where a checkpoint is loaded behind the setup."""
+
+    def __init__(self, *args: Any, meet: Callable[[], Ranks]) -> None:
+        super().__init__(*args)
+        self._meet = meet
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -57,15 +67,59 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
         """Call a Trainer's function in all processes."""
         assert trainer is not None
         call = inspect.signature(function).bind(*args, **kwargs)
+        if self.cluster_environment.creates_processes_externally:
+            return self._resolve_and_call(trainer, function, call)
+        return super().launch(self._resolve_and_call, trainer, function, call, trainer=trainer)
+
+    def _resolve_and_call(self, trainer: pl.Trainer, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         self.weights_only = call.arguments.get("weights_only")
         given = call.arguments.get("ckpt_path")
-        found = resolved(trainer, given, weights_only=call.arguments.get("weights_only") is not False)
-        self.found, self.resumes_from = (None if found == given else found), found
+        find = partial(resolved, trainer, given, weights_only=self.weights_only is not False)
+        found = agreed(find, given, self._meet(), _places_of(trainer).visible_within_s)
+        self.resumes_from = found
         if found != given:
             call.arguments["ckpt_path"] = found
-        if self.cluster_environment.creates_processes_externally:
-            return function(*call.args, **call.kwargs)
-        return super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+        return function(*call.args, **call.kwargs)
+
+
+def agreed(find: Callable[[], Any], given: Any, ranks: Ranks, visible_within_s: float) -> Any:
+    """What ``find`` finds on all ranks, which look again while they see different checkpoints.
+
+    Collective: every rank of ``ranks`` must call it. What is equal to ``given`` is not compared.
+
+    Raises:
+        CheckpointNotFoundError: if no rank finds a complete one, though there are some.
+        MismatchError: if they still differ when a network file system should have shown all of them the same.
+    """
+    deadline, found = time.monotonic() + visible_within_s, given
+
+    def look() -> dict[str, str | None]:
+        nonlocal found
+        try:
+            found = find()
+        except CheckpointNotFoundError as error:
+            return {"problem": str(error)}
+        return {"path": None if found == given else os.fspath(found)}
+
+    def same(views: list[dict[str, str | None]]) -> bool:
+        problems = [view["problem"] for view in views if "problem" in view]
+        if len(problems) == len(views):
+            raise CheckpointNotFoundError(problems[0])
+        other = next((rank for rank, view in enumerate(views) if view != views[0]), None)
+        if other is not None and time.monotonic() >= deadline:
+            raise MismatchError(
+                f"the ranks find different checkpoints to resume from: rank 0 {_seen(views[0])}, rank {other} "
+                f"{_seen(views[other])}; the directory must be on a file system that all ranks share"
+            )
+        return other is None
+
+    while not ranks.step("agreeing on ckpt_path", look, same):
+        time.sleep(_LOOK_AGAIN_S)
+    return found
+
+
+def _seen(view: dict[str, str | None]) -> str:
+    return f"none that is complete ({view['problem']})" if "problem" in view else repr(view["path"])
 
 
 def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
@@ -258,17 +312,3 @@ def _saved_at(path: str) -> float:
         marks = (os.path.join(path, name) for name in READABLE)
         return os.stat(path if os.path.isfile(path) else next(filter(os.path.exists, marks), "")).st_mtime
     return 0.0
-
-
-def agree_on_path(found: list[str | None]) -> None:
-    """Raise if ranks found different checkpoints, or some none.
-
-    Raises:
-        MismatchError: naming the first two ranks that differ.
-    """
-    for rank, path in enumerate(found):
-        if path != found[0]:
-            raise MismatchError(
-                f"the ranks find different checkpoints to resume from: rank 0 {found[0]!r}, rank {rank} {path!r}; "
-                "is the directory on a file system that all ranks share?"
-            )

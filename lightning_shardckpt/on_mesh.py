@@ -113,8 +113,8 @@ class OnMesh:
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # a function attribute, unknown to mypy
 
-    def _setup_distributed(self) -> Meshes:
-        """Make the process group, where there is none yet, and the meshes. Collective: the whole world must call it."""
+    def _setup_distributed(self) -> None:
+        """Make the process group, where there is none yet. Collective: every rank of the world must call it."""
         reset_seed()
         self.set_world_ranks()
         device = self.root_device
@@ -128,7 +128,9 @@ class OnMesh:
             timeout=timedelta(seconds=self._timeout_s),
             device_id=device if device.type != "cpu" else None,
         )
-        return build_meshes(resolve_topology(self.world_size, **self._sizes), device.type)
+
+    def _new_meshes(self) -> Meshes:
+        return build_meshes(resolve_topology(self.world_size, **self._sizes), self.root_device.type)
 
     def _new_ranks(self) -> Ranks:
         """Those who save and load together."""

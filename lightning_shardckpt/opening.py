@@ -59,9 +59,14 @@ def opened(
             return False
         if missing:
             others = f" (on ranks {missing} of {len(views)})" if len(views) > 1 else ""
+            if len(missing) < len(views):
+                others += "; the others see one: the path must be on a file system that all ranks share"
             raise CheckpointNotFoundError(views[missing[0]]["missing"] + others)
         save_ids = [view["id"] for view in views]
-        raise MismatchError(f"the ranks see different checkpoints at {path!r}: {save_ids}; is the path shared?")
+        raise MismatchError(
+            f"the ranks see different checkpoints at {path!r}: {save_ids}; the path must be on a file system that all "
+            "ranks share"
+        )
 
     try:
         while not ranks.step(f"opening checkpoint {path!r}", look, same):

@@ -32,7 +32,7 @@ from typing_extensions import override
 from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.latest import ResolvingLauncher, agree_on_path, begins_anew
+from lightning_shardckpt.latest import ResolvingLauncher, begins_anew
 from lightning_shardckpt.on_mesh import OnMesh
 from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.cutting import PipelineRecipe
@@ -53,7 +53,7 @@ from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.preemption import Ending, Preemption, save_behind_exception
 from lightning_shardckpt.preflight import check_room, state_bytes, tensor_bytes
 from lightning_shardckpt.pretrained.start import Pretrained, imported
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.ranks import Ranks, is_of_a_collective
 from lightning_shardckpt.resume import (
     Continuation,
     Place,
@@ -82,7 +82,9 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is cut.
 
-    The tests run on CPU with gloo. CUDA with NCCL, ``cpu_offload`` there and several nodes have not been run.
+    The tests run on CPU with gloo. CUDA with NCCL and ``cpu_offload`` there have not been run. Of several nodes, two
+    hosts have been run that one machine simulates, in network namespaces over one directory, with one and two processes
+    each; see "Several nodes" in the README.
 
     Args:
         data_parallel_shard_size: Processes over which FSDP2 shards; ``"auto"`` takes those that the others leave.
@@ -233,22 +235,29 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = ResolvingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ResolvingLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, meet=self._meet
+        )
 
     @override
     def setup_environment(self) -> None:
         """Called again for every fit, validate, test and predict."""
         super().setup_environment()
         if self._meshes is None:
-            self._meshes = self._setup_distributed()
+            self._meshes = self._new_meshes()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._meshes.user
-        self._ranks = self._new_ranks()  # before any code of the user's runs
         self._go_behind()
         self._ending = Ending.NONE
-        assert isinstance(self._launcher, ResolvingLauncher)
-        resumes_from = self._launcher.found
-        self._ranks.step("agreeing on ckpt_path", lambda: resumes_from, agree_on_path)
+
+    def _meet(self) -> Ranks:
+        """Those that run, validate, … together; called by the launcher, before any code of the user's runs."""
+        assert self.accelerator is not None
+        if self._meshes is None:
+            self.accelerator.setup_device(self.root_device)
+            self._setup_distributed()
+        self._ranks = self._new_ranks()
+        return self._ranks
 
     # --- model ---
 
@@ -545,7 +554,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         if self._pipelined is not None:
             self._pipelined.reset()
         self._ending = Ending.LEFT
-        if (first := self._ranks.leave(exception)) is not None:
+        if (first := self._ranks.leave(exception, roll_call=is_of_a_collective(exception))) is not None:
             exception.add_note(first)
         self.checkpoint_io.leave(exception)
 

@@ -12,10 +12,12 @@ import builtins
 import itertools
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -33,6 +35,10 @@ _GRACE_S = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for
 _LOOK_S = 1.0  # between two looks at the processes of this host
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.003  # between two looks into the store
 _PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times a second
+_ROLL_CALL_S = 10.0  # when a collective has failed on one rank, it fails on the others within this time
+_ROLL_CALL_PAUSE_S = 0.1
+_LISTED = 5
+_OF_COLLECTIVES = re.compile(r"gloo|nccl|connection closed|connection reset|broken pipe|timed out", re.IGNORECASE)
 
 
 class Ranks:
@@ -58,6 +64,7 @@ class Ranks:
             me = Process.this()
             place = self._store.add(self._host, 1)
             _put(self._store, f"{self._host}/{place}", _json({"rank": rank, "pid": me.pid, "started": me.started}))
+            _put(self._store, f"machine/{rank}", os.uname().nodename.encode())
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -123,27 +130,73 @@ class Ranks:
         result: R = answer["value"]
         return result
 
-    def leave(self, error: BaseException) -> str | None:
+    def leave(self, error: BaseException, *, roll_call: bool = False) -> str | None:
         """Tell the others that this rank takes no further step, and why: the one that they wait in fails on all.
 
         Not collective. Of no effect if the store can't be reached any more. Returns who left first with which other
-        error, if another rank did.
+        error, if another rank did. With ``roll_call``, waits for the others to leave, too, and also returns who did
+        not, or that the store can't be reached: that may be why this rank leaves.
         """
-        if self._store is None or self._deaf:
+        store = self._store
+        if store is None or self._deaf:
             return None
         self._count, self._open = self._count + (not self._open), True
-        text = _json({"error": {**described(error), "ranks": [self.rank]}, "phase": ""})
         try:
-            _put(self._store, f"{self._count}/{self.rank}", text)
-            if self.rank == 0:
-                _put(self._store, f"{self._count}/answer", text)
-            first = json.loads(self._store.compare_set("left", "", text.decode()))["error"]
-        except RuntimeError:  # its server has left before
-            return None
+            tell = partial(self._said_on_leaving, store, error, roll_call)
+            said = self._while_it_answers(tell, "leaving", _ROLL_CALL_S)
+        except RankError as silence:
+            return str(silence) if roll_call else None
+        return "; ".join(said) or None
+
+    def _said_on_leaving(self, store: Store, error: BaseException, roll_call: bool) -> list[str]:
         mine = described(error)
-        if first["ranks"] == [self.rank] or (first["type"], first["message"]) == (mine["type"], mine["message"]):
-            return None
-        return f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}"
+        text = _json({"error": {**mine, "ranks": [self.rank]}, "phase": ""})
+        try:
+            _put(store, f"{self._count}/{self.rank}", text)
+            if self.rank == 0:
+                _put(store, f"{self._count}/answer", text)
+            first = json.loads(store.compare_set("left", "", text.decode()))["error"]
+            _put(store, f"left/{self.rank}", b"")
+            store.add("left/count", 1)
+            absent = self._absent(store) if roll_call else []
+            where = self._machines(store, absent)
+        except RuntimeError as gone:  # its server has left before
+            lost = "the process that keeps the store of the process group, which may be rank 0, or its machine is gone"
+            return [f"{lost}: {_first_line(gone)}"] if roll_call else []
+        said = []
+        if first["ranks"] != [self.rank] and (first["type"], first["message"]) != (mine["type"], mine["message"]):
+            said.append(f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}")
+        if absent:
+            said.append(
+                f"rank(s) {absent} of {self.world}{where} did not leave, as the others did, within {_ROLL_CALL_S:g} s: "
+                "their processes or their machine may be lost, or they hang"
+            )
+        return said
+
+    def _absent(self, store: Store) -> list[int]:
+        """The ranks that do not leave within some time, without those of this host that still live."""
+        deadline, pause = time.monotonic() + _ROLL_CALL_S, max(_ROLL_CALL_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
+        while (now := time.monotonic()) < deadline and not store.check(["left/absent"]):
+            self._heard = now
+            gone = [rank for rank in self._gone(store) if not store.check([f"left/{rank}"])]
+            if store.add("left/count", 0) + len(gone) >= self.world:
+                break
+            time.sleep(pause)
+        me = str(self.rank)
+        if store.compare_set("left/counted by", "", me).decode() == me:  # asks for each rank: one does it for all
+            absent = [rank for rank in range(self.world) if not store.check([f"left/{rank}"])]
+            living = {rank for rank, process in self._neighbours.values() if not process.is_gone()}
+            _put(store, "left/absent", _json({"ranks": [rank for rank in absent if rank not in living]}))
+        self._wait(store, ["left/absent"], _ROLL_CALL_S)
+        found: list[int] = json.loads(store.get("left/absent"))["ranks"] if store.check(["left/absent"]) else []
+        return found
+
+    def _machines(self, store: Store, ranks: list[int]) -> str:
+        """Where ranks are, as far as they have said it."""
+        keys = [f"machine/{rank}" for rank in ranks]
+        names = list(dict.fromkeys(store.get(key).decode() for key in keys if store.check([key])))
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        return f" (on {', '.join(names[:_LISTED])}{more})" if names else ""
 
     def _exchange(
         self, store: Store, phase: str, mine: bytes, lead: Callable[[list[T]], R], timeout_s: float
@@ -175,8 +228,8 @@ class Ranks:
         if not self._wait(store, keys, timeout_s):
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise RankError(
-                f"rank(s) {missing} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
-                "they hang, are stopped, or did not enter this call"
+                f"rank(s) {missing} of {self.world} did not answer within {timeout_s:g} s while {phase}: they"
+                f"{self._machines(store, missing)} hang, are stopped, did not enter this call, or their machine is lost"
             )
         reports = [json.loads(store.get(key)) for key in keys]
         failed = [rank for rank, report in enumerate(reports) if "error" in report]
@@ -190,9 +243,9 @@ class Ranks:
         _put(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
-    def _while_it_answers(self, get: Callable[[], bytes], phase: str, timeout_s: float) -> bytes:
+    def _while_it_answers(self, get: Callable[[], T], phase: str, timeout_s: float) -> T:
         """Run ``get`` in a thread: calls to a store whose server is stopped, rank 0 perhaps, can't be interrupted."""
-        found: list[bytes] = []
+        found: list[T] = []
         failed: list[BaseException] = []
 
         def run() -> None:
@@ -210,7 +263,8 @@ class Ranks:
                 self._deaf = True
                 raise RankError(
                     f"rank {self.rank} got no answer from the store of the process group for {timeout_s:g} s while "
-                    f"{phase}: the process that keeps it, which may be rank 0, hangs or is stopped"
+                    f"{phase}: the process that keeps it, which may be rank 0, hangs or is stopped, or its machine is "
+                    "lost"
                 )
         if failed:
             raise failed[0]
@@ -248,20 +302,29 @@ class Ranks:
             pause = min(1.5 * pause, longest)
         return True
 
-    def _answer_for_the_dead(self, store: Store) -> None:
-        """Report for the ranks of this host whose processes are gone, and in place of rank 0 if it is among them."""
+    def _gone(self, store: Store) -> dict[int, Process]:
+        """The ranks of this host whose processes are gone."""
         for place in range(1, store.add(self._host, 0) + 1):
             if place not in self._neighbours and store.check([f"{self._host}/{place}"]):
                 found = json.loads(store.get(f"{self._host}/{place}"))
                 self._neighbours[place] = found["rank"], Process(found["pid"], found["started"])
-        for rank, process in self._neighbours.values():
-            if not process.is_gone():
-                continue
+        return {rank: process for rank, process in self._neighbours.values() if process.is_gone()}
+
+    def _answer_for_the_dead(self, store: Store) -> None:
+        """Report for the ranks of this host whose processes are gone, and in place of rank 0 if it is among them."""
+        for rank, process in self._gone(store).items():
             message = f"its process, pid {process.pid} on {os.uname().nodename}, is gone: it was killed, or it left"
             text = _json({"error": {**described(RankError(message)), "ranks": [rank]}, "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):
                     _put(store, key, text)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether a collective of training failed, perhaps since other ranks are gone; gloo has no class for that."""
+    return isinstance(error, RuntimeError) and not isinstance(error, errors.ShardCkptError) and (
+        isinstance(error, dist.DistError) or _OF_COLLECTIVES.search(str(error)) is not None
+    )
 
 
 def _put(store: Store, key: str, value: bytes) -> None:
@@ -270,6 +333,10 @@ def _put(store: Store, key: str, value: bytes) -> None:
 
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def described(error: BaseException) -> dict[str, Any]:

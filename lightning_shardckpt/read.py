@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.files import FileInfo
 from lightning_shardckpt.header import MAX_HEADER_BYTES, Entry, checksum, decode, plan_header, shown
@@ -161,7 +163,9 @@ class Checkpoint:
         try:
             size = self.reader.size(info.name)
         except FileNotFoundError:
-            raise CorruptionError(f"{self._where(info.name)}: the file is missing") from None
+            late = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
+            more = "" if self.reader.is_far else late
+            raise CorruptionError(f"{self._where(info.name)}: the file is missing{more}") from None
         except FormatError as error:
             raise FormatError(f"{self._where(info.name)}: {error}") from None
         if size != info.nbytes:

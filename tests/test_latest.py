@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_shardckpt import preflight
+from lightning_shardckpt import ShardCkptIO, preflight
 from lightning_shardckpt.checkpoint import save
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.index import ROOT_NAME
@@ -23,6 +23,8 @@ from lightning_shardckpt.latest import resolved
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.places import Places
 from tests import tiny
 from tests.pool import run_ranks
 
@@ -182,8 +184,10 @@ def run(directory: str, steps: int, resume: str | None, each_own: bool) -> tuple
     if each_own and os.environ["RANK"] == "1":
         directory += "-of-rank-1"
     callback = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1, save_last="link")
-    module = tiny.TinyLM()
-    fits = tiny.trainer({}, max_steps=steps, limit_val_batches=0, callbacks=[callback], enable_checkpointing=True)
+    module, io = tiny.TinyLM(), ShardCkptIO()
+    io.storage = Places(LocalStorage(visible_within_s=0.5 if each_own else 60.0))
+    options: dict[str, Any] = {"limit_val_batches": 0, "enable_checkpointing": True, "plugins": [io]}
+    fits = tiny.trainer({}, max_steps=steps, callbacks=[callback], **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fits.fit(module, tiny.loader(), ckpt_path=resume)

@@ -1,0 +1,365 @@
+"""Several nodes: two hosts, simulated on this machine, that share a directory, or wrongly do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_shardckpt import ShardCkptIO, ranks
+from lightning_shardckpt.checkpoint import load_full
+from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.places import Places
+from lightning_shardckpt.verify import verify
+from tests import tiny
+from tests.hosts import Hosts, launched, lose_this_host, run_hosts, this_host, two_hosts
+from tests.lag import Lag
+from tests.pool import run_ranks
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as found:
+        yield found
+
+
+class Watch(pl.Callback):
+    """Keeps the whole state when training starts, and behind some step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.at_start: dict[str, Any] = {}
+        self.then: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.at_start = tiny.full_state(module, trainer.optimizers)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        if trainer.global_step == self._step:
+            self.then = tiny.full_state(module, trainer.optimizers)
+
+
+def trained(
+    nodes: int,
+    directory: str,
+    strategy: dict[str, Any],
+    steps: int,
+    resume: str | None = None,
+    more: Sequence[pl.Callback] = (),
+    **options: Any,
+) -> Any:
+    """Losses, the state at the end, and that when training started and behind step 4; every second step is saved."""
+    watch = Watch(4)
+    keeps = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    options |= {"num_nodes": nodes, "callbacks": [watch, keeps, *more], "enable_checkpointing": True}
+    warnings.filterwarnings("ignore", "removed the leftover of an unfinished save")
+    found = tiny.fit(strategy, steps, resume=resume, seed=9 if resume else 1, **options)
+    return found["losses"], found["state"], watch.at_start, watch.then
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Two ranks on one host, uninterrupted."""
+    return run_ranks(2, trained, 1, str(tmp_path_factory.mktemp("straight")), {}, 6)
+
+
+@pytest.mark.parametrize("from_two", [True, False], ids=["two to one", "one to two"])
+def test_what_one_set_of_hosts_saved_another_one_resumes(from_two: bool, hosts: Hosts, tmp_path: Path) -> None:
+    def run(two: bool, *args: Any) -> Any:
+        return run_hosts(hosts, 1, trained, 2, *args) if two else run_ranks(2, trained, 1, *args)
+
+    first = run(from_two, str(tmp_path), {}, 6)
+    resumed = run(not from_two, str(tmp_path), {}, 6, str(tmp_path / "step=4.ckpt"))
+    for (losses, end, _, then), (rest, end_resumed, loaded, _) in zip(first, resumed, strict=True):
+        assert rest == losses[4:]
+        assert tiny.differences(then, loaded) == tiny.differences(end, end_resumed) == []
+
+
+# ── a host that is lost ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LoseHost(pl.Callback):
+    """One host is gone in the middle of the fourth step, or of the save behind it."""
+
+    def __init__(self, host: int, in_save: bool, cut: bool) -> None:
+        self._lose = partial(lose_this_host, cut) if this_host() == host else lambda: None
+        self._in_save = in_save
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3 and not self._in_save:
+            self._lose()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 4 and self._in_save:
+            write = LocalDraft.write
+
+            def lose(draft: LocalDraft, name: str, parts: Any) -> None:
+                if name.startswith("optimizer-dist"):
+                    self._lose()
+                write(draft, name, parts)
+
+            LocalDraft.write = lose  # type: ignore[method-assign]
+
+
+TIMES = {"timeout_s": 4.0, "checkpoint_timeout_s": 3.0}
+
+
+def trained_until_lost(directory: str, host: int, in_save: bool, cut: bool) -> None:
+    ranks._ROLL_CALL_S = 2.0
+    trained(2, directory, TIMES, 6, None, [LoseHost(host, in_save, cut)])
+
+
+QUICK = ((False, 1, False), (False, 0, True), (True, 0, False))
+LOSSES = [
+    pytest.param(
+        *(in_save, host, cut),
+        id=f"host {host} {'cut off' if cut else 'killed'} in a {'save' if in_save else 'step'}",
+        marks=() if (in_save, host, cut) in QUICK else pytest.mark.slow,
+    )
+    for in_save in (False, True)
+    for host in (0, 1)
+    for cut in (False, True)
+]
+
+
+@pytest.mark.parametrize(("in_save", "host", "cut"), LOSSES)
+def test_without_a_host_the_other_one_ends_and_goes_on_from_the_last_checkpoint(
+    in_save: bool, host: int, cut: bool, hosts: Hosts, tmp_path: Path, straight: list[Any]
+) -> None:
+    if cut and not hosts.pids:
+        pytest.skip(f"no cable to pull: {hosts.how}")
+    directory = str(tmp_path / "run")
+    outcomes = run_hosts(
+        hosts, 1, trained_until_lost, directory, host, in_save, cut, expect_errors=True, timeout_s=60, grace_s=30
+    )
+    assert outcomes[host].killed
+    left = outcomes[1 - host]
+    assert not left.killed, left.stacks
+    named = "which may be rank 0" if host == 0 else "rank(s) [1] of 2 (on host-1) did not leave"
+    if in_save:
+        named = "rank 0" if host == 0 else "rank(s) [1] of 2 did not answer within 3 s while saving"
+    assert named in left.error.traceback
+    assert [name for name in os.listdir(directory) if not name.startswith(".")] == ["step=2.ckpt"]
+    resumed = run_ranks(2, trained, 1, directory, {}, 6, "last")
+    for (losses, end, *_), (rest, end_resumed, *_) in zip(straight, resumed, strict=True):
+        assert rest == losses[2:]
+        assert tiny.differences(end, end_resumed) == []
+    assert sorted(os.listdir(directory)) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+
+
+# ── a host that sees late what the other one did ──────────────────────────────────────────────────────────────────
+
+LATE_S = 2.0
+
+
+def seen_late(directory: str, late: int, visible_within_s: float) -> tuple[Any, Any, set[str]]:
+    """Train and save; at once, train on from "last", and from a path that was written meanwhile."""
+    io = ShardCkptIO()
+    io.storage = Places(LocalStorage(visible_within_s))
+    with Lag(directory, LATE_S if this_host() == late else 0.0) as lag:
+        first = trained(2, directory, {}, 4, plugins=[io])
+        return first, trained(2, directory, {}, 6, "last", plugins=[io]), lag.missed
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_a_host_sees_late_is_waited_for(late: int, hosts: Hosts, tmp_path: Path, straight: list[Any]) -> None:
+    found = run_hosts(hosts, 1, seen_late, str(tmp_path), late, 60.0)
+    for (losses, end, *_), (first, resumed, _) in zip(straight, found, strict=True):
+        assert first[0] + resumed[0] == losses
+        assert tiny.differences(end, resumed[1]) == []
+    assert found[late][2] or late == 0  # on the topology that saved, rank 0 needs no file of the other one
+
+
+def test_what_a_host_does_not_see_in_time_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    for outcome in run_hosts(hosts, 1, seen_late, str(tmp_path), 1, 0.5, expect_errors=True, grace_s=30):
+        assert "rank 1 failed while saving" in outcome.error.message
+        assert "'host-1' does not see this directory" in outcome.error.message
+    assert os.listdir(tmp_path) == []
+
+
+# ── a directory that the hosts do not share ───────────────────────────────────────────────────────────────────────
+
+
+def trained_impatiently(directory: str, resume: str | None) -> Any:
+    io = ShardCkptIO()
+    io.storage = Places(LocalStorage(visible_within_s=0.5))
+    return trained(2, directory, {}, 6, resume, plugins=[io])
+
+
+def mounted_on_host_1(hosts: Hosts, directory: Path) -> None:
+    """Hide a directory behind another one, there alone."""
+    if not hosts.pids:
+        pytest.skip(f"no mounts of its own: {hosts.how}")
+    subprocess.run(hosts.on(1, ["mount", "-t", "tmpfs", "tmpfs", str(directory)]), check=True)
+
+
+def test_a_directory_that_is_another_one_on_each_host_is_an_error_on_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    mounted_on_host_1(hosts, tmp_path)
+    outcomes = run_hosts(hosts, 2, trained_impatiently, str(tmp_path / "run"), None, expect_errors=True, grace_s=30)
+    for outcome in outcomes:
+        assert "rank 2 (and rank(s) [3]) failed while saving" in outcome.error.message
+        assert "must be on a file system that all ranks share" in outcome.error.message
+    assert os.listdir(tmp_path / "run") == []
+    assert subprocess.run(hosts.on(1, ["find", str(tmp_path)]), capture_output=True, text=True).stdout.split() == [
+        str(tmp_path)
+    ]
+
+
+@pytest.mark.parametrize("seen_by", [0, 1])
+@pytest.mark.parametrize("word", [True, False], ids=["last", "path"])
+def test_a_checkpoint_that_one_host_sees_is_an_error_on_all_ranks(
+    word: bool, seen_by: int, hosts: Hosts, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "step=4.ckpt"
+    if seen_by == 0:
+        run_ranks(1, trained, 1, str(tmp_path / "run"), {}, 4)
+        mounted_on_host_1(hosts, tmp_path)
+    else:
+        mounted_on_host_1(hosts, tmp_path)
+        run_hosts(hosts, 1, trained_there, 1, str(tmp_path / "run"))
+    resume = "last" if word else str(path)
+    outcomes = run_hosts(
+        hosts, 1, trained_impatiently, str(tmp_path / "run"), resume, expect_errors=True, grace_s=30
+    )
+    for outcome in outcomes:
+        assert "file system that all ranks share" in outcome.error.message
+        assert str(path) in outcome.error.message
+
+
+def trained_there(host: int, directory: str) -> None:
+    """Train on one host alone."""
+    if this_host() == host:
+        os.environ["WORLD_SIZE"] = "1"
+        os.environ["RANK"] = "0"
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        trained(1, directory, {}, 4)
+
+
+def resumed_elsewhere(directory: str) -> None:
+    """Host 0 does not see more of a checkpoint than the directory and the root index yet."""
+    with Lag(directory, 3600.0 if this_host() == 0 else 0.0) as lag:
+        lag.knows(f"{directory}/step=4.ckpt", f"{directory}/step=4.ckpt/{ROOT_NAME}")
+        trained_impatiently(directory, f"{directory}/step=4.ckpt")
+
+
+def test_a_file_that_a_host_does_not_see_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    run_ranks(2, trained, 1, str(tmp_path), {}, 4)
+    outcomes = run_hosts(hosts, 1, resumed_elsewhere, str(tmp_path), expect_errors=True, grace_s=30)
+    for outcome in outcomes:
+        assert "rank 0 failed while" in outcome.error.message
+        said = rf"{tmp_path}/step=4.ckpt', file \S+-dist-0000\d.*: the file is missing; .* 'host-0' may not see it yet"
+        assert re.search(said, outcome.error.message)
+
+
+# ── as users start it ─────────────────────────────────────────────────────────────────────────────────────────────
+
+SCRIPT = """
+import json, sys
+
+from lightning_shardckpt import ranks
+from tests.test_nodes import trained
+
+if __name__ == "__main__":
+    ranks._ROLL_CALL_S = 2.0
+    directory, devices, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    losses, *_ = trained(2, directory, {"timeout_s": 30.0, "checkpoint_timeout_s": 10.0}, steps, devices=devices)
+    print("losses", json.dumps(losses))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def torchrun(host: int, hosts: Hosts, port: int) -> list[str]:
+    """What stands before the script on each host."""
+    where = f"--nnodes 2 --nproc-per-node 1 --node-rank {host} --master-addr {hosts.address(0)} --master-port {port}"
+    return [sys.executable, "-m", "torch.distributed.run", *where.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "devices"), [(None, 2), (torchrun, 1)], ids=["lightning", "torchrun"])
+def test_a_script_that_is_started_on_both_hosts_trains_as_on_one(
+    launcher: Any, devices: int, hosts: Hosts, script: Path, tmp_path: Path
+) -> None:
+    with launched(hosts, script, str(tmp_path / "two"), str(devices), "4", launcher=launcher) as processes:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], outputs
+    found = sorted(line for output in outputs for line in output.splitlines() if line.startswith("losses"))
+    one = run_ranks(2 * devices, trained, 1, str(tmp_path / "one"), {}, 4)
+    assert found == sorted(f"losses {json.dumps(losses)}" for losses, *_ in one)
+    assert sorted(os.listdir(tmp_path / "two")) == ["step=2.ckpt", "step=4.ckpt"]
+    state = [load_full(str(tmp_path / where / "step=4.ckpt"))["state_dict"] for where in ("one", "two")]
+    assert tiny.differences(*state) == []
+
+
+@pytest.mark.slow
+def test_when_all_processes_of_a_host_are_killed_those_of_the_other_one_end(
+    hosts: Hosts, script: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    with launched(hosts, script, str(directory), "2", "100000") as (stays, goes):
+        while not (directory / "step=4.ckpt").exists() and goes.poll() is None:
+            goes.poll()
+            threading.Event().wait(0.05)
+        os.killpg(goes.pid, signal.SIGKILL)
+        output = stays.communicate(timeout=100)[0]
+    assert stays.returncode not in (0, None)
+    assert re.search(r"rank\(s\) \[2, 3\] of 4 ", output), output
+    complete = [path for path in directory.iterdir() if not path.name.startswith(".")]
+    assert directory / "step=4.ckpt" in complete
+    assert all(verify(str(path)).findings == () for path in complete)
+
+
+# ── Fabric ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_fabric(directory: str, nodes: int, load: bool) -> dict[str, Any]:
+    from lightning_shardckpt.fabric import ShardedStrategy
+
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    fabric = Fabric(accelerator="cpu", devices=devices, num_nodes=nodes, strategy=ShardedStrategy())
+    fabric.launch()
+    torch.manual_seed(2 if load else 1)
+    net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    module, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    if load:
+        fabric.load(f"{directory}/a.ckpt", {"module": module, "optimizer": optimizer})
+    else:
+        fabric.backward(module(torch.ones(2, 7)).square().sum())
+        optimizer.step()
+        fabric.save(f"{directory}/a.ckpt", {"module": module, "optimizer": optimizer})
+    return tiny.full_state(module, [optimizer])
+
+
+@pytest.mark.parametrize("from_two", [True, False], ids=["two to one", "one to two"])
+def test_fabric_saves_on_two_hosts_and_loads_on_one_and_the_other_way(
+    from_two: bool, hosts: Hosts, tmp_path: Path
+) -> None:
+    def run(two: bool, load: bool) -> Any:
+        args = with_fabric, str(tmp_path), 2 if two else 1, load
+        return run_hosts(hosts, 1, *args) if two else run_ranks(1, *args)
+
+    saved, loaded = run(from_two, False)[0], run(not from_two, True)[0]
+    assert any("exp_avg" in key for key in saved)
+    assert tiny.differences(saved, loaded) == []
