@@ -17,6 +17,6 @@ def grown_mib(act: Callable[[], object], at_most: int = 256) -> int:
 
 
 def _most_kib() -> int:
-    """The most that was resident so far. Not getrusage's ru_maxrss, which a process has from the one that started it."""
+    """The most that was resident so far. Not ru_maxrss, which a process takes over from the one that started it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
