@@ -133,6 +133,16 @@ def test_an_object_of_several_parts(large: Path, tmp_path: Path, s3: Bucket) -> 
     assert s3.uploads() == []
 
 
+def test_parts_are_as_large_as_the_size_of_the_object_asks(
+    large: Path, tmp_path: Path, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = content(consolidate(large, tmp_path / "out.pt"))
+    monkeypatch.setattr(s3_module, "_MOST_PARTS", 2)  # as an object of terabytes would need it
+    options = replace(s3, port=proxy.port).options
+    assert content(consolidate(large, s3.url("out.pt"), storage_options=options), s3.options) == expected
+    assert 2 <= sum(asked.is_part for asked in proxy.asked) <= 3
+
+
 def test_from_a_store_to_a_store(saved: Path, s3: Bucket, tmp_path: Path) -> None:
     fs, root = fsspec.core.url_to_fs(s3.url("a.ckpt"), **s3.options)
     for file in saved.iterdir():

@@ -79,7 +79,7 @@ class S3Objects(Objects):
         def take(number: int, piece: bytearray) -> None:
             nonlocal upload
             upload = upload or self._begin(key)
-            sending.put(number, bytes(piece))
+            sending.put(number, piece)
 
         chunks = Chunks(lambda number: _part_bytes(number, nbytes), take)
         try:
@@ -178,7 +178,7 @@ class S3Objects(Objects):
             about["Key"] = name
 
         def call() -> dict[str, Any]:
-            body = {"Body": io.BytesIO(about["Body"])} if "Body" in about else {}  # no copy; read from its start anew
+            body = {"Body": io.BytesIO(about["Body"])} if "Body" in about else {}  # read from its start each time
             found: dict[str, Any] = self.fs.call_s3(method, Bucket=bucket, **{**about, **body})
             return found
 
@@ -208,18 +208,18 @@ class _Sending:
         self._failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
 
-    def put(self, number: int, piece: bytes) -> None:
-        """Have a piece sent. Raises what an earlier one failed with."""
+    def put(self, number: int, piece: bytearray) -> None:
+        """Have a copy of a piece sent, when there is room for it. Raises what an earlier one failed with."""
         if len(self._threads) < _AT_ONCE:
             self._start()
         if not self._threads:  # the system gives none, or the interpreter is about to leave: then without
-            self._sent[number] = self._send(number, piece)
+            self._sent[number] = self._send(number, bytes(piece))
             return
         for _ in range(_weight(piece)):
             self._room.acquire()
         if self._failures:
             raise self._failures[0]
-        self._pieces.put((number, piece))
+        self._pieces.put((number, bytes(piece)))  # which BytesIO does not copy once more
 
     def fail(self, error: BaseException) -> None:
         """What is queued need not be sent any more."""
@@ -253,6 +253,6 @@ class _Sending:
                 self._room.release(_weight(piece))
 
 
-def _weight(piece: bytes) -> int:
+def _weight(piece: bytes | bytearray) -> int:
     """As how many of the parts that are sent at once it counts: memory is bounded."""
     return min(max(-(-len(piece) // _PART_BYTES), 1), _AT_ONCE)
