@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -300,6 +303,27 @@ def test_what_passes_is_survived(large: Path, s3: Bucket, proxy: Proxy, tmp_path
         url = consolidate(large, s3.url(f"{number}.pt"), storage_options=options)
         assert content(url, s3.options) == expected
     assert s3.uploads() == []
+
+
+@pytest.mark.parametrize("number", [1, 2, 30, 90])
+@pytest.mark.parametrize("kind", ["full", "interrupt by a user"])
+def test_an_error_of_a_stream_ends_all_threads(
+    kind: str, number: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_small_windows(monkeypatch, 3000)
+    write, calls = MemoryFile.write, itertools.count(1)
+
+    def failing(file: MemoryFile, data: Any) -> int:
+        if next(calls) == number:
+            if kind == "full":
+                raise OSError(28, "No space left on device")
+            os.kill(os.getpid(), signal.SIGINT)  # it reaches the main thread
+        return int(write(file, data))
+
+    monkeypatch.setattr(MemoryFile, "write", failing)
+    with pytest.raises(OSError if kind == "full" else KeyboardInterrupt):
+        consolidate(saved, f"memory:/{tmp_path}/out")
+    assert content(f"memory:/{tmp_path}") == {}
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "safetensors"}], ids=["torch", "safetensors"])
