@@ -434,7 +434,12 @@ _Loadable = TypeVar("_Loadable", bound="pl.LightningModule | pl.LightningDataMod
 
 
 def load_from_checkpoint(
-    cls: type[_Loadable], checkpoint_path: str | os.PathLike[str], *, strict: bool | None = None, **kwargs: Any
+    cls: type[_Loadable],
+    checkpoint_path: str | os.PathLike[str],
+    *,
+    strict: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> _Loadable:
     """A module with the hyper-parameters and weights of a checkpoint, on the CPU, in this process alone.
 
@@ -446,6 +451,7 @@ def load_from_checkpoint(
         cls: the class to construct.
         checkpoint_path: the checkpoint.
         strict: whether all names must match; by default as the module's ``strict_loading`` says.
+        storage_options: for URLs, see ``ShardCkptIO``.
         kwargs: hyper-parameters that replace the stored ones.
 
     Raises:
@@ -455,7 +461,8 @@ def load_from_checkpoint(
     drain_all()
     if os.path.isfile(checkpoint_path):
         return cls.load_from_checkpoint(os.fspath(checkpoint_path), strict=strict, **kwargs)  # type: ignore[return-value]
-    checkpoint = engine.load_full(os.fspath(checkpoint_path), optimizers=False)
+    places = Places(storage_options=storage_options)
+    checkpoint = engine.load_full(os.fspath(checkpoint_path), optimizers=False, storage=places)
     checkpoint = as_of_a_trainer(checkpoint, os.fspath(checkpoint_path), fitting=False)
     checkpoint = _pl_migrate_checkpoint(checkpoint, checkpoint_path=os.fspath(checkpoint_path))
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})

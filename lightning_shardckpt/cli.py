@@ -55,17 +55,19 @@ def _parser() -> ArgumentParser:
     tools = parser.add_subcommands(title="tools")
 
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
-    inspect.add_argument("path", type=str, help="the checkpoint directory")
+    inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     inspect.add_argument("--json", action="store_true", help="everything, for programs")
     inspect.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
     inspect.add_argument("--all", action="store_true", help="long tables in full")
     inspect.add_argument("--tree", action="store_true", help="the modules with their sizes; layers that repeat, once")
     inspect.add_argument("--ranks", action="store_true", help="who has what; with --tensors, every box of these")
+    _add_storage_options(inspect)
     tools.add_subcommand("inspect", inspect, help="what is in a checkpoint")
 
     verify = ArgumentParser(description="Compares every byte of a checkpoint with what was saved.")
-    verify.add_argument("path", type=str, help="the checkpoint directory")
+    verify.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
+    _add_storage_options(verify)
     tools.add_subcommand("verify", verify, help="whether a checkpoint is whole")
 
     _add_diff(tools)
@@ -80,9 +82,9 @@ def _consolidate_parser() -> ArgumentParser:
         description="Converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors."
     )
     add = parser.add_argument
-    add("checkpoint_folder", type=str, help="the checkpoint directory")
+    add("checkpoint_folder", type=str, help="the checkpoint: a directory or a URL")
     default = "by default the name of the checkpoint with '.consolidated' appended"
-    add("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")
+    add("--output_file", type=str, help=f"file, directory or URL, must not exist yet; {default}")
     add("--overwrite", action="store_true", help="replace what an earlier run wrote there, at once")
     known = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
     add("--format", type=Format, default="torch", help=known)
@@ -97,13 +99,19 @@ def _consolidate_parser() -> ArgumentParser:
     add("--strip_prefix", type=str, help="take this from names that begin so; for huggingface, which of several models")
     add("--add_prefix", type=str, help="put this before every name")
     add("--optimizer_keys", type=OptimizerKeys, default="fqn", help="parameters by name, or as torch numbers them")
+    _add_storage_options(parser)
     return parser
+
+
+def _add_storage_options(parser: ArgumentParser) -> None:
+    known = "for URLs, as fsspec takes them: --storage_options.endpoint_url=http://…, or all as JSON or YAML"
+    parser.add_argument("--storage_options", type=dict[str, Any] | None, metavar="OPTIONS", help=known)
 
 
 def _inspect(arguments: Namespace) -> int:
     from lightning_shardckpt.look.inspect import show  # each tool imports what it needs
 
-    what = {"tree": arguments.tree, "ranks": arguments.ranks}
+    what = {"tree": arguments.tree, "ranks": arguments.ranks, "storage_options": arguments.storage_options}
     print(show(arguments.path, arguments.tensors, arguments.all, arguments.json, **what))
     return 0
 
@@ -112,7 +120,8 @@ def _verify(arguments: Namespace) -> int:
     from lightning_shardckpt.verify import verify
 
     with progress() as advance:
-        report = verify(arguments.path, quick=arguments.quick, advance=advance)
+        options = arguments.storage_options
+        report = verify(arguments.path, quick=arguments.quick, advance=advance, storage_options=options)
     for finding in report.findings:
         print(finding)
     looked_at = f"{count_text(report.files, 'file')}, {size_text(report.nbytes)} of shards"
@@ -128,11 +137,12 @@ def _consolidate(arguments: Namespace) -> int:
 
     given = {name: value for name, value in arguments.items() if value is not None}
     folder, output = given.pop("checkpoint_folder"), given.pop("output_file", None)
+    storage_options = given.pop("storage_options", None)
     try:
         options = make_options(**given)
     except ValueError as error:
         _consolidate_parser().error(str(error))  # ends the process with status 2
-    consolidate_as(folder, output, options)
+    consolidate_as(folder, output, options, storage_options)
     return 0
 
 
@@ -144,29 +154,32 @@ def _add_diff(tools: Any) -> None:
         description="Compares two checkpoints, which may have different topologies. Exit status: 0 if all tensors are "
         "the same, 1 if some differ, 2 for trouble."
     )
-    diff.add_argument("a", type=str, help="a checkpoint directory")
+    diff.add_argument("a", type=str, help="a checkpoint: a directory or a URL")
     diff.add_argument("b", type=str, help="another one")
     diff.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
     diff.add_argument("--quick", action="store_true", help="compare checksums instead of tensors, where both cut alike")
     diff.add_argument("--all", action="store_true", help="long tables in full")
     diff.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_storage_options(diff)
     tools.add_subcommand("diff", diff, help="what has changed between two checkpoints")
 
 
 def _add_explain(tools: Any) -> None:
     explain = ArgumentParser(description="Tells what a resume on another topology would read. Reads indexes only.")
-    explain.add_argument("path", type=str, help="the checkpoint directory")
+    explain.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_onto(explain, required=True)
     explain.add_argument("--all", action="store_true", help="every rank")
     explain.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_storage_options(explain)
     tools.add_subcommand("explain", explain, help="what a resume on another topology would read")
 
 
 def _add_map(tools: Any) -> None:
     page = ArgumentParser(description="Draws which rank has which slice of every tensor, as one page for a browser.")
-    page.add_argument("path", type=str, help="the checkpoint directory")
+    page.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     page.add_argument("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
     _add_onto(page, required=False)
+    _add_storage_options(page)
     tools.add_subcommand("map", page, help="a picture of which rank has what")
 
 
@@ -181,8 +194,9 @@ def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
 def _diff(arguments: Namespace) -> int:
     from lightning_shardckpt.look.diff import diff, is_same, shown
 
+    options = {"tensors": arguments.tensors, "quick": arguments.quick, "storage_options": arguments.storage_options}
     with progress() as advance:
-        found = diff(arguments.a, arguments.b, tensors=arguments.tensors, quick=arguments.quick, advance=advance)
+        found = diff(arguments.a, arguments.b, **options, advance=advance)
     print(shown(found, arguments.all, arguments.json))
     same = is_same(found)
     return 2 if same is None else int(not same)
@@ -192,7 +206,8 @@ def _explain(arguments: Namespace) -> int:
     from lightning_shardckpt.look.explain import show
 
     rules, names = arguments.tp_plan, arguments.layers
-    print(show(arguments.path, arguments.onto, rules, names, arguments.all, arguments.json))
+    options = arguments.storage_options
+    print(show(arguments.path, arguments.onto, rules, names, arguments.all, arguments.json, storage_options=options))
     return 0
 
 
@@ -200,6 +215,7 @@ def _map(arguments: Namespace) -> int:
     from lightning_shardckpt.look.map import write_map
 
     options = {"onto": arguments.onto, "tp_plan": arguments.tp_plan, "layers": arguments.layers}
+    options["storage_options"] = arguments.storage_options
     print(f"{write_map(arguments.path, arguments.output, **options)} shows {arguments.path}: open it in a browser")
     return 0
 

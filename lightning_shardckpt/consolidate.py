@@ -11,14 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.exporting import (
     Stored,
+    file_nbytes,
     is_replaceable,
     nbytes,
     plan_export,
@@ -32,8 +33,8 @@ from lightning_shardckpt.formats.peft import export_adapters
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import READABLE, described, did_you_mean
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.outputs import new_directory, new_file
-from lightning_shardckpt.storage.places import file_path, is_url, storage_of
+from lightning_shardckpt.storage.places import Places, file_path, is_url
+from lightning_shardckpt.storage.protocol import Contents, Outputs
 from lightning_shardckpt.text import progress
 
 if TYPE_CHECKING:
@@ -59,15 +60,17 @@ def consolidate(
     add_prefix: str | None = None,
     optimizer_keys: OptimizerKeys = "fqn",
     overwrite: bool = False,
-) -> Path:
-    """Write the checkpoint in a folder for other programs, and return the path of the file or directory.
+    storage_options: Mapping[str, Any] | None = None,
+) -> Path | str:
+    """Write the checkpoint in a folder for other programs, and return the path of the file or directory; or its URL.
 
     It appears when it is complete and durable; an error leaves nothing behind.
 
     Args:
-        checkpoint_folder: a checkpoint of this package, of Lightning's FSDPStrategy or ModelParallelStrategy, or
-            another one of torch.distributed.checkpoint.
-        output_file: by default the folder's name with ``.consolidated`` appended, and ``.safetensors`` for such a file.
+        checkpoint_folder: a checkpoint of this package, which may be a URL, of Lightning's FSDPStrategy or
+            ModelParallelStrategy, or another one of torch.distributed.checkpoint.
+        output_file: a path or a URL, to which is uploaded from memory. By default, here, the folder's name with
+            ``.consolidated`` appended, and ``.safetensors`` for such a file.
         format: "torch", one file for ``torch.load``; "safetensors", whole tensors, of the model or the optimizers too;
             "huggingface", a directory for ``from_pretrained``, if the module that was saved has such a model; "peft",
             one for ``PeftModel.from_pretrained``, of the adapters alone, see ``export_adapters``.
@@ -84,7 +87,9 @@ def consolidate(
         strip_prefix: taken away from names that begin with it; for "huggingface", says which of several models.
         add_prefix: put before all names.
         optimizer_keys: "fqn" for parameters by name, "id" by number, as torch's own optimizers number them.
-        overwrite: replace what an earlier call wrote there; at every moment the path has the old or the new.
+        overwrite: replace what an earlier call wrote there; at every moment the path has the old or the new. But a
+            directory at a URL is deleted first, so that the two are never mixed.
+        storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
 
     Raises:
         ValueError: for options that do not go together, names that collide, or patterns that match nothing.
@@ -106,48 +111,53 @@ def consolidate(
         optimizer_keys=optimizer_keys,
         overwrite=overwrite,
     )
-    return consolidate_as(checkpoint_folder, output_file, options)
+    return consolidate_as(checkpoint_folder, output_file, options, storage_options)
 
 
 def consolidate_as(
-    checkpoint_folder: str | os.PathLike[str], output_file: str | os.PathLike[str] | None, options: Options
-) -> Path:
+    checkpoint_folder: str | os.PathLike[str],
+    output_file: str | os.PathLike[str] | None,
+    options: Options,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Path | str:
     """Do what ``consolidate`` does, with options that were made sense of."""
+    places = Places(storage_options=storage_options)
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     where = where if is_url(where) else str(folder)
     suffix = ".consolidated" + (".safetensors" if options.is_file and options.format == "safetensors" else "")
-    output = Path(output_file) if output_file is not None else folder.with_name(folder.name + suffix)
+    output = str(folder.with_name(folder.name + suffix)) if output_file is None else file_path(output_file)
+    outputs = places.outputs(output)
     if (folder / ROOT_NAME).exists():  # else what is wrong with the folder is said first
-        _check_output(output, folder, options)
+        _check_output(outputs, output, folder, options)
     if options.format == "peft":
-        export_adapters(where, output)
-        return output
+        export_adapters(where, output, storage_options=storage_options)
+        return output if is_url(output) else Path(output)
     with ExitStack() as stack:
         if options.format == "torch":
-            source = stack.enter_context(_opened_with_torch(where, checkpoint_folder))
-            _check_output(output, folder, options)
-            _write_torch(source, output, options)
-            _tell_left_out(folder, source)
+            source = stack.enter_context(_opened_with_torch(places, where, checkpoint_folder))
+            _check_output(outputs, output, folder, options)
+            _write_torch(source, outputs, output, options)
+            _tell_left_out(where, source)
         else:
-            stored = stack.enter_context(_opened(where, checkpoint_folder))
-            _check_output(output, folder, options)
-            _export(stored, output, options)
-            _tell_left_out(folder, stored)
-    return output
+            stored = stack.enter_context(_opened(places, where, checkpoint_folder))
+            _check_output(outputs, output, folder, options)
+            _export(stored, outputs, output, options)
+            _tell_left_out(where, stored)
+    return output if is_url(output) else Path(output)
 
 
 # ── what is read ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
-def _opened(where: str, given: str | os.PathLike[str]) -> Iterator[Stored]:
+def _opened(places: Places, where: str, given: str | os.PathLike[str]) -> Iterator[Stored]:
     """The checkpoint in a folder or at a URL, without torch if it is one of ours."""
     try:
-        checkpoint = Checkpoint(storage_of(where), where)
+        checkpoint = Checkpoint(places, where)
     except CheckpointNotFoundError:
-        with _opened_with_torch(where, given) as source:
+        with _opened_with_torch(places, where, given) as source:
             yield source
         return
     with checkpoint:
@@ -155,12 +165,12 @@ def _opened(where: str, given: str | os.PathLike[str]) -> Iterator[Stored]:
 
 
 @contextmanager
-def _opened_with_torch(where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
+def _opened_with_torch(places: Places, where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
     """The checkpoint in a folder or at a URL, of any format."""
     ours = True
     try:
         if not os.path.isdir(where) or recognised(where) is None:
-            storage_of(where).open(where).close()
+            places.open(where).close()
     except CheckpointNotFoundError:
         ours = False
         if is_url(where):
@@ -172,7 +182,7 @@ def _opened_with_torch(where: str, given: str | os.PathLike[str]) -> Iterator[So
 
     with ExitStack() as stack:
         try:
-            source = stack.enter_context(opened(where, ranks=Ranks.alone(), storage=storage_of(where)))
+            source = stack.enter_context(opened(where, ranks=Ranks.alone(), storage=places))
         except CheckpointNotFoundError:
             if ours:
                 raise
@@ -183,41 +193,50 @@ def _opened_with_torch(where: str, given: str | os.PathLike[str]) -> Iterator[So
 # ── what is written ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check_output(output: Path, folder: Path, options: Options) -> None:
-    if not os.path.lexists(output):
+def _check_output(outputs: Outputs, output: str, folder: Path, options: Options) -> None:
+    there = outputs.kind(output)
+    if there is None:
         return
     if not options.overwrite:
         raise FileExistsError(
             "The path for the converted checkpoint already exists. Choose a different path by providing"
             f" `--output_file` or move/delete the file first: {output}"
         )
-    if options.is_file and (output.is_symlink() or output.is_file()):
+    if there == "file" and options.is_file:
         return
-    same = output.exists() and output.samefile(folder)
-    if options.is_file or same or not output.is_dir() or output.is_symlink() or not is_replaceable(str(output)):
+    is_itself = not is_url(output) and folder.exists() and os.path.exists(output) and folder.samefile(output)
+    if options.is_file or is_itself or there != "directory" or not is_replaceable(outputs.contents(output)):
         what = "a file" if options.is_file else "a directory of an earlier export"
         raise FileExistsError(f"{output} is not {what}, so it is not replaced; choose a different path")
 
 
-def _write_torch(source: Source, output: Path, options: Options) -> None:
-    from lightning_shardckpt.export.torchoutput import write_torch
+def _write_torch(source: Source, outputs: Outputs, output: str, options: Options) -> None:
+    from lightning_shardckpt.export.torchoutput import plan_torch, write_torch
 
-    with new_file(str(output), overwrite=options.overwrite) as (file, notes):
-        changed = write_torch(source, options, file, lambda total: progress(total))
-    _tell(changed)
+    planned = plan_torch(source, options)
+    opened = outputs.file(output, planned.file_nbytes, overwrite=options.overwrite)
+    with opened as (file, notes), progress(planned.nbytes) as advance:
+        write_torch(source, planned, file, advance)
+    _tell(planned.changed)
     for note in notes:
         _log.warning(note)
 
 
-def _export(stored: Stored, output: Path, options: Options) -> None:
+def _export(stored: Stored, outputs: Outputs, output: str, options: Options) -> None:
     export = plan_export(stored, options)
-    if options.is_file:
-        with new_file(str(output), overwrite=options.overwrite) as (file, notes), progress(nbytes(export)) as advance:
-            write_file(stored, export, file.fileno(), advance)
-    else:
-        replaceable = is_replaceable if options.overwrite else lambda path: False
-        with new_directory(str(output), replaceable=replaceable) as (path, notes), progress(nbytes(export)) as advance:
-            write_directory(stored, export, path, advance)
+
+    def may_go(contents: Contents) -> bool:
+        return options.overwrite and is_replaceable(contents)
+
+    with ExitStack() as stack:
+        advance = stack.enter_context(progress(nbytes(export)))
+        if options.is_file:
+            opened = outputs.file(output, file_nbytes(export), overwrite=options.overwrite)
+            file, notes = stack.enter_context(opened)
+            write_file(stored, export, file, advance)
+        else:
+            new, notes = stack.enter_context(outputs.directory(output, replaceable=may_go))
+            write_directory(stored, export, new, advance)
     for note in (*export.notes, *notes):
         _log.warning(note)
 
@@ -236,10 +255,10 @@ def _what_is_wrong(folder: Path) -> str:
     )
 
 
-def _tell_left_out(folder: Path, stored: Stored) -> None:
+def _tell_left_out(where: str, stored: Stored) -> None:
     if left_out := stored.document("frozen"):
         _log.warning(
-            f"{folder} was saved with adapters_only=True: {len(left_out)} frozen parameters are not in the output. "
+            f"{where} was saved with adapters_only=True: {len(left_out)} frozen parameters are not in the output. "
             "`load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
         )
 

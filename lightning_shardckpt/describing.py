@@ -50,12 +50,14 @@ class Saving:
         prefix: str,
         named_by: nn.Module | None,
         also: Also | None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if also not in (None, "huggingface"):
             raise ValueError(f'also is "huggingface" or None, got {also!r}')
         self.path, self.notes = path, list[str]()
         self._party, self._state, self._overwrite = party, state, overwrite
         self._prefix, self._named_by, self._also = prefix, named_by, also
+        self._storage_options = storage_options
 
     def options(self, size_per_shard: float, sync_files: bool) -> dict[str, Any]:
         """What ``checkpoint.save`` takes besides path and description."""
@@ -66,7 +68,7 @@ class Saving:
             "ranks": self._party.ranks,
             "about": about_of(values, {}),
             "size_per_shard": size_per_shard,
-            "storage": Places(LocalStorage(sync_files=sync_files)),
+            "storage": Places(LocalStorage(sync_files=sync_files), storage_options=self._storage_options),
             "plans": self._party.plans,
             "also": self._also,
         }
@@ -74,7 +76,7 @@ class Saving:
     def describe(self) -> Snapshot:
         """What this rank contributes."""
         if not self._overwrite and self._party.ranks.rank == 0:
-            _refuse_existing(self.path)
+            _refuse_existing(self.path, Places(storage_options=self._storage_options))
         objects = checked_state(self._state)
         names = names_for(objects, self._named_by, prefix=self._prefix)
         module = objects.root if objects.modules else None
@@ -110,10 +112,10 @@ def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
     return replace(found, leaves=leaves, documents=documents)
 
 
-def _refuse_existing(path: str) -> None:
+def _refuse_existing(path: str, places: Places) -> None:
     if is_url(path):
         try:
-            Places().open(path).close()
+            places.open(path).close()
         except CheckpointNotFoundError:
             return
     if is_url(path) or (os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from itertools import chain
 from typing import Any
@@ -44,6 +44,7 @@ def save(
     sync_files: bool = True,
     also: Also | None = None,
     process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint of everything in ``state``; it is complete when this returns, and durable with ``sync_files``.
 
@@ -74,6 +75,7 @@ def save(
         sync_files: make the checkpoint durable; see ``ShardCkptIO``.
         also: see ``ShardCkptIO``.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         FileExistsError: on every rank, if something is at the path and ``overwrite`` is not set.
@@ -81,7 +83,7 @@ def save(
         Exception: the first failure of any rank, on every rank, naming it.
     """
     party = _party(process_group)
-    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also)
+    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also, storage_options)
     notes = engine.save(saving.path, saving.describe, **saving.options(size_per_shard, sync_files))
     _warn(party, [*saving.notes, *notes])
 
@@ -97,6 +99,7 @@ def save_async(
     sync_files: bool = True,
     also: Also | None = None,
     process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Future[None]:
     """Like ``save``, but return when everything is copied to host memory; a thread writes and commits it.
 
@@ -115,7 +118,7 @@ def save_async(
         ranks = Ranks.of_group(_group(process_group)) if party.ranks.world > 1 else Ranks.alone()
         party.background = Background(ranks)
         party.background.linger_at_exit()
-    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also)
+    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also, storage_options)
     options = saving.options(size_per_shard, sync_files)
     writing = engine.save_async(saving.path, saving.describe, **options, background=party.background)
     _warn(party, [*saving.notes, *party.background.notes()])
@@ -154,6 +157,7 @@ def load(
     verify: bool = True,
     share_reads: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Bring everything in ``state`` to what a checkpoint of any topology has.
 
@@ -177,6 +181,7 @@ def load(
         verify: whether to compare checksums.
         share_reads: see ``ShardCkptIO``.
         process_group: see ``save``.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Returns:
         What the checkpoint has besides the model, the optimizers and what ``state`` asked for.
@@ -188,13 +193,14 @@ def load(
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     drain_all()
+    places = Places(storage_options=storage_options)
     if state is None:
-        return whole_state(engine.load_full(os.fspath(path), verify=verify))
+        return whole_state(engine.load_full(os.fspath(path), verify=verify, storage=places))
     party = _party(process_group)
     objects, whole = _looked_at(state, party.ranks)
     restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole)
     remainder, notes = restore.run(
-        os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=Places()
+        os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=places
     )
     _warn(party, notes)
     return remainder

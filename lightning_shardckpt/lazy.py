@@ -19,6 +19,7 @@ from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
 from lightning_shardckpt.locate import open_checkpoint
 from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.storage.places import is_url, storage_of
 from lightning_shardckpt.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -54,22 +55,27 @@ class Metadata:
     software: Mapping[str, str] | None = None
 
 
-def metadata(path: str | os.PathLike[str]) -> Metadata:
+def metadata(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Metadata:
     """What is in a checkpoint; reads its root index only, and does not import torch.
 
     Args:
         path: a checkpoint of this package, or a URL of one. Or one of torch.distributed.checkpoint, a directory of
             Hugging Face's, a file of safetensors or of ``torch.save``: these take torch and have no checksums.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
-    with open(path) as checkpoint:
+    with open(path, storage_options=storage_options) as checkpoint:
         return checkpoint.metadata
 
 
 def load_keys(
-    path: str | os.PathLike[str], keys: Iterable[str], *, verify: bool = True
+    path: str | os.PathLike[str],
+    keys: Iterable[str],
+    *,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors by name, one after the other in the order of ``keys``; nothing else is read.
 
@@ -77,6 +83,7 @@ def load_keys(
         path: see ``metadata``.
         keys: names, see there; the same may come twice.
         verify: whether to compare checksums, where the format has some.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Yields:
         Name and tensor, on the CPU; nobody else refers to it.
@@ -86,7 +93,7 @@ def load_keys(
         CorruptionError: naming file, tensor and rank.
     """
     wanted = list(keys)
-    with open(path, verify=verify) as checkpoint:
+    with open(path, verify=verify, storage_options=storage_options) as checkpoint:
         missing = [_unknown(key, checkpoint) for key in dict.fromkeys(wanted) if key not in checkpoint]
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
@@ -94,17 +101,20 @@ def load_keys(
             yield key, checkpoint[key][...]
 
 
-def open(path: str | os.PathLike[str], *, verify: bool = True) -> OpenCheckpoint:
+def open(
+    path: str | os.PathLike[str], *, verify: bool = True, storage_options: Mapping[str, Any] | None = None
+) -> OpenCheckpoint:
     """A checkpoint as a mapping from names to tensors that are read where they are sliced. Close it after use.
 
     Args:
         path: see ``metadata``.
         verify: whether to compare checksums, where the format has some. A block of them is read whole.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
-    return OpenCheckpoint(os.fspath(path), verify)
+    return OpenCheckpoint(os.fspath(path), verify, storage_of(path, storage_options) if is_url(path) else None)
 
 
 class LazyTensor:

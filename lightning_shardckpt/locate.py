@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.index import ROOT_NAME
@@ -29,8 +30,13 @@ _FOREIGN_DIRECTORIES = (
 )
 
 
-def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None) -> Checkpoint:
-    """The checkpoint at ``path``, opened for reading.
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    storage: Storage | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """The checkpoint at ``path``, opened for reading; ``storage_options`` are for URLs, where no storage is given.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
@@ -39,7 +45,7 @@ def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None
     if storage is not None:
         return Checkpoint(storage, path)
     try:
-        return Checkpoint(storage_of(path), path)
+        return Checkpoint(storage_of(path, storage_options), path)
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise

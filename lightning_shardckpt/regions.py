@@ -4,6 +4,10 @@ A container says which tensor goes where; a zip archive also what stands right b
 known. What a region holds is read from a checkpoint in pieces, verified, summed and written, each piece by one thread;
 the order does not matter. Regions are begun in the order in which they lie in a file, and in several files at a time.
 On its way a piece may be converted to another dtype, or go to several places. No torch.
+
+A stream, such as an upload, takes the bytes of a file in order. Since regions are begun in order, a thread whose piece
+is not next just waits with it, and nothing more is kept. A head needs the sum of what follows it: for a stream, a large
+region is read once to be summed, and then once more.
 """
 
 from __future__ import annotations
@@ -16,15 +20,18 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from lightning_shardckpt.box import Shape
+from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.crc import PiecewiseCRC
+from lightning_shardckpt.fetch import Request, fetch, single_run
+from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.storage.durable import naming, write_at
-from lightning_shardckpt.whole import Source, Span, Stored, Tensors, Windows, spans
+from lightning_shardckpt.storage.protocol import File
+from lightning_shardckpt.whole import Source, Span, Stored, Tensors, Windows, spans, windows
 
 _WINDOW_BYTES = 4 << 20  # of each thread, twice; smaller ones stay in a cache, larger ones take fewer calls
 _MOST_THREADS = 4  # one at a time can write to a file, and that is about half of the work
@@ -58,8 +65,9 @@ class Destination:
 class Region:
     """``nbytes`` of a file from ``begin`` on, right behind a head of ``head_nbytes``.
 
-    ``destinations``: those of a tensor that is to be in several, ascending in it; what is in none is read, but not
-    written. ``nbytes`` are those of the tensor then, and ``begin`` means nothing.
+    ``box``: what of a tensor it is, if not all. ``destinations``: those of a tensor that is to be in several,
+    ascending in it; what is in none is read, but not written. ``nbytes`` are those of the tensor then, and ``begin``
+    means nothing; none may be a stream.
     """
 
     begin: int
@@ -69,6 +77,7 @@ class Region:
     """The bytes, or component and key of the tensor that is stored."""
     file: int = 0
     conversion: Conversion | None = None
+    box: Box | None = None
     destinations: tuple[Destination, ...] = ()
 
     @property
@@ -83,7 +92,7 @@ class Region:
 
 
 def fill(
-    file: int | Sequence[int],
+    file: File | Sequence[File],
     regions: Sequence[Region],
     tensors: Tensors,
     head: Head | None,
@@ -92,8 +101,8 @@ def fill(
     """Write the regions, which ascend in each file, and their heads.
 
     Args:
-        file: a descriptor, or several, to which the regions refer by number; nothing is synced.
-        regions: what to write.
+        file: one, or several, to which the regions refer by number; nothing is synced.
+        regions: what to write. In a stream the first one begins where that is, and there are no gaps.
         tensors: where their bytes are; nobody else may use it meanwhile.
         head: what stands before each region; None if nothing does, so that nothing needs to be summed.
         advance: told of the bytes of regions as they are written, by one thread at a time.
@@ -101,7 +110,7 @@ def fill(
     Raises:
         CorruptionError: naming file, tensor and rank; the first error of any thread, when all have ended.
     """
-    files = (file,) if isinstance(file, int) else tuple(file)
+    files = tuple(file) if isinstance(file, Sequence) else (file,)
     work = _Work(files, regions, tensors, head, advance)
     helpers = [threading.Thread(target=work.do, name="shardckpt-filler") for _ in range(_thread_count(regions) - 1)]
     try:
@@ -138,12 +147,18 @@ def _thread_count(regions: Sequence[Region]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A region and where its tensor is stored."""
+    """A region, where its tensor is stored, and what is to be done with it."""
 
     number: int
     region: Region
     shape: Shape
     boxes: list[Stored]
+    is_summed: bool
+    is_written: bool = True
+
+
+class _GivenUpError(Exception):
+    """Another thread failed, so what this one waits for does not come."""
 
 
 _Task = Callable[[Source], bool]
@@ -155,7 +170,7 @@ class _Work:
 
     def __init__(
         self,
-        files: Sequence[int],
+        files: Sequence[File],
         regions: Sequence[Region],
         tensors: Tensors,
         head: Head | None,
@@ -163,7 +178,9 @@ class _Work:
     ) -> None:
         self._files, self._tensors, self._head, self._advance = files, tensors, head, advance
         self._lock = threading.Condition(threading.Lock())
+        self._turn = threading.Condition(threading.Lock())
         self._writing = [threading.Lock() for _ in files]
+        self._ends = {region.file: region.first for region in reversed(regions)}  # of what streams were given so far
         self._busy, self._is_over = 0, False
         self._tasks = self._planned(regions)
         self._shared: list[tuple[Windows, _Task]] = []
@@ -174,6 +191,8 @@ class _Work:
         """Have all threads end after what they are at; the first error counts."""
         with self._lock:
             self.error = self.error or error
+        with self._turn:
+            self._turn.notify_all()
 
     def end(self) -> None:
         """Wait until no thread is at work; none will be after that, even if it starts only then."""
@@ -222,7 +241,10 @@ class _Work:
             if self.error is not None:
                 return None
             self._shared = [(one, task) for one, task in self._shared if not one.is_exhausted]
-            return next(self._tasks, None) or next((task for _, task in self._shared), None)
+            shared = next((task for _, task in self._shared), None)
+            if shared is not None and not all(isinstance(file, int) for file in self._files):
+                return shared  # what follows would have to wait for it
+            return next(self._tasks, None) or shared
 
     # ── what there is to do ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,7 +270,7 @@ class _Work:
         for number, region in regions:
             item = self._located(number, region)
             is_small = region.end - region.first <= _WINDOW_BYTES - _ALIGNMENT or not region.nbytes
-            is_small = is_small and region.conversion is None and not region.destinations
+            is_small = is_small and region.conversion is None and region.box is None and not region.destinations
             if small and (
                 not is_small
                 or region.first != small[-1].region.end
@@ -261,20 +283,27 @@ class _Work:
             else:
                 if self._head is not None:
                     self._crcs[number] = PiecewiseCRC(region.nbytes)
+                if self._head is not None and not isinstance(self._files[region.file], int):
+                    yield from self._large(replace(item, is_written=False))
+                    item = replace(item, is_summed=False)
                 yield from self._large(item)
         if small:
             yield partial(self._write_small, small)
 
     def _located(self, number: int, region: Region) -> _Item:
+        is_summed = self._head is not None
         if isinstance(region.content, memoryview):
-            return _Item(number, region, (), [])
-        return _Item(number, region, self._tensors.spec(*region.content).shape, self._tensors.boxes(*region.content))
+            return _Item(number, region, (), [], is_summed)
+        shape, boxes = self._tensors.spec(*region.content).shape, self._tensors.boxes(*region.content)
+        return _Item(number, region, shape, boxes, is_summed)
 
     def _large(self, item: _Item) -> Iterator[_Task]:
         content = item.region.content
         if isinstance(content, memoryview):
             for at in range(0, len(content), _WINDOW_BYTES):
                 yield partial(self._write_memory, item, at, content[at : at + _WINDOW_BYTES])
+        elif item.region.box is not None:
+            yield from self._boxed(item, item.region.box)
         elif all(_is_cut_anywhere(stored, item.region) for stored in item.boxes):
             for stored in item.boxes:
                 for span in spans(stored):
@@ -284,6 +313,13 @@ class _Work:
             task = partial(self._write_window, item, shared)
             self._shared.append((shared, task))
             yield task
+
+    def _boxed(self, item: _Item, box: Box) -> Iterator[_Task]:
+        """Windows of a box of a tensor, each read and verified on its own: of the blocks that it touches."""
+        size, at = DTYPE_BYTES[self._tensors.spec(*item.region.content).dtype], 0
+        for window in windows(box.shape, _WINDOW_BYTES // size):
+            yield partial(self._write_part, item, at, window.shift(box.start), size)
+            at += window.numel * size
 
     # ── how it is done ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -320,24 +356,41 @@ class _Work:
             self._write_piece(item, *found)
         return found is not None
 
+    def _write_part(self, item: _Item, at: int, window: Box, size: int, source: Source) -> bool:
+        data = source.target[: window.numel * size]
+        requests = []
+        for stored in item.boxes:
+            if (common := stored.box.intersect(window)) is not None:
+                overlap = replace(stored.place.overlap, common=common, local=common.within(window))
+                run = single_run(overlap, window.shape, size)
+                requests.append(Request(stored.key, overlap, stored.entry, window.shape, run, data))
+        fetch(source, requests, verify=all(stored.entry.checksums for stored in item.boxes), keep=True)
+        self._write_piece(item, at, data)
+        return False
+
     def _write_piece(self, item: _Item, at: int, data: memoryview) -> None:
-        region, change, head = item.region, item.region.conversion, self._head
+        region, change = item.region, item.region.conversion
         if change is not None:
             at, data = at // change.stored * change.written, change.convert(data)
-        crc = zlib.crc32(data) if head is not None else 0
-        if region.destinations:
-            self._write_apart(region.destinations, at, data)
-        else:
-            self._write(region.file, data, region.begin + at)
-        total = None
+        if item.is_written:
+            if region.destinations:
+                self._write_apart(region.destinations, at, data)
+            else:
+                self._write(region.file, data, region.begin + at)
+            with self._lock:
+                self._advance(len(data))
+        if item.is_summed:
+            self._sum(item, at, data)
+
+    def _sum(self, item: _Item, at: int, data: memoryview) -> None:
+        """Write the head of a region when all of it is summed."""
+        crc = zlib.crc32(data)
         with self._lock:
-            if head is not None:
-                total = self._crcs[item.number].add(at, len(data), crc)
-                if total is not None:
-                    del self._crcs[item.number]
-            self._advance(len(data))
-        if total is not None and head is not None:
-            self._write(region.file, memoryview(head(item.number, total)), region.first)
+            total = self._crcs[item.number].add(at, len(data), crc)
+            if total is not None:
+                del self._crcs[item.number]
+        if total is not None and self._head is not None:
+            self._write(item.region.file, memoryview(self._head(item.number, total)), item.region.first)
 
     def _write_apart(self, destinations: Sequence[Destination], at: int, data: memoryview) -> None:
         """Write what is in ``data``, a tensor's bytes from ``at`` on, to where it belongs."""
@@ -349,9 +402,26 @@ class _Work:
             if first < last:
                 self._write(to.file, data[first - at : last - at], to.begin + first - to.at)
 
-    def _write(self, file: int, data: memoryview, offset: int) -> None:
-        with self._writing[file]:  # the kernel lets one thread at a time write to a file; the others would spin
-            write_at(self._files[file], data, offset)
+    def _write(self, number: int, data: memoryview, offset: int) -> None:
+        file = self._files[number]
+        if isinstance(file, int):
+            with self._writing[number]:  # the kernel lets one thread at a time write to a file; the others would spin
+                write_at(file, data, offset)
+        elif len(data):
+            self._give(number, file, data, offset)
+
+    def _give(self, number: int, stream: Callable[[memoryview], object], data: memoryview, offset: int) -> None:
+        """Wait for all that lies before: it is of tasks that were begun before, so it comes."""
+        with self._turn:
+            while self._ends[number] != offset:
+                assert self._ends[number] < offset, f"{self._ends[number]} bytes were given, now come those at {offset}"
+                if self.error is not None:
+                    raise _GivenUpError
+                self._turn.wait()
+        stream(data)
+        with self._turn:
+            self._ends[number] += len(data)
+            self._turn.notify_all()
 
 
 def _is_cut_anywhere(stored: Stored, region: Region) -> bool:

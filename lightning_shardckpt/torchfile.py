@@ -73,11 +73,29 @@ class Archive:
         info.CRC = crc
         return info.FileHeader(zip64=info.file_size >= _ZIP64_FROM)
 
-    def finish(self, file: BinaryIO) -> None:
-        """Write the central directory, when the regions are filled."""
+    def end(self) -> Region:
+        """What is behind the regions, when they are filled: the central directory."""
+        begin, file = self.regions[-1].end, _Behind()
+        file.begin = begin
         with zipfile.ZipFile(file, "w") as archive:
             archive.filelist += self._records
-            archive.start_dir = self.regions[-1].end
+            archive.start_dir = begin
+        content = file.getbuffer()
+        return Region(begin, len(content), 0, content)
+
+
+class _Behind(io.BytesIO):
+    """What is written from ``begin`` on in a file."""
+
+    begin = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """To an offset in the file."""
+        return super().seek(max(offset - self.begin, 0), whence)
+
+    def tell(self) -> int:
+        """Where in the file it is."""
+        return super().tell() + self.begin
 
 
 def _padding(position: int) -> bytes:

@@ -41,7 +41,11 @@ class Report:
 
 
 def verify(
-    path: str | os.PathLike[str], *, quick: bool = False, advance: Callable[[int], Any] = lambda nbytes: None
+    path: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    advance: Callable[[int], Any] = lambda nbytes: None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Compare a checkpoint with what its indexes say of it.
 
@@ -49,12 +53,13 @@ def verify(
         path: the checkpoint.
         quick: structure and sizes only; the content of tensors and documents is not read.
         advance: told of the bytes of shard files that were checked.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
     """
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, storage_options=storage_options)
     except CheckpointNotFoundError:
         raise
     except (ShardCkptError, OSError) as error:

@@ -199,7 +199,7 @@ class Source:
     """
 
     def __init__(self, path: str, reader: Reader, window_bytes: int) -> None:
-        self._path, self._reader = path, reader
+        self.path, self.reader = path, reader
         nbytes = max(window_bytes, MAX_BLOCK_BYTES)
         self.target, self.scratch = (memoryview(numpy.empty(nbytes, "u1")) for _ in range(2))  # type: ignore[arg-type]
 
@@ -250,9 +250,9 @@ class Source:
     def read(self, stored: Stored, at: int, target: memoryview) -> None:
         """Fill ``target`` from ``at`` on in a box, and from what follows it in the file; not verified."""
         try:
-            self._reader.read_into(stored.entry.file, stored.entry.begin + at, target)
+            self.reader.read_into(stored.entry.file, stored.entry.begin + at, target)
         except (EOFError, FileNotFoundError) as error:
-            raise CorruptionError(f"checkpoint {self._path!r}, file {stored.entry.file}: {error}") from None
+            raise CorruptionError(f"checkpoint {self.path!r}, file {stored.entry.file}: {error}") from None
 
     def _verify(self, stored: Stored, at: int, data: memoryview) -> None:
         """Compare whole blocks, which begin ``at`` in a box, with what was saved."""
@@ -267,7 +267,7 @@ class Source:
     def corrupted(self, stored: Stored, first: int, last: int) -> CorruptionError:
         """What to raise of bytes ``[first, last)`` of a file."""
         return CorruptionError(
-            f"checkpoint {self._path!r}: corrupted data of {stored.key!r} in {stored.entry.file}, written by "
+            f"checkpoint {self.path!r}: corrupted data of {stored.key!r} in {stored.entry.file}, written by "
             f"rank {stored.place.overlap.writer}, bytes {first} to {last}"
         )
 

@@ -6,9 +6,9 @@ No torch, unless a dtype is converted: from a checkpoint of this package, nothin
 from __future__ import annotations
 
 import json
-import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, Component
 from lightning_shardckpt.regions import Conversion, Destination, Region, fill
 from lightning_shardckpt.state.documents import is_companion
-from lightning_shardckpt.storage.durable import write_at
+from lightning_shardckpt.storage.protocol import Contents, File, NewFile
 from lightning_shardckpt.whole import Tensors
 from lightning_shardckpt.write import MB
 
@@ -30,6 +30,7 @@ _OPEN_FILES = 64  # at a time; a process may often have 1,024
 _RUNS = 1 << 20  # that the parts of one tensor may consist of
 _LISTED = 5
 _WRITTEN = (".safetensors", ".safetensors.index.json")
+_LAST = (".safetensors.index.json", "config.json")
 _METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
 _MARK, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
 
@@ -206,35 +207,34 @@ def _contained(
     return found
 
 
-def write_file(stored: Stored, export: Export, file: int, advance: Callable[[int], Any]) -> None:
+def write_file(stored: Stored, export: Export, file: File, advance: Callable[[int], Any]) -> None:
     """Fill the one file of an export."""
-    fill(file, _regions(stored, export.containers), stored.tensors, None, advance)
+    fill(file, _regions(stored, export.containers, [file]), stored.tensors, None, advance)
 
 
-def write_directory(stored: Stored, export: Export, folder: str, advance: Callable[[int], Any]) -> None:
-    """Write all files of an export into an empty directory; nothing is synced."""
+def write_directory(stored: Stored, export: Export, new: NewFile, advance: Callable[[int], Any]) -> None:
+    """Write all files of an export into an empty directory; the one that makes it whole comes last."""
     ours = {one.name for one in export.containers}
-    for name, content in export.files.items():
+    for name in export.files:
         if name in ours:
             raise FormatError(f"two files would be called {name!r}")
-        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
-        with _new(folder, name) as file:
-            write_at(file, memoryview(content), 0)
-    for first in range(0, len(export.containers), _OPEN_FILES):
-        batch = export.containers[first : first + _OPEN_FILES]
+    containers = deque(export.containers)
+    while containers:
         with ExitStack() as stack:
-            files = [stack.enter_context(_new(folder, one.name)) for one in batch]
-            fill(files, _regions(stored, batch), stored.tensors, None, advance)
+            batch, files = list[Container](), list[File]()
+            while containers and len(batch) < _OPEN_FILES:
+                batch.append(containers.popleft())
+                files.append(stack.enter_context(new(batch[-1].name, _file_nbytes(batch[-1]))))
+                if not isinstance(files[-1], int):
+                    break  # its parts are in memory
+            fill(files, _regions(stored, batch, files), stored.tensors, None, advance)
+    for name, content in sorted(export.files.items(), key=lambda one: (one[0] in _LAST, one[0].endswith(_LAST))):
+        with new(name, len(content)) as file:
+            fill(file, [Region(0, len(content), 0, memoryview(content))], stored.tensors, None, lambda nbytes: None)
 
 
-@contextmanager
-def _new(folder: str, name: str) -> Iterator[int]:
-    """A descriptor of a new file."""
-    file = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield file
-    finally:
-        os.close(file)
+def _file_nbytes(one: Container) -> int:
+    return len(one.header) + sum(tensor.nbytes for tensor in one.tensors)
 
 
 def nbytes(export: Export) -> int:
@@ -242,24 +242,33 @@ def nbytes(export: Export) -> int:
     return sum(tensor.nbytes for one in export.containers for tensor in one.tensors)
 
 
-def _regions(stored: Stored, batch: Sequence[Container]) -> list[Region]:
-    """What goes where in some files, by their number."""
+def file_nbytes(export: Export) -> int:
+    """How long the one file of an export is."""
+    return sum(map(_file_nbytes, export.containers))
+
+
+def _regions(stored: Stored, batch: Sequence[Container], files: Sequence[File]) -> list[Region]:
+    """What goes where in some files, by their number.
+
+    What is written in parts is read once where it can be written anywhere; for a stream by parts, in its order.
+    """
     regions: list[Region] = []
     apart: dict[tuple[str, str], list[tuple[Tensor, int, int]]] = {}
     tensors = stored.tensors
     for number, one in enumerate(batch):
         regions.append(Region(0, len(one.header), 0, memoryview(one.header), number))
         for tensor, begin in zip(one.tensors, one.begins, strict=True):
-            if tensor.box is not None:
+            if tensor.box is not None and isinstance(files[number], int):
                 apart.setdefault(tensor.source, []).append((tensor, begin, number))
                 continue
             change = _conversion(tensors.spec(*tensor.source).dtype, tensor)
-            regions.append(Region(begin, tensor.nbytes, 0, tensor.source, number, change))
+            regions.append(Region(begin, tensor.nbytes, 0, tensor.source, number, change, tensor.box))
     for source, parts in apart.items():
         spec, dtype = tensors.spec(*source), parts[0][0].dtype
         to = sorted(_destinations(spec.shape, parts), key=lambda one: one.at)
         size = prod(spec.shape) * DTYPE_BYTES[dtype]
-        regions.append(Region(0, size, 0, source, to[0].file, _conversion(spec.dtype, parts[0][0]), tuple(to)))
+        change = _conversion(spec.dtype, parts[0][0])
+        regions.append(Region(0, size, 0, source, to[0].file, change, destinations=tuple(to)))
     return regions
 
 
@@ -287,18 +296,15 @@ def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[Tensor, int, int
             at += (last - first) * size
 
 
-def is_replaceable(folder: str) -> bool:
+def is_replaceable(contents: Contents) -> bool:
     """Whether a directory holds nothing but what an export may have written."""
-    files = [os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names]
-    if ROOT_NAME in files or not all(is_companion(n) or n.endswith(_WRITTEN) for n in files):
+    if ROOT_NAME in contents.names or not all(is_companion(n) or n.endswith(_WRITTEN) for n in contents.names):
         return False
-    tensors = [os.path.join(folder, name) for name in files if name.endswith(_WRITTEN[0])]
-    return not files or (bool(tensors) and all(map(_is_of_an_export, tensors)))
+    tensors = [name for name in contents.names if name.endswith(_WRITTEN[0])]
+    return not contents.names or (bool(tensors) and all(_is_of_an_export(contents.head, name) for name in tensors))
 
 
-def _is_of_an_export(path: str) -> bool:
+def _is_of_an_export(head: Callable[[str, int], bytes], name: str) -> bool:
     """Whether a file of safetensors says that an export wrote it."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        start = file.read(min(length, _HEAD_BYTES))
-    return _MARK in start
+    start = head(name, 8 + _HEAD_BYTES)
+    return _MARK in start[8 : 8 + int.from_bytes(start[:8], "little")]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, BinaryIO
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,13 +17,32 @@ from lightning_shardckpt.opening import assemble
 from lightning_shardckpt.regions import Region, fill
 from lightning_shardckpt.sources import Source
 from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.storage.protocol import File
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
-Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
-def write_torch(source: Source, options: Options, file: BinaryIO, progress: Progress) -> list[str]:
-    """Write a file that ``torch.load`` reads by default; returns what of the checkpoint had to become something else.
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """What is to be written; ``changed``: what of the checkpoint had to become something else."""
+
+    archive: torchfile.Archive
+    regions: list[Region]
+    changed: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is to write, but for what zip adds."""
+        return sum(region.nbytes for region in self.regions)
+
+    @property
+    def file_nbytes(self) -> int:
+        """How long it is, but for the directory at its end."""
+        return self.regions[-1].end
+
+
+def plan_torch(source: Source, options: Options) -> TorchFile:
+    """A file that ``torch.load`` reads by default.
 
     Raises:
         ValueError: if names collide, or an option names what is not there.
@@ -47,11 +65,13 @@ def write_torch(source: Source, options: Options, file: BinaryIO, progress: Prog
         checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
     checkpoint = plain.of(checkpoint)
     archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
-    regions = [_converted(source, options, region) for region in archive.regions]
-    with progress(sum(region.nbytes for region in regions)) as advance:
-        fill(file.fileno(), regions, source.tensors, archive.head, advance)
-    archive.finish(file)
-    return plain.changed
+    return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
+
+
+def write_torch(source: Source, planned: TorchFile, file: File, advance: Callable[[int], object]) -> None:
+    """Fill the file."""
+    fill(file, planned.regions, source.tensors, planned.archive.head, advance)
+    fill(file, [planned.archive.end()], source.tensors, None, lambda nbytes: None)
 
 
 def _converted(source: Source, options: Options, region: Region) -> Region:

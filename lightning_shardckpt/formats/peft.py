@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.regions import Region, fill
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft import Adapter, adapters_from_json
-from lightning_shardckpt.storage.outputs import new_file
-from lightning_shardckpt.storage.places import storage_of
+from lightning_shardckpt.storage.places import Places, file_path, is_url
+from lightning_shardckpt.storage.protocol import Outputs
 from lightning_shardckpt.text import progress
 from lightning_shardckpt.whole import Tensors, Wholes
 
@@ -37,17 +37,19 @@ def export_adapters(
     *,
     adapter: str | None = None,
     prefix: str | None = None,
-) -> list[Path]:
-    """Write adapters of a checkpoint in PEFT's layout; returns the folders, one for each adapter.
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Path | str]:
+    """Write adapters of a checkpoint in PEFT's layout; returns the folders, one for each adapter: of URLs, as text.
 
     As with PEFT's ``save_pretrained``, the adapter "default" is in ``output`` itself and others in folders of their
     names inside it; a single one that was asked for is in ``output``. Each folder's configuration appears last.
 
     Args:
         checkpoint_folder: a checkpoint of this package, with or without the base model.
-        output: a folder that does not exist yet, or is empty.
+        output: a folder that does not exist yet, or is empty; or a URL.
         adapter: which one; all by default.
         prefix: of the names of the model with the adapters, such as "model.", if there are several such models.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if the folder is no checkpoint.
@@ -55,19 +57,21 @@ def export_adapters(
         FileExistsError: if there is something at ``output``.
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
     """
-    folder, output = os.fspath(checkpoint_folder), Path(output)
-    with Checkpoint(storage_of(folder), folder) as checkpoint:
+    folder, output = file_path(checkpoint_folder), file_path(output)
+    places = Places(storage_options=storage_options)
+    outputs = places.outputs(output)
+    with Checkpoint(places, folder) as checkpoint:
         tensors, model = Wholes(checkpoint), checkpoint.root.components.get("model", Component({}))
         chosen = _chosen(checkpoint, adapter, prefix)
         at_top = {_DEFAULT} if adapter is None else {adapter}
-        paths = [output if one.name in at_top else output / one.name for one in chosen]
+        paths = [output if one.name in at_top else os.path.join(output, one.name) for one in chosen]
         files = [(path, one, _plan(folder, one, model)) for path, one in zip(paths, chosen, strict=True)]
-        if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        if outputs.kind(output) == "file" or outputs.contents(output).names:
             raise FileExistsError(f"the adapters need a folder that does not exist yet or is empty: {output}")
-        with _removed_on_error([path for path, _, _ in files]):
+        with _removed_on_error(outputs, paths):
             for path, one, regions in files:
-                _write(path, one, regions, tensors)
-    return [path for path, _, _ in files]
+                _write(outputs, path, one, regions, tensors)
+    return [path if is_url(path) else Path(path) for path in paths]
 
 
 def _chosen(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> list[Adapter]:
@@ -113,17 +117,13 @@ def _plan(folder: str, adapter: Adapter, model: Component) -> list[Region]:
 
 
 @contextmanager
-def _removed_on_error(folders: list[Path]) -> Iterator[None]:
+def _removed_on_error(outputs: Outputs, folders: list[str]) -> Iterator[None]:
     """The files of these folders, which had none, and the folders; an error inside is raised."""
     try:
         yield
     except BaseException:
         for folder in reversed(folders):
-            for name in (CONFIG, WEIGHTS):
-                with suppress(FileNotFoundError):
-                    os.unlink(folder / name)
-            with suppress(OSError):  # never made, or somebody else put something there
-                os.rmdir(folder)
+            outputs.discard(folder, (CONFIG, WEIGHTS))
         raise
 
 
@@ -131,12 +131,13 @@ def _spec(model: Component, stored: str) -> TensorSpec:
     return model.tensors[model.aliases.get(stored, stored)]
 
 
-def _write(folder: Path, adapter: Adapter, regions: list[Region], tensors: Tensors) -> None:
+def _write(outputs: Outputs, folder: str, adapter: Adapter, regions: list[Region], tensors: Tensors) -> None:
     """The weights, then the configuration, without which PEFT does not take a folder for an adapter."""
-    nbytes = sum(region.nbytes for region in regions)
-    with new_file(str(folder / WEIGHTS)) as (file, notes), progress(nbytes) as advance:
-        fill(file.fileno(), regions, tensors, None, advance)
-    with new_file(str(folder / CONFIG)) as (file, more):
-        file.write(adapter.config.encode())
-    for note in [*notes, *more]:
-        _log.warning(note)
+    config = adapter.config.encode()
+    for name, of in ((WEIGHTS, regions), (CONFIG, [Region(0, len(config), 0, memoryview(config))])):
+        nbytes = sum(region.nbytes for region in of)
+        path = os.path.join(folder, name)
+        with outputs.file(path, nbytes, overwrite=False) as (file, notes), progress(nbytes) as advance:
+            fill(file, of, tensors, None, advance)
+        for note in notes:
+            _log.warning(note)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import isfinite, prod
@@ -37,6 +37,7 @@ def diff(
     tensors: str | None = None,
     quick: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What differs between two checkpoints, as values that JSON can hold.
 
@@ -46,12 +47,16 @@ def diff(
         tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
         quick: read no tensor; what the indexes cannot tell is ``undecided``.
         advance: told of the bytes of tensors as they are compared.
+        storage_options: for URLs, of both; see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
     """
-    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+    with (
+        open_checkpoint(a, storage_options=storage_options) as first,
+        open_checkpoint(b, storage_options=storage_options) as second,
+    ):
         compare: _Compare = _by_index(first, second) if quick else _ByValue(first, second, advance)
         found: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": [], "undecided": []}
         for pair in _pairs(first, second, tensors):

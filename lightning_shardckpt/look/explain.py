@@ -35,6 +35,7 @@ def explain(
     *,
     tp_plan: Sequence[str] = (),
     layers: Sequence[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What each rank of a target topology would need and read, as values that JSON can hold.
 
@@ -48,6 +49,7 @@ def explain(
         onto: sizes by axis, or text such as ``tp=4,fsdp=2``.
         tp_plan: rules such as ``layers.*.up=colwise``; by default the cuts of the checkpoint itself.
         layers: patterns that name the layers of a pipeline; by default the largest numbered list.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
@@ -55,7 +57,7 @@ def explain(
     """
     text = onto if isinstance(onto, str) else ",".join(f"{axis}={size}" for axis, size in onto.items())
     sizes = parse_topology(text)
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         target = Onto(checkpoint.root, sizes, parse_plan(tp_plan), layers)
         ranks = _ranks(checkpoint, target)
         root = checkpoint.root
@@ -248,8 +250,15 @@ def render(found: dict[str, Any], everything: bool = False) -> str:
 
 
 def show(
-    path: str, onto: str, tp_plan: Sequence[str], layers: Sequence[str], everything: bool, as_json: bool
+    path: str,
+    onto: str,
+    tp_plan: Sequence[str],
+    layers: Sequence[str],
+    everything: bool,
+    as_json: bool,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> str:
     """The output of the command."""
-    found = explain(path, onto, tp_plan=tp_plan, layers=layers)
+    found = explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options)
     return json.dumps(found, indent=2, ensure_ascii=False) if as_json else render(found, everything)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from math import prod
@@ -26,7 +26,13 @@ _LISTED = 20
 _OWNED = ("tensors", "boxes", "nbytes")
 
 
-def inspect(path: str | os.PathLike[str], tensors: str | None = None, *, ranks: bool = False) -> dict[str, Any]:
+def inspect(
+    path: str | os.PathLike[str],
+    tensors: str | None = None,
+    *,
+    ranks: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """What a checkpoint holds, as values that JSON can hold.
 
     Args:
@@ -34,11 +40,12 @@ def inspect(path: str | os.PathLike[str], tensors: str | None = None, *, ranks: 
         tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
         ranks: tell in ``by_rank`` what each rank holds and wrote; of these tensors alone if there is a pattern, with
             the boxes of each.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         root = checkpoint.root
         listed = [t for t in _tensors(checkpoint) if tensors is None or _matches(t, tensors)]
         problems: list[str] = []
@@ -309,10 +316,17 @@ def _ranges_text(ranges: list[list[int]]) -> str:
 
 
 def show(
-    path: str, tensors: str | None, everything: bool, as_json: bool, *, tree: bool = False, ranks: bool = False
+    path: str,
+    tensors: str | None,
+    everything: bool,
+    as_json: bool,
+    *,
+    tree: bool = False,
+    ranks: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> str:
     """The output of the command."""
-    found = inspect(path, tensors, ranks=ranks)
+    found = inspect(path, tensors, ranks=ranks, storage_options=storage_options)
     if as_json:
         return json.dumps(found, indent=2, ensure_ascii=False)
     return render(found, everything or tensors is not None, tree=tree)

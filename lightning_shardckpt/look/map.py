@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def write_map(
     tp_plan: Sequence[str] = (),
     layers: Sequence[str] = (),
     index_bytes: int = _INDEX_BYTES,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a page about a checkpoint and return its path; a file that is there is replaced.
 
@@ -48,6 +49,7 @@ def write_map(
         tp_plan: of ``explain``.
         layers: of ``explain``.
         index_bytes: above which the ranks' indexes are not read; which file a slice is in is then not always said.
+        storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
@@ -57,10 +59,10 @@ def write_map(
     target = Path(output)
     if (target.absolute().parent / ROOT_NAME).exists():
         raise ValueError(f"{os.fspath(output)!r} lies inside a checkpoint: write the page somewhere else")
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         about = described(checkpoint, index_bytes)
     if onto is not None:
-        about["onto"] = _onto(explain(path, onto, tp_plan=tp_plan, layers=layers))
+        about["onto"] = _onto(explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options))
     target.write_text(page(about), encoding="utf-8")
     return target
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.storage.protocol import Bytes
@@ -82,10 +82,33 @@ class Objects:
 
     def upload(self, key: str, parts: Iterable[Bytes]) -> None:
         """Write a new object from its parts, which are not kept; nothing of it is left after an error."""
+        with self.uploading(key) as put:
+            for part in parts:
+                put(part)
+
+    @contextmanager
+    def uploading(
+        self, key: str, nbytes: int | None = None, *, replace: bool = True
+    ) -> Iterator[Callable[[Bytes], object]]:
+        """Takes the parts of an object one after the other, which are not kept; an error inside leaves nothing of it.
+
+        At the end it is in place of the one that was there. Of a file system that writes in place, an error may leave
+        neither.
+
+        Args:
+            key: of the object.
+            nbytes: how many bytes it will have, or a few less, if that is known.
+            replace: whether another object may be there.
+
+        Raises:
+            FileExistsError: if it may not.
+        """
+        before = self._tag(key)
+        if before is not None and not replace:
+            raise FileExistsError(f"another object is at {self.url(key)}")
         file = self.fs.open(key, "wb", block_size=_STREAMED_BYTES)
         try:
-            for part in parts:
-                file.write(part)
+            yield file.write
             file.close()
         except BaseException:
             with suppress(Exception):  # what failed first is raised
@@ -95,8 +118,16 @@ class Objects:
             with suppress(Exception):
                 file.closed = True  # else it would be completed when it is collected
             with suppress(Exception):
-                self.fs.rm_file(key)
+                if self._tag(key) != before:
+                    self.fs.rm_file(key)
             raise
+
+    def _tag(self, key: str) -> str | None:
+        """That of an object; None if there is none."""
+        try:
+            return self.stat(key).tag
+        except FileNotFoundError:
+            return None
 
     def names(self, folder: str) -> dict[str, int]:
         """Names, relative to ``folder``, and sizes of the objects below it."""
@@ -139,21 +170,29 @@ class Objects:
         return retried(what, call, self._patience)
 
 
-def chunks(parts: Iterable[Bytes], nbytes: Callable[[int], int]) -> Iterator[bytearray]:
-    """The parts put together and cut anew, the chunk of number n into ``nbytes(n)``; the last one is shorter.
 
-    >>> [bytes(chunk) for chunk in chunks([b"abc", b"", b"defg"], lambda n: 2 + n)]
-    [b'ab', b'cde', b'fg']
+class Chunks:
+    """Parts put together and cut anew, the chunk of number n, from 1 on, into ``nbytes(n)``; the rest is in ``rest``.
+
+    >>> found = []
+    >>> chunks = Chunks(lambda n: 1 + n, lambda n, chunk: found.append((n, bytes(chunk))))
+    >>> for part in (b"abc", b"", b"defg"):
+    ...     chunks.add(part)
+    >>> found, bytes(chunks.rest)
+    ([(1, b'ab'), (2, b'cde')], b'fg')
     """
-    number, chunk = 0, bytearray()
-    for part in parts:
-        rest = memoryview(part)
-        while len(rest):
-            room = nbytes(number) - len(chunk)
-            chunk += rest[:room]
-            rest = rest[room:]
-            if len(chunk) == nbytes(number):
-                yield chunk
-                number, chunk = number + 1, bytearray()
-    if chunk:
-        yield chunk
+
+    def __init__(self, nbytes: Callable[[int], int], take: Callable[[int, bytearray], object]) -> None:
+        self._nbytes, self._take = nbytes, take
+        self.number, self.rest = 1, bytearray()
+
+    def add(self, part: Bytes) -> None:
+        """Take in a part, of which nothing is kept but a copy."""
+        left = memoryview(part)
+        while len(left):
+            room = self._nbytes(self.number) - len(self.rest)
+            self.rest += left[:room]
+            left = left[room:]
+            if len(self.rest) == self._nbytes(self.number):
+                self._take(self.number, self.rest)
+                self.number, self.rest = self.number + 1, bytearray()

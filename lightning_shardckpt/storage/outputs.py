@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import BinaryIO, Literal
 from uuid import uuid4
 
 from lightning_shardckpt.storage import leftovers
@@ -20,6 +21,7 @@ from lightning_shardckpt.storage.durable import (
     rename_at_once,
     sync_directory,
 )
+from lightning_shardckpt.storage.protocol import Contents, File, NewFile
 from lightning_shardckpt.storage.replaceable import check_name
 
 
@@ -128,3 +130,62 @@ def _replace_file(source: str, target: str) -> None:
     if there is not None and not (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
         raise FileExistsError(errno.EEXIST, "no regular file is there, so it is not replaced", target)
     os.replace(source, target)
+
+
+# ── for exports ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LocalOutputs:
+    """``Outputs`` of a file system."""
+
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        """What is at a path; a link to anything is a file."""
+        if not os.path.lexists(path):
+            return None
+        if os.path.islink(path) or os.path.isfile(path):
+            return "file"
+        return "directory" if os.path.isdir(path) else "other"
+
+    def contents(self, path: str) -> Contents:
+        """What is in a directory."""
+        names = [os.path.relpath(os.path.join(at, name), path) for at, _, names in os.walk(path) for name in names]
+
+        def head(name: str, nbytes: int) -> bytes:
+            with open(os.path.join(path, name), "rb") as file:
+                return file.read(nbytes)
+
+        return Contents(names, head)
+
+    @contextmanager
+    def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[File, list[str]]]:
+        """See ``new_file``."""
+        with new_file(path, overwrite=overwrite) as (file, notes):
+            yield file.fileno(), notes
+
+    @contextmanager
+    def directory(
+        self, path: str, *, replaceable: Callable[[Contents], bool]
+    ) -> Iterator[tuple[NewFile, list[str]]]:
+        """See ``new_directory``."""
+        with new_directory(path, replaceable=lambda path: replaceable(self.contents(path))) as (folder, notes):
+            yield partial(_opened_new, folder), notes
+
+    def discard(self, path: str, names: Iterable[str]) -> None:
+        """Delete files of a directory, and itself if it is empty then."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, name))
+        with suppress(OSError):  # never made, or somebody else put something there
+            os.rmdir(path)
+
+
+@contextmanager
+def _opened_new(folder: str, name: str, nbytes: int) -> Iterator[int]:
+    """A descriptor of a new file."""
+    path = os.path.join(folder, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from lightning_shardckpt.storage.cached import CachedReader
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.objects import Objects
-from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
+from lightning_shardckpt.storage.outputs import LocalOutputs
+from lightning_shardckpt.storage.protocol import Draft, Outputs, Reader, Storage
 from lightning_shardckpt.storage.remote import RemoteStorage
+from lightning_shardckpt.storage.remote_outputs import RemoteOutputs
 from lightning_shardckpt.storage.retry import Patience
 from lightning_shardckpt.storage.s3 import S3Objects, options_of
 from lightning_shardckpt.storage.turns import one_per_machine
@@ -81,6 +83,17 @@ class Places:
 
     def remote(self, url: str) -> RemoteStorage:
         """The storage for a URL; raises as ``of`` does."""
+        return RemoteStorage(*self._objects(url), self._turn)
+
+    def outputs(self, path: str) -> Outputs:
+        """Where an export to a path is written; raises as ``of`` does."""
+        if is_url(path):
+            return RemoteOutputs(*self._objects(path))
+        self._checked_local(path)
+        return LocalOutputs()
+
+    def _objects(self, url: str) -> tuple[Objects, Callable[[str], str]]:
+        """The store of a URL, and what makes keys of URLs."""
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it
 
         protocol = url.partition("://")[0]
@@ -91,7 +104,7 @@ class Places:
             extra = 'pip install "lightning-shardckpt[s3]"' if is_s3 else "install the package that it names"
             raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
         objects = (S3Objects if is_s3 else Objects)(fs, patience=self._patience)
-        return RemoteStorage(objects, lambda path: str(fs._strip_protocol(path)), self._turn)
+        return objects, lambda path: str(fs._strip_protocol(path))
 
     def open(self, path: str) -> Reader:
         """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
@@ -112,6 +125,6 @@ class Places:
         return self.local
 
 
-def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """The storage for a path or a URL, with fsspec's own configuration (environment variables, ``fsspec.json``)."""
-    return Places().of(os.fspath(path))
+def storage_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """The storage for a path or a URL; without options with fsspec's own: environment variables, ``fsspec.json``."""
+    return Places(storage_options=storage_options).of(os.fspath(path))

@@ -6,12 +6,16 @@ rename here, by the root index put last on an object store. Names never contain 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from lightning_shardckpt.header import MAX_JSON_BYTES
 
 Bytes = bytes | memoryview
+
+File: TypeAlias = "int | Callable[[memoryview], object]"
+"""A descriptor, or a stream: it is called with the bytes in order, by one thread at a time, and keeps none of them."""
 
 
 class Reader(Protocol):
@@ -95,6 +99,45 @@ class Storage(Protocol):
 
         Returns notes, if it is gone from its path but could not be deleted wholly.
         """
+
+
+class Contents(NamedTuple):
+    """What is below a path: names of files, relative to it, and their first bytes by name and number."""
+
+    names: list[str]
+    head: Callable[[str, int], bytes]
+
+
+NewFile: TypeAlias = "Callable[[str, int], AbstractContextManager[File]]"
+"""Makes a file by its name, which may have slashes, and how many bytes it will have, or a few less."""
+
+
+class Outputs(Protocol):
+    """Where an export writes what is no checkpoint: a file or a directory, whole or not at all.
+
+    What is written is in place, and durable, at the end of a context; an error inside leaves nothing of it. With it
+    comes a list of sentences for the user.
+    """
+
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        """What is at a path; None for nothing."""
+
+    def contents(self, path: str) -> Contents:
+        """What is in a directory."""
+
+    def file(self, path: str, nbytes: int, *, overwrite: bool) -> AbstractContextManager[tuple[File, list[str]]]:
+        """A file of so many bytes, or a few more. Raises FileExistsError if something is there that may not go."""
+
+    def directory(
+        self, path: str, *, replaceable: Callable[[Contents], bool]
+    ) -> AbstractContextManager[tuple[NewFile, list[str]]]:
+        """A directory, whose last file is the one that makes it whole. What is there must be ``replaceable``.
+
+        Raises FileExistsError if it is not.
+        """
+
+    def discard(self, path: str, names: Iterable[str]) -> None:
+        """Delete files of a directory, and itself if it is empty then; what is not there is no error."""
 
 
 def read_all(reader: Reader, name: str) -> bytes:

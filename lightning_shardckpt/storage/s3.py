@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
-from lightning_shardckpt.storage.objects import Objects, Stat, chunks
+from lightning_shardckpt.storage.objects import Chunks, Objects, Stat
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.retry import Patience, status_of
 
-_PART_BYTES, _LARGER_AFTER = 8 << 20, 2000  # of at most 10,000 parts; each has a copy in memory while it is sent
-_AT_ONCE = 4
+_PART_BYTES, _LARGER_AFTER, _MOST_PARTS = 8 << 20, 2000, 9_900  # S3 takes 10,000
+_AT_ONCE = 4  # parts; fewer if they are larger
 _DELETED_AT_ONCE = 1000  # S3's limit
 _REFUSED, _UNKNOWN = (409, 412), 501  # HTTP: a condition does not hold, or is nothing that the store knows
 
@@ -63,25 +62,49 @@ class S3Objects(Objects):
             self.conditional = False
             super().put(key, content, expected)
 
-    def upload(self, key: str, parts: Iterable[Bytes]) -> None:
-        """Write a new object from its parts: at once if it is small, else in several at a time."""
-        pieces = chunks(parts, lambda number: _PART_BYTES << number // _LARGER_AFTER)
-        first, second = next(pieces, bytearray()), next(pieces, None)
-        if second is None:
-            self._call("writing", key, "put_object", Body=first)
-            return
-        upload = self._begin(key)
+    @contextmanager
+    def uploading(
+        self, key: str, nbytes: int | None = None, *, replace: bool = True
+    ) -> Iterator[Callable[[Bytes], object]]:
+        """Takes the parts of an object, which are not kept: sent at once if it is small, else in several at a time.
+
+        At the end it is in place of the one that was there. An error inside leaves that, and nothing of this.
+
+        Raises:
+            FileExistsError: if another one is there by then that may not be replaced.
+        """
+        upload: str | None = None
+        sending = _Sending(lambda number, piece: self._send(key, str(upload), number, piece))
+
+        def take(number: int, piece: bytearray) -> None:
+            nonlocal upload
+            upload = upload or self._begin(key)
+            sending.put(number, piece)
+
+        chunks = Chunks(lambda number: _part_bytes(number, nbytes), take)
         try:
-            sent = _Sending(lambda number, piece: self._send(key, upload, number, piece)).all(
-                chain((first, second), pieces)
-            )
-            self._complete(key, upload, sent)
-        except BaseException as error:
             try:
-                self.abort([(key, upload)])
-            except OSError as why:
-                error.add_note(f"parts of the upload {upload} may be left: {why}")
+                yield chunks.add
+                if upload is not None and chunks.rest:
+                    take(chunks.number, chunks.rest)
+            except BaseException as error:
+                sending.fail(error)
+            sent = sending.end()
+            if not replace and self._tag(key) is not None:
+                raise FileExistsError(f"another object is at {self.url(key)}")
+            if upload is None:
+                self._call("writing", key, "put_object", Body=bytes(chunks.rest))
+            else:
+                self._complete(key, upload, sent)
+        except BaseException as error:
+            self._give_up(key, upload, error)
             raise
+
+    def _give_up(self, key: str, upload: str | None, why: BaseException) -> None:
+        try:
+            self.abort([] if upload is None else [(key, upload)])
+        except OSError as error:
+            why.add_note(f"parts of the upload {upload} may be left: {error}")
 
     def _begin(self, key: str) -> str:
         """A new upload's id. Where an answer was lost, there may be one more, of which nobody knows: not for long."""
@@ -98,7 +121,7 @@ class S3Objects(Objects):
             self.abort([(of, other) for of, other in self.unfinished(key) if of == key and other != upload])
         return upload
 
-    def _send(self, key: str, upload: str, number: int, piece: bytearray) -> tuple[str, int]:
+    def _send(self, key: str, upload: str, number: int, piece: bytes) -> tuple[str, int]:
         name = f"part {number} of"
         found = self._call(f"sending {name}", key, "upload_part", UploadId=upload, PartNumber=number, Body=piece)
         return found["ETag"], len(piece)
@@ -162,37 +185,52 @@ class S3Objects(Objects):
         return self._retried(f"{doing} {self.url(key)}", call)
 
 
-class _Sending:
-    """Sends pieces from a few threads; they are made in the thread that calls, which waits while all are busy."""
+def _part_bytes(number: int, nbytes: int | None) -> int:
+    """The size of a part, from 1 on, of an object of ``nbytes``: all are as large as they must be; growing if unknown.
 
-    def __init__(self, send: Callable[[int, bytearray], tuple[str, int]]) -> None:
+    >>> _part_bytes(1, 100) == _part_bytes(9000, 64 << 30) == _part_bytes(2000, None) == 8 << 20
+    True
+    >>> _part_bytes(2001, None) >> 20, _part_bytes(1, 1 << 40) >> 20
+    (16, 105)
+    """
+    if nbytes is None:
+        return _PART_BYTES << (number - 1) // _LARGER_AFTER
+    return max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+
+
+class _Sending:
+    """Sends pieces from a few threads; who puts one waits while all are busy."""
+
+    def __init__(self, send: Callable[[int, bytes], tuple[str, int]]) -> None:
         self._send = send
-        self._pieces, self._room = SimpleQueue[tuple[int, bytearray] | None](), threading.Semaphore(_AT_ONCE)
+        self._pieces, self._room = SimpleQueue[tuple[int, bytes] | None](), threading.Semaphore(_AT_ONCE)
         self._sent: dict[int, tuple[str, int]] = {}
         self._failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
 
-    def all(self, pieces: Iterable[bytearray]) -> dict[int, tuple[str, int]]:
-        """What ``send`` said, by number from 1 on. No thread is left behind."""
-        try:
-            for number, piece in enumerate(pieces, start=1):
-                if len(self._threads) < _AT_ONCE:
-                    self._start()
-                if not self._threads:  # the system gives none, or the interpreter is about to leave: then without
-                    self._sent[number] = self._send(number, piece)
-                    continue
-                self._room.acquire()
-                if self._failures:
-                    break
-                self._pieces.put((number, piece))
-        except BaseException as error:
-            self._failures.append(error)  # what is queued need not be sent any more
-            raise
-        finally:
-            for _ in self._threads:
-                self._pieces.put(None)
-            for thread in self._threads:
-                thread.join()
+    def put(self, number: int, piece: bytearray) -> None:
+        """Have a copy of a piece sent, when there is room for it. Raises what an earlier one failed with."""
+        if len(self._threads) < _AT_ONCE:
+            self._start()
+        if not self._threads:  # the system gives none, or the interpreter is about to leave: then without
+            self._sent[number] = self._send(number, bytes(piece))
+            return
+        for _ in range(_weight(piece)):
+            self._room.acquire()
+        if self._failures:
+            raise self._failures[0]
+        self._pieces.put((number, bytes(piece)))  # which BytesIO does not copy once more
+
+    def fail(self, error: BaseException) -> None:
+        """What is queued need not be sent any more."""
+        self._failures.append(error)
+
+    def end(self) -> dict[int, tuple[str, int]]:
+        """What ``send`` said, by number, when all is sent; or the first failure is raised. No thread is left behind."""
+        for _ in self._threads:
+            self._pieces.put(None)
+        for thread in self._threads:
+            thread.join()
         if self._failures:
             raise self._failures[0]
         return self._sent
@@ -212,4 +250,9 @@ class _Sending:
             except BaseException as error:
                 self._failures.append(error)
             finally:
-                self._room.release()
+                self._room.release(_weight(piece))
+
+
+def _weight(piece: bytes | bytearray) -> int:
+    """As how many of the parts that are sent at once it counts: memory is bounded."""
+    return min(max(-(-len(piece) // _PART_BYTES), 1), _AT_ONCE)

@@ -1,0 +1,96 @@
+"""How does an export appear in a store, where nothing can be renamed? Each file at once, the one that matters last.
+
+Nothing is kept on a disk, and of a file no more in memory than its parts that are being sent. In place of an older
+export a directory cannot appear at once: that is deleted first, so that the two are never mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from lightning_shardckpt.storage.objects import Objects
+from lightning_shardckpt.storage.protocol import Contents, File, NewFile
+
+
+class RemoteOutputs:
+    """``Outputs`` of a store; paths are keys, or URLs that ``key_of`` makes keys of."""
+
+    def __init__(self, objects: Objects, key_of: Callable[[str], str]) -> None:
+        self._objects, self._key_of = objects, key_of
+
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        """What is at a path: an object, or some below it."""
+        key = self._key(path)
+        with suppress(FileNotFoundError):
+            self._objects.stat(key)
+            return "file"
+        return "directory" if self._objects.names(key) else None
+
+    def contents(self, path: str) -> Contents:
+        """The objects below a path."""
+        folder = self._key(path)
+        sizes = self._objects.names(folder)
+
+        def head(name: str, nbytes: int) -> bytes:
+            return self._objects.read(f"{folder}/{name}", 0, min(sizes[name], nbytes))
+
+        return Contents(sorted(sizes), head)
+
+    @contextmanager
+    def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[File, list[str]]]:
+        """An object, which appears at the end; where the store knows no such thing, it grows there.
+
+        Raises:
+            FileExistsError: if one is there that may not be replaced, or objects below the path.
+        """
+        there = self.kind(path)
+        if there is not None and not (overwrite and there == "file"):
+            raise FileExistsError(f"something is at {path!r}, so nothing is written there")
+        key = self._key(path)
+        self._objects.make_folder(key.rpartition("/")[0])
+        with self._objects.uploading(key, nbytes, replace=overwrite) as put:
+            yield put, []
+
+    @contextmanager
+    def directory(
+        self, path: str, *, replaceable: Callable[[Contents], bool]
+    ) -> Iterator[tuple[NewFile, list[str]]]:
+        """A function that makes objects below the path, one after the other; an error deletes them.
+
+        Raises:
+            FileExistsError: if something is there that is not replaceable; or if another process wrote there meanwhile.
+        """
+        there = self.kind(path)
+        if there is not None and not (there == "directory" and replaceable(self.contents(path))):
+            raise FileExistsError(f"something is at {path!r}, so nothing is written there")
+        old, folder, written = self.contents(path).names, self._key(path), list[str]()
+        for is_mark in (True, False):  # first what makes it whole
+            self._objects.delete(f"{folder}/{name}" for name in old if name.endswith(".json") == is_mark)
+
+        @contextmanager
+        def new(name: str, nbytes: int) -> Iterator[File]:
+            key = f"{folder}/{name}"
+            self._objects.make_folder(key.rpartition("/")[0])
+            with self._objects.uploading(key, nbytes, replace=False) as put:
+                yield put
+            written.append(name)
+
+        try:
+            yield new, []
+        except BaseException as error:
+            try:
+                self.discard(path, written)
+            except OSError as why:
+                error.add_note(f"files may be left at {path!r}: {why}")
+            raise
+
+    def discard(self, path: str, names: Iterable[str]) -> None:
+        """Delete objects below a path."""
+        folder = self._key(path)
+        self._objects.delete([f"{folder}/{name}" for name in names])
+        self._objects.drop_folder(folder)
+
+    def _key(self, path: str) -> str:
+        return self._key_of(path).rstrip("/")

@@ -1,0 +1,102 @@
+"""Do tools and functions reach a store that only their options name? A server that speaks S3, and no environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_shardckpt
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.look.diff import diff
+from lightning_shardckpt.look.explain import explain
+from lightning_shardckpt.look.inspect import inspect
+from lightning_shardckpt.look.map import write_map
+from lightning_shardckpt.verify import verify
+from tests.pool import ROOT
+from tests.stores import Bucket
+
+
+@pytest.fixture
+def url(s3: Bucket) -> str:
+    """A checkpoint in the bucket, saved with plain functions."""
+    url = s3.url("a.ckpt")
+    state = {"model": torch.nn.Linear(4, 2), "step": 7}
+    lightning_shardckpt.save(url, state, storage_options=s3.options)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        lightning_shardckpt.save(url, state, storage_options=s3.options)
+    lightning_shardckpt.save_async(url, state, overwrite=True, storage_options=s3.options).result()
+    return url
+
+
+def test_functions_take_them(url: str, s3: Bucket, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"storage_options": s3.options}
+    assert lightning_shardckpt.metadata(url, **options).step == 7
+    ((_, weight),) = lightning_shardckpt.load_keys(url, ["weight"], **options)
+    with lightning_shardckpt.open(url, **options) as opened:
+        assert torch.equal(opened["weight"][...], weight)
+    module = torch.nn.Linear(4, 2)
+    assert lightning_shardckpt.load(url, {"model": module}, **options) == {"step": 7}
+    assert torch.equal(module.weight, weight)
+    assert torch.equal(lightning_shardckpt.load(url, **options)["model"]["weight"], weight)
+    assert inspect(url, **options)["step"] == 7
+    assert verify(url, **options).findings == ()
+    assert diff(url, url, **options)["tensors"]["same"] == 2
+    assert explain(url, "fsdp=2", **options)["totals"]["needs"] == 40
+    assert "weight" in write_map(url, tmp_path / "map.html", onto="fsdp=2", **options).read_text()
+    assert torch.equal(torch.load(consolidate(url, tmp_path / "a.pt", **options))["state_dict"]["weight"], weight)
+
+
+def test_functions_take_them_for_a_path_in_vain(tmp_path: Path) -> None:
+    path, options = str(tmp_path / "a.ckpt"), {"anything": 1}
+    lightning_shardckpt.save(path, {"model": torch.nn.Linear(4, 2)}, storage_options=options)
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    assert lightning_shardckpt.metadata(path, storage_options=options).tensors["weight"].shape == (2, 4)
+    assert lightning_shardckpt.metadata(tmp_path / "w.pt", storage_options=options).tensors["w"].shape == (2,)
+    assert inspect(path, storage_options=options)["problems"] == []
+
+
+@pytest.mark.parametrize("spelling", ["apart", "together"])
+def test_every_tool_takes_them(
+    spelling: str, url: str, s3: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"--storage_options.{name}={value}" for name, value in s3.options.items()]
+    if spelling == "together":
+        given = ["--storage_options", json.dumps(s3.options)]
+    tools = {
+        "inspect": [url],
+        "verify": [url],
+        "diff": [url, url],
+        "explain": [url, "--onto", "fsdp=2"],
+        "map": [url, "-o", str(tmp_path / "map.html")],
+        "consolidate": [url, "--output_file", s3.url("out.pt")],
+    }
+    for tool, arguments in tools.items():
+        assert main([tool, *arguments, *given]) == 0, capsys.readouterr().err
+    assert s3.listed()[-1] == "out.pt"
+    assert main(["consolidate", *tools["consolidate"], *given]) == 1
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_values_are_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Any]()
+    monkeypatch.setattr("lightning_shardckpt.look.inspect.show", lambda *args, **more: seen.append(more) or "")
+    arguments = ["anon=true", "key=AKIA07", 'config_kwargs={"read_timeout": 5}']
+    assert main(["inspect", "s3://b/a", *(f"--storage_options.{one}" for one in arguments)]) == 0
+    expected = {"anon": True, "key": "AKIA07", "config_kwargs": {"read_timeout": 5}}
+    assert seen[0]["storage_options"] == expected
+
+
+def test_the_command_writes_to_a_url(url: str, s3: Bucket) -> None:
+    given = [f"--storage_options.{name}={value}" for name, value in s3.options.items()]
+    command = [sys.executable, "-m", "lightning_shardckpt.consolidate", url, "--format", "safetensors", *given]
+    output = ["--output_file", s3.url("out.safetensors")]
+    done = subprocess.run([*command, *output], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "out.safetensors" in s3.listed()
