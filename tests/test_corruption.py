@@ -175,7 +175,7 @@ def test_truncated_files_are_found_even_quickly(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_root_index_of_any_shorter_length_and_others_of_many_are_found_even_quickly(saved: Path, tmp_path: Path) -> None:
+def test_root_indexes_cut_anywhere_and_other_cut_files_are_found_even_quickly(saved: Path, tmp_path: Path) -> None:
     assert both_halves(with_cuts, saved, tmp_path) >= sum(p.stat().st_size for p in saved.iterdir()) / 4
 
 
