@@ -166,6 +166,8 @@ def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -
 # ── the pytest process ──────────────────────────────────────────────────────────────────────────────────────────────
 
 _server: subprocess.Popen[str] | None = None
+_bytecode: tempfile.TemporaryDirectory[str] | None = None
+"""Of what the ranks import: they would compile a hundred modules each, where ``PYTHONDONTWRITEBYTECODE`` is set."""
 
 
 def server_pid() -> int | None:
@@ -175,20 +177,24 @@ def server_pid() -> int | None:
 
 def stop_server() -> None:
     """End the fork server and with it every rank; the next `run_ranks` starts another."""
-    global _server
+    global _server, _bytecode
     if _server:
         _server.kill()
         with _server:  # closes its pipes and reaps it
             pass
         _server = None
+    if _bytecode:
+        _bytecode.cleanup()
+        _bytecode = None
 
 
 def _ask_server(job: _Job) -> _Ended:
-    global _server
+    global _server, _bytecode
     if server_pid() is None:
         stop_server()
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.pool", str(os.getpid())]
+        _bytecode = tempfile.TemporaryDirectory(prefix="ranks-bytecode-")
+        command = [sys.executable, "-m", "tests.pool", str(os.getpid()), _bytecode.name]
         # A session of its own: Ctrl-C must reach pytest alone, which then stops the server.
         _server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, start_new_session=True
@@ -244,13 +250,14 @@ def _describe(outcome: Outcome) -> str:
 # ── the fork server ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def serve(parent: int) -> None:
+def serve(parent: int, bytecode: str) -> None:
     """Answer one job per line of stdin until it ends. Runs in the server process only."""
     _die_with(parent)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an import prints must not end up among the replies
     for module in PRELOADED:
         importlib.import_module(module)
+    sys.dont_write_bytecode, sys.pycache_prefix = False, bytecode  # not before: what is installed has its own
     gc.collect()
     gc.freeze()  # a rank's collections neither look through all modules nor copy their pages
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "only a process with one thread can be forked safely"
@@ -412,4 +419,4 @@ def _collect_lost_exceptions() -> list[str]:
 if __name__ == "__main__":
     from tests import pool  # under its own name, by which pickles refer to it
 
-    pool.serve(int(sys.argv[1]))
+    pool.serve(int(sys.argv[1]), sys.argv[2])

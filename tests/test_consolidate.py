@@ -426,19 +426,10 @@ print(grown_mib(lambda: consolidate(sys.argv[1])), "lightning" in sys.modules)
 """
 
 
-def save_large(path: str, rows: int) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    base = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
-    state = {f"dim{d}": distribute_tensor(base, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}
-    io = zoo.ShardCkptIO(size_per_shard=64)
-    io.attach(zoo.Ranks.of_default_group(60), torch.nn.Module(), {})
-    io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     rows = 40 * 1024  # 160 MiB per tensor
-    run_ranks(4, save_large, str(tmp_path / "a.ckpt"), rows)
+    run_ranks(4, zoo.save_large, str(tmp_path / "a.ckpt"), rows)
     command = [sys.executable, "-c", _MEASURED, str(tmp_path / "a.ckpt")]
     grown_mib, with_lightning = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,10 +1,13 @@
-"""Do the scripts in examples/ do what they say? As a user starts them; the oracle is a run on one process."""
+"""Do the scripts in examples/ do what they say? As the README starts them; the oracle is a run on one process."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,12 +22,23 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def python(*arguments: str | Path) -> str:
+def python(*arguments: str | Path, folder: Path = ROOT) -> str:
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=ENV, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
+
+
+def side_by_side(*commands: Sequence[str | Path]) -> list[str]:
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda command: python(*command), commands))
+
+
+def commands_of_readme(script: str) -> list[list[str]]:
+    """The arguments of each ``python`` that the README runs the script with, but for the script."""
+    lines = re.findall(rf"^python examples/{script} (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return [line.split() for line in lines]
 
 
 def assert_close(found: Path, expected: Path) -> None:
@@ -36,23 +50,27 @@ def assert_close(found: Path, expected: Path) -> None:
 
 
 def test_a_plain_torch_script_goes_on_on_other_ranks_and_ends_when_all_is_written(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "plain_torch.py"
-    python(script, "--steps=6", f"--checkpoint={tmp_path / 'alone'}")
-    python(script, "--steps=2", f"--checkpoint={tmp_path / 'moved'}")
-    printed = python(*TORCHRUN, script, "--steps=4", f"--checkpoint={tmp_path / 'moved'}")
-    assert "continuing after step 2 on 2 process(es)" in printed
-    assert metadata(tmp_path / "moved").world_size == 2
-    assert "continuing after step 4" in python(script, "--steps=6", f"--checkpoint={tmp_path / 'moved'}")
-    assert_close(tmp_path / "moved", tmp_path / "alone")
-    assert sorted(os.listdir(tmp_path)) == ["alone", "moved"]
+    script, moved = ROOT / "examples" / "plain_torch.py", tmp_path / "checkpoints" / "plain-torch"
+    (first,) = commands_of_readme("plain_torch.py")
+    assert python(script, *first, folder=tmp_path) == "step 4\n"
+    printed = python(*TORCHRUN, script, "--steps=6", folder=tmp_path)
+    assert "continuing after step 4 on 2 process(es)" in printed
+    assert metadata(moved).world_size == 2
+    alone = tmp_path / "checkpoints" / "alone"
+    whole, rest = side_by_side(*([script, "--steps=8", f"--checkpoint={path}"] for path in (alone, moved)))
+    assert "continuing" not in whole and "continuing after step 6" in rest
+    assert_close(moved, alone)
+    assert sorted(os.listdir(alone.parent)) == ["alone", "plain-torch"]
 
 
 def test_a_fabric_script_goes_on_on_other_topologies_and_ends_when_all_is_written(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "with_fabric.py"
-    python(script, "--steps=6", f"--checkpoint={tmp_path / 'alone'}")
-    python(script, "--steps=2", "--devices=2", f"--checkpoint={tmp_path / 'moved'}")
-    printed = python(script, "--steps=4", "--devices=2", "--pipeline=2", f"--checkpoint={tmp_path / 'moved'}")
-    assert "continuing after step 2 on Topology(pipeline=2, replicate=1, shard=1, tensor=1)" in printed
-    python(script, "--steps=6", f"--checkpoint={tmp_path / 'moved'}")
-    assert_close(tmp_path / "moved", tmp_path / "alone")
-    assert sorted(os.listdir(tmp_path)) == ["alone", "moved"]
+    script, moved = ROOT / "examples" / "with_fabric.py", tmp_path / "checkpoints" / "fabric"
+    first, second = commands_of_readme("with_fabric.py")
+    python(script, *first, folder=tmp_path)
+    printed = python(script, *second, folder=tmp_path)
+    assert "continuing after step 4 on Topology(pipeline=2, replicate=1, shard=1, tensor=1)" in printed
+    alone = tmp_path / "checkpoints" / "alone"
+    whole, rest = side_by_side(*([script, "--steps=10", f"--checkpoint={path}"] for path in (alone, moved)))
+    assert "continuing" not in whole and "continuing after step 8" in rest
+    assert_close(moved, alone)
+    assert sorted(os.listdir(alone.parent)) == ["alone", "fabric"]

@@ -20,37 +20,13 @@ from lightning_shardckpt.look.onto import AXES, STYLES, Onto, parse_plan, parse_
 from lightning_shardckpt.parallel import mesh, tensor
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.storage.protocol import Reader
 from tests import tiny
+from tests.counting import Counting
 from tests.pool import run_ranks
 
 FSDP2_TP2 = {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2_TP2 = {**FSDP2_TP2, "data_parallel_shard_size": 1, "pipeline_parallel_size": 2, "pipeline_layers": ["blocks"]}
 RULES = [f"{pattern}={style}" for pattern, style in tiny.TP_PLAN.items()]
-
-
-class Counting(LocalStorage):
-    """Notes the length of every read of tensors' bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[int] = []
-        self.files: set[str] = set()
-
-    def open(self, path: str) -> Reader:
-        return self._noting(super().open(path))
-
-    def _noting(self, reader: Reader) -> Reader:
-        read_into, twin = reader.read_into, reader.twin
-
-        def noted(name: str, offset: int, target: memoryview) -> None:
-            read_into(name, offset, target)
-            if name.endswith(".safetensors") and offset > 8:  # behind the header
-                self.reads.append(len(target))
-                self.files.add(name)
-
-        reader.read_into, reader.twin = noted, lambda: self._noting(twin())  # type: ignore[method-assign]
-        return reader
 
 
 Strategy = dict[str, Any]
@@ -67,7 +43,7 @@ def saved_and_resumed(folder: str, saved: dict[str, Strategy], cases: list[Case]
         io = ShardCkptIO(share_reads=False)
         io.storage = storage = Counting()
         tiny.fit(target, 1, resume=f"{folder}/{name}.ckpt", plugins=[io])
-        found.append((sum(storage.reads), len(storage.reads), len(storage.files)))
+        found.append((storage.nbytes, len(storage.reads), len(storage.files)))
     return found
 
 

@@ -475,22 +475,10 @@ print(grown, "torch" in sys.modules, *status)
 """
 
 
-def save_large(path: str, rows: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    base = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
-    state = {f"dim{d}": distribute_tensor(base, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}
-    io = zoo.ShardCkptIO(size_per_shard=64)
-    io.attach(zoo.Ranks.of_default_group(60), torch.nn.Module(), {})
-    io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_and_torch_is_imported_for_a_conversion_only(tmp_path: Path) -> None:
     rows = 40 * 1024  # 160 MiB per tensor
-    run_ranks(2, save_large, str(tmp_path / "a.ckpt"), rows)
+    run_ranks(2, zoo.save_large, str(tmp_path / "a.ckpt"), rows)
     expected = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
     for number, more in enumerate(([], ["--split", "chunks", "--size_per_shard", "100"], ["--dtype", "bfloat16"])):
         out = str(tmp_path / f"out{number}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,15 +54,19 @@ def built(fabric: Fabric, case: Case, order: str = "before") -> tuple[Any, Any]:
 def train(case: Case, order: str = "before", **options: Any) -> dict[str, Any]:
     fabric = fabric_of(**options)
     module, optimizer = built(fabric, case, order)
+    return trained(fabric, module, optimizer, case, lambda batch, scale=1.0: module(batch))
+
+
+def trained(fabric: Fabric, module: Any, optimizer: Any, case: Case, step: Callable[..., Tensor]) -> dict[str, Any]:
+    """The loop of a script. ``step``: the loss of a batch; is told by which factor it goes into the backward."""
     first = full_state(module)
-    loader = fabric.setup_dataloaders(
-        DataLoader(dataset(), batch_size=GLOBAL_BATCH // fabric.strategy.topology.data_parallel)
-    )
+    size = GLOBAL_BATCH // fabric.strategy.topology.data_parallel
+    loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=size))
     losses = []
-    for step, batch in enumerate(loader, 1):
-        holding = step % case.accumulate != 0
+    for number, batch in enumerate(loader, 1):
+        holding = number % case.accumulate != 0
         with fabric.no_backward_sync(module, enabled=holding):
-            loss = module(batch)
+            loss = step(batch, scale=1 / case.accumulate)
             fabric.backward(loss / case.accumulate)
         losses.append(float(fabric.all_reduce(loss.detach().clone())))
         if not holding:
@@ -70,7 +75,7 @@ def train(case: Case, order: str = "before", **options: Any) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        val = [float(fabric.all_reduce(module(batch))) for batch in loader]
+        val = [float(fabric.all_reduce(step(batch))) for batch in loader]
     return {"losses": losses, "first": first, "last": full_state(module), "val": sum(val) / len(val)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch.utils.data import DataLoader
 from lightning_shardckpt import load, metadata
 from lightning_shardckpt.errors import MismatchError, TopologyError
 from tests import nets
-from tests.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of
+from tests.nets import GLOBAL_BATCH, PLAN, Case, dataset, loss_of, optimizer_of
 from tests.pool import run_ranks
-from tests.test_fabric import assert_close, fabric_of, twins
+from tests.test_fabric import assert_close, fabric_of, trained, twins
 from tests.test_functional import differing, whole
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
@@ -50,25 +51,7 @@ def built(fabric: Any, case: Case) -> tuple[Any, Any]:
 def train(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     fabric = fabric_of("64-true", **options)
     module, optimizer = built(fabric, case)
-    first = full_state(module)
-    strategy = fabric.strategy
-    size = GLOBAL_BATCH // strategy.topology.data_parallel
-    loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=size))
-    losses = []
-    for number, batch in enumerate(loader, 1):
-        holding = number % case.accumulate != 0
-        with fabric.no_backward_sync(module, enabled=holding):
-            loss = strategy.run_step(module, batch, scale=1 / case.accumulate)
-            fabric.backward(loss / case.accumulate)
-        losses.append(float(fabric.all_reduce(loss.detach().clone())))
-        if not holding:
-            if case.clip is not None:
-                fabric.clip_gradients(module, optimizer, max_norm=case.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        val = [float(fabric.all_reduce(strategy.run_step(module, batch))) for batch in loader]
-    return {"losses": losses, "first": first, "last": full_state(module), "val": sum(val) / len(val)}
+    return trained(fabric, module, optimizer, case, partial(fabric.strategy.run_step, module))
 
 
 def train_all(ways: Ways) -> list[dict[str, Any]]:

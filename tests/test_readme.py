@@ -6,8 +6,8 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
@@ -44,6 +44,8 @@ def blocks() -> list[Block]:
 
 BLOCKS = blocks()
 COMMANDS = [block for block in BLOCKS if block.language == "bash" and not block.code.startswith(SET_UP)]
+SCRIPTS = [block for block in COMMANDS if block.code.startswith("python examples/plain_torch.py")]
+"""test_example_scripts.py runs these, in processes of their own."""
 SET_UPS = [block.code.strip() for block in BLOCKS if block.language == "bash" and block.code.startswith(SET_UP)]
 
 
@@ -123,8 +125,8 @@ def test_python_and_bash_blocks_run_in_order_and_print_what_is_shown(tmp_path: P
     for block in BLOCKS:
         if block.language == "python":
             run_python(block, tmp_path)
-        elif block in COMMANDS:
-            printed += run_bash(block, tmp_path)
+        elif block in COMMANDS and block not in SCRIPTS:
+            printed += "".join(run_command(line, tmp_path) for line in block.code.splitlines())
     shown = [line for block in BLOCKS if block.language == "text" for line in block.code.splitlines()]
     verdict = next(line for line in shown if "is whole" in line)
     assert numbers_hidden(verdict) in map(numbers_hidden, printed.splitlines())
@@ -148,17 +150,27 @@ def execute(code: str, folder: str) -> None:
         exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def run_bash(block: Block, folder: Path) -> str:
-    printed = ""
-    for line in block.code.strip().splitlines():
-        program, *arguments = shlex.split(line)
-        assert program == "python"
-        command = [sys.executable, *arguments]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, f"README.md:{block.line}: {line}\n{done.stdout}\n{done.stderr}"
-        printed += done.stdout
-    return printed
+def run_command(line: str, folder: Path) -> str:
+    """Run a line of bash on as many ranks as its files or arguments say, instead of one that starts the others."""
+    program, *arguments = shlex.split(line)
+    assert program == "python"
+    texts = [path.read_text() for path in map(folder.joinpath, arguments) if path.is_file()]
+    asked = re.search(r"devices\W+(\d+)", "\n".join(texts))
+    return str(run_ranks(int(asked[1]) if asked else 1, main, arguments, str(folder))[0])
+
+
+def main(arguments: list[str], folder: str) -> str:
+    """What ``python *arguments`` prints, but for the imports of torch and Lightning, which are there already."""
+    os.chdir(folder)
+    warnings.simplefilter("default")
+    is_module, sys.argv = arguments[0] == "-m", arguments[arguments[0] == "-m" :]
+    sys.path.insert(0, folder if is_module else str(Path(sys.argv[0]).resolve().parent))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, f"python {shlex.join(arguments)}: {end.code}\n{printed.getvalue()}"
+    return printed.getvalue()
 
 
 def numbers_hidden(line: str) -> str:

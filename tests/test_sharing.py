@@ -28,9 +28,8 @@ from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.sharing import MEASURED_BYTES, Measured, choose, cut, deal, is_faster
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.storage.protocol import Reader
 from tests import tiny
+from tests.counting import Counting
 from tests.pool import run_ranks
 
 T = TypeVar("T")
@@ -57,34 +56,6 @@ MESHES: dict[str, tuple[tuple[int, ...], str, str]] = {
     "replicated on 2x2": ((2, 2), "rr", "rr"),
     "FSDP 4": ((4,), "0", "0"),
 }
-
-
-class Counting(LocalStorage):
-    """Notes every read of tensors' bytes: file, offset, length. While it is broken, they come with a flipped bit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[tuple[str, int, int]] = []
-        self.is_broken: Callable[[], bool] = lambda: False
-
-    def open(self, path: str) -> Reader:
-        return self._noting(super().open(path))
-
-    def _noting(self, reader: Reader) -> Reader:
-        read_into, twin = reader.read_into, reader.twin
-
-        def noted(name: str, offset: int, target: memoryview) -> None:
-            read_into(name, offset, target)
-            if name.endswith(".safetensors") and offset > 8:  # behind the header
-                self.reads.append((name, offset, len(target)))
-                target[0] ^= self.is_broken()
-
-        reader.read_into, reader.twin = noted, lambda: self._noting(twin())  # type: ignore[method-assign]
-        return reader
-
-    @property
-    def nbytes(self) -> int:
-        return sum(length for _, _, length in self.reads)
 
 
 class Noting(Ranks):

@@ -100,6 +100,17 @@ def _placed(tensor: Tensor, mesh: Any, placements: list[Any] | None) -> Tensor:
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
+def save_large(path: str, rows: int) -> None:
+    """Two matrices of ``rows`` × 4 KiB, one cut into rows and one into columns, in shards of 64 MB."""
+    ranks = Ranks.of_default_group(60)
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    base = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
+    state = {f"dim{d}": distribute_tensor(base, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}
+    io = ShardCkptIO(size_per_shard=64)
+    io.attach(ranks, torch.nn.Module(), {})
+    io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
+
+
 def odd_values() -> dict[str, Any]:
     """Hyper-parameters that the default ``torch.load`` refuses, as Lightning would hand them over."""
     return {
