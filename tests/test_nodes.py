@@ -221,6 +221,18 @@ def test_a_directory_that_is_another_one_on_each_host_is_an_error_on_all_ranks(h
     ]
 
 
+def trained_in_own(directory: str) -> None:
+    """ModelCheckpoint would take rank 0's path everywhere."""
+    trained(2, directory, {}, 1, None, [tiny.SaveAt(1, f"{directory}/{os.uname().nodename}/a.ckpt")])
+
+
+def test_a_directory_with_another_path_on_each_host_is_an_error_on_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    for outcome in run_hosts(hosts, 1, trained_in_own, str(tmp_path), expect_errors=True, grace_s=30):
+        said = "the ranks disagree about the path of this save: rank 0: .*host-0/a.ckpt.*, rank 1: .*host-1/a.ckpt"
+        assert re.search(said, outcome.error.message)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir() or path.name.startswith(".")] == []
+
+
 @pytest.mark.parametrize("seen_by", [0, 1])
 @pytest.mark.parametrize("word", [True, False], ids=["last", "path"])
 def test_a_checkpoint_that_one_host_sees_is_an_error_on_all_ranks(
