@@ -170,7 +170,6 @@ class Objects:
         return retried(what, call, self._patience)
 
 
-
 class Chunks:
     """Parts put together and cut anew, the chunk of number n, from 1 on, into ``nbytes(n)``; the rest is in ``rest``.
 
