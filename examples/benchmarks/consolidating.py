@@ -6,7 +6,6 @@ own; ours to safetensors imports no torch. All write model and optimizer. Only o
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -139,6 +138,15 @@ class _Ours:
         ours_consolidate(source / "ours", out, **self.options)
 
 
+# A process counts the memory of the one that started it as its own, so a small one has to start it.
+_STARTER = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)
+"""
+
+
 class _Command:
     """A command with a folder and --output_file; remembers the memory that it needed in all, imports included."""
 
@@ -146,18 +154,11 @@ class _Command:
         self.command, self.of, self.used_mb = command, of, list[float]()
 
     def __call__(self, source: Path, out: Path, names: _Names) -> None:
-        process = subprocess.Popen(
-            [*self.command, source / self.of, "--output_file", out],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        assert process.stderr is not None
-        said = process.stderr.read().decode()
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise RuntimeError(said.strip().splitlines()[-1])
-        self.used_mb.append(used.ru_maxrss * 1024 / MB)
+        command = [*self.command, source / self.of, "--output_file", out]
+        done = subprocess.run([sys.executable, "-IS", "-c", _STARTER, *command], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        self.used_mb.append(int(done.stdout) * 1024 / MB)
 
 
 def _hugging_face(source: Path, out: Path, names: _Names) -> None:
