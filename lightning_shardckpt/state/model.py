@@ -50,7 +50,7 @@ def canonical_name(name: str) -> str:
     >>> canonical_name("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'net.layers.0.weight'
     """
-    if "_orig_mod" not in name and "_wrapped_module" not in name:  # as in all of _WRAPPERS
+    if not any(wrapper in name for wrapper in _WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -67,14 +67,11 @@ def buffer_names(module: nn.Module) -> frozenset[str]:
 
 def tied_names(module: nn.Module) -> list[list[str]]:
     """Canonical FQNs of each parameter or buffer that has several, in order of registration."""
-    first: dict[int, str] = {}
-    tied: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
-            key = canonical_name(name)
-            if first.setdefault(id(tensor), key) is not key:
-                tied.setdefault(id(tensor), [first[id(tensor)]]).append(key)
-    return [tied[number] for number in first if number in tied]
+            names.setdefault(id(tensor), []).append(canonical_name(name))
+    return [found for found in names.values() if len(found) > 1]
 
 
 def model_leaves(
