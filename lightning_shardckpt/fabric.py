@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from lightning.fabric import wrappers
@@ -54,8 +54,6 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.objects import WRAPPED, Objects, checkpoint_of, names_for, objects_in
 
 __all__ = ["ShardCkptIO", "ShardedStrategy"]
-
-TBroadcast = TypeVar("TBroadcast")
 
 
 class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -68,7 +68,6 @@ from lightning_shardckpt.state.position import make_resumable
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
 
-TBroadcast = TypeVar("TBroadcast")
 _RECORD = "_shardckpt_record"  # on the LightningModule: a second Trainer must find what the first one cut
 
 

@@ -14,9 +14,22 @@ import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import locks, outputs
+from lightning_shardckpt.storage import locks
 from tests.pool import run_ranks
-from tests.test_storage import ID, LOCAL, OTHER_ID, SAVE, beside, content, mounted, own_mounts, put, root_of, run
+from tests.test_storage import (
+    ID,
+    LOCAL,
+    OTHER_ID,
+    SAVE,
+    beside,
+    content,
+    mounted,
+    new_file,
+    own_mounts,
+    put,
+    root_of,
+    run,
+)
 
 WHOLE = {"a": b"1", ROOT_NAME: root_of(ID)}
 
@@ -67,7 +80,7 @@ def test_one_place_has_many_paths(as_written: str, tmp_path: Path, monkeypatch: 
     ids=["letters", "letters of two bytes", "the whole path"],
 )
 def test_a_name_that_is_too_long_is_an_error_before_anything_is_written(name: str, length: int, tmp_path: Path) -> None:
-    for act in (lambda path: LOCAL.draft(path, ID).begin(), lambda path: outputs.new_file(path).__enter__()):
+    for act in (lambda path: LOCAL.draft(path, ID).begin(), lambda path: new_file(path).__enter__()):
         with pytest.raises(OSError, match=f"a name of {length} bytes .* too long .*; shorten it") as caught:
             act(str(tmp_path / name))
         assert caught.value.errno == errno.ENAMETOOLONG
@@ -173,8 +186,8 @@ def test_all_modes_follow_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         put(LOCAL, str(tmp_path / "deep" / "er" / "a.ckpt"), a=b"")
-        with outputs.new_file(str(tmp_path / "out" / "file")) as (file, _):
-            file.write(b"1")
+        with new_file(str(tmp_path / "out" / "file")) as (file, _):
+            os.write(file, b"1")
     finally:
         os.umask(before)
     found = modes(tmp_path)
@@ -227,7 +240,7 @@ def test_a_parent_that_may_not_be_written_is_an_error_that_names_it(tmp_path: Pa
 def test_what_is_in_the_way_of_a_parent_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(NotADirectoryError, match="file"), outputs.new_file(str(tmp_path / "file" / "a")):
+    with pytest.raises(NotADirectoryError, match="file"), new_file(str(tmp_path / "file" / "a")):
         pass
     for path in ("link/a.ckpt", "link/deep/a.ckpt"):
         with pytest.raises(FileNotFoundError, match="link"):
@@ -246,11 +259,12 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(options: str, tm
 
 FULL = """
 import errno, os
-from lightning_shardckpt.storage.outputs import new_file
+from lightning_shardckpt.storage.durable import write_at
+from lightning_shardckpt.storage.outputs import LocalOutputs
 output = sys.argv[1]
 try:
-    with new_file(output) as (file, notes):
-        file.write(bytes(2 << 20))
+    with LocalOutputs().file(output, 2 << 20, overwrite=False) as (file, notes):
+        write_at(file, memoryview(bytes(2 << 20)), 0)
 except OSError as error:
     assert error.errno == errno.ENOSPC, error
     assert os.listdir(os.path.dirname(output)) == []

@@ -23,7 +23,7 @@ from lightning_shardckpt.storage import leftovers, local, locks, outputs
 from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.protocol import read_all
 from tests.pool import run_ranks
-from tests.test_storage import ID, LOCAL, OTHER_ID, beside, content, put
+from tests.test_storage import ID, LOCAL, OTHER_ID, beside, content, new_file, put
 
 BIND_EVERYBODY = locks.bind_everybody
 NAMES = ("0123456789abcdef", "f" * 32)
@@ -610,15 +610,14 @@ def test_a_checkpoint_that_no_rank_sees_is_not_waited_for(tmp_path: Path) -> Non
 
 
 def written(output: str, data: bytes = b"data") -> list[str]:
-    with outputs.new_file(output) as (file, notes):
-        file.write(data)
+    with new_file(output) as (file, notes):
+        os.write(file, data)
     return notes
 
 
 def leave_file(output: str) -> None:
-    with outputs.new_file(output) as (file, _):
-        file.write(bytes(2 << 20))
-        file.flush()
+    with new_file(output) as (file, _):
+        os.write(file, bytes(2 << 20))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -632,8 +631,8 @@ def test_the_leftover_of_a_killed_consolidation_is_removed_and_told(next_one: st
 
 
 def test_a_file_is_made_by_one_process_at_a_time_and_replaces_nothing(path: str) -> None:
-    with outputs.new_file(path) as (file, _):
-        file.write(b"first")
+    with new_file(path) as (file, _):
+        os.write(file, b"first")
         with pytest.raises(FileExistsError, match="another process is saving"):
             written(path, b"second")
         assert written(path + "2", b"other") == []
@@ -650,13 +649,13 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(flags: bool, path: str, m
         monkeypatch.setattr(outputs, "rename_at_once", lambda *args: False)
         assert written(path + "2") == []
         os.unlink(path + "2")
-    with pytest.raises(FileExistsError), outputs.new_file(path):
+    with pytest.raises(FileExistsError), new_file(path):
         Path(path).write_bytes(b"thesis")
     assert Path(path).read_bytes() == b"thesis" and beside(path) == []
 
 
 def test_an_error_leaves_no_file(path: str) -> None:
-    with pytest.raises(ZeroDivisionError), outputs.new_file(path):
+    with pytest.raises(ZeroDivisionError), new_file(path):
         _ = 1 // 0
     assert os.listdir(os.path.dirname(path)) == []
 

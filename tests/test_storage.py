@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.storage import leftovers, local
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.memory import MemoryStorage
+from lightning_shardckpt.storage.outputs import LocalOutputs
 from lightning_shardckpt.storage.places import Places
 from lightning_shardckpt.storage.prefixed import PrefixedReader, prefix_of
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
@@ -181,6 +183,11 @@ def test_removing_removes(storage: Storage, path: str) -> None:
 # ── a file system ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 LOCAL = LocalStorage()
+
+
+def new_file(path: str) -> AbstractContextManager[tuple[int, list[str]]]:
+    """A file that appears at the end of the context, as consolidate writes it: its descriptor."""
+    return LocalOutputs().file(path, 0, overwrite=False)
 
 
 @pytest.fixture(params=["exchange", "no exchange"])

@@ -108,14 +108,10 @@ def _checksum(state: torch.Tensor) -> int:
 
 
 def _seed(seed: int) -> None:
-    """Like ``torch.manual_seed``, which formats the stack for each kind of device that is not in use: 1 ms and more."""
-    if _has_cuda():
+    """Like ``torch.manual_seed`` without what that costs, 1 ms and more, for each kind of device that is not there."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
-        torch.default_generator.manual_seed(seed)
-    elif torch.cuda.is_available():
-        torch.manual_seed(seed)  # also of what may be the first use of the device
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def _has_cuda() -> bool:

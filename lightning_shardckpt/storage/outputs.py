@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import BinaryIO, Literal
+from typing import Literal
 from uuid import uuid4
 
 from lightning_shardckpt.storage import leftovers
@@ -21,61 +21,79 @@ from lightning_shardckpt.storage.durable import (
     rename_at_once,
     sync_directory,
 )
-from lightning_shardckpt.storage.protocol import Contents, File, NewFile
+from lightning_shardckpt.storage.protocol import Contents, NewFile
 from lightning_shardckpt.storage.replaceable import check_name
 
 
-@contextmanager
-def new_file(output: str, *, overwrite: bool = False) -> Iterator[tuple[BinaryIO, list[str]]]:
-    """A new file that appears as ``output`` at the end, durable; an error removes it.
+class LocalOutputs:
+    """``Outputs`` of a file system. What killed processes left beside an output is removed first, which is told."""
 
-    What killed processes left beside it is removed first; the list tells of that. With ``overwrite`` it replaces a
-    regular file or a link, at once.
-
-    Raises:
-        FileExistsError: if there is something at ``output``, or another process is making it.
-    """
-    publish = _replace_file if overwrite else _rename_new
-    with _temporary(output, _make, publish) as (unfinished, claim):
-        with os.fdopen(claim.file, "r+b", closefd=False) as file:
-            yield file, claim.notes
-        with naming(unfinished):
-            os.fsync(claim.file)
-
-
-@contextmanager
-def new_directory(
-    output: str, *, replaceable: Callable[[str], bool] = lambda path: False
-) -> Iterator[tuple[str, list[str]]]:
-    """The path of a directory to fill, which appears as ``output`` at the end; an error removes it.
-
-    It and what is in it, files and directories, is durable then. The list tells what was removed, as in ``new_file``.
-
-    Args:
-        output: where it is to be.
-        replaceable: whether the directory that is there may go; it is asked when that is about to happen.
-
-    Raises:
-        FileExistsError: if there is something else at ``output``, or another process is making it.
-    """
-
-    def publish(unfinished: str, output: str) -> str | None:
-        if not os.path.isdir(output) or os.path.islink(output) or not replaceable(output):
-            _rename_new(unfinished, output)
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        """What is at a path; a link to anything is a file."""
+        if not os.path.lexists(path):
             return None
-        if rename_at_once(unfinished, output, EXCHANGE):
-            return unfinished
-        doomed = leftovers.doomed_name(output)
-        os.rename(output, doomed)  # nothing is there until the next line; this file system has nothing better
-        os.rename(unfinished, output)
-        return doomed
+        if os.path.islink(path) or os.path.isfile(path):
+            return "file"
+        return "directory" if os.path.isdir(path) else "other"
 
-    with _temporary(output, make_and_open, publish) as (unfinished, claim):
-        yield unfinished, claim.notes
-        for folder, _, names in os.walk(unfinished, topdown=False):
-            for name in names:
-                _sync_file(os.path.join(folder, name))
-            sync_directory(folder)
+    def contents(self, path: str) -> Contents:
+        """What is in a directory."""
+        names = [os.path.relpath(os.path.join(at, name), path) for at, _, names in os.walk(path) for name in names]
+
+        def head(name: str, nbytes: int) -> bytes:
+            with open(os.path.join(path, name), "rb") as file:
+                return file.read(nbytes)
+
+        return Contents(names, head)
+
+    @contextmanager
+    def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[int, list[str]]]:
+        """The descriptor of a new file; it may replace a regular file or a link, at once.
+
+        Raises:
+            FileExistsError: if there is something else at ``path``, or another process is making it.
+        """
+        publish = _replace_file if overwrite else _rename_new
+        with _temporary(path, _make, publish) as (unfinished, claim):
+            yield claim.file, claim.notes
+            with naming(unfinished):
+                os.fsync(claim.file)
+
+    @contextmanager
+    def directory(
+        self, path: str, *, replaceable: Callable[[Contents], bool]
+    ) -> Iterator[tuple[NewFile, list[str]]]:
+        """A function that makes files in a new directory; whether one that is there may go is asked at the end.
+
+        Raises:
+            FileExistsError: if there is something else at ``path``, or another process is making it.
+        """
+
+        def publish(unfinished: str, output: str) -> str | None:
+            if not os.path.isdir(output) or os.path.islink(output) or not replaceable(self.contents(output)):
+                _rename_new(unfinished, output)
+                return None
+            if rename_at_once(unfinished, output, EXCHANGE):
+                return unfinished
+            doomed = leftovers.doomed_name(output)
+            os.rename(output, doomed)  # nothing is there until the next line; this file system has nothing better
+            os.rename(unfinished, output)
+            return doomed
+
+        with _temporary(path, make_and_open, publish) as (unfinished, claim):
+            yield partial(_opened_new, unfinished), claim.notes
+            for folder, _, names in os.walk(unfinished, topdown=False):
+                for name in names:
+                    _sync_file(os.path.join(folder, name))
+                sync_directory(folder)
+
+    def discard(self, path: str, names: Iterable[str]) -> None:
+        """Delete files of a directory, and itself if it is empty then."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, name))
+        with suppress(OSError):  # never made, or somebody else put something there
+            os.rmdir(path)
 
 
 @contextmanager
@@ -130,53 +148,6 @@ def _replace_file(source: str, target: str) -> None:
     if there is not None and not (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
         raise FileExistsError(errno.EEXIST, "no regular file is there, so it is not replaced", target)
     os.replace(source, target)
-
-
-# ── for exports ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class LocalOutputs:
-    """``Outputs`` of a file system."""
-
-    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """What is at a path; a link to anything is a file."""
-        if not os.path.lexists(path):
-            return None
-        if os.path.islink(path) or os.path.isfile(path):
-            return "file"
-        return "directory" if os.path.isdir(path) else "other"
-
-    def contents(self, path: str) -> Contents:
-        """What is in a directory."""
-        names = [os.path.relpath(os.path.join(at, name), path) for at, _, names in os.walk(path) for name in names]
-
-        def head(name: str, nbytes: int) -> bytes:
-            with open(os.path.join(path, name), "rb") as file:
-                return file.read(nbytes)
-
-        return Contents(names, head)
-
-    @contextmanager
-    def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[File, list[str]]]:
-        """See ``new_file``."""
-        with new_file(path, overwrite=overwrite) as (file, notes):
-            yield file.fileno(), notes
-
-    @contextmanager
-    def directory(
-        self, path: str, *, replaceable: Callable[[Contents], bool]
-    ) -> Iterator[tuple[NewFile, list[str]]]:
-        """See ``new_directory``."""
-        with new_directory(path, replaceable=lambda path: replaceable(self.contents(path))) as (folder, notes):
-            yield partial(_opened_new, folder), notes
-
-    def discard(self, path: str, names: Iterable[str]) -> None:
-        """Delete files of a directory, and itself if it is empty then."""
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(path, name))
-        with suppress(OSError):  # never made, or somebody else put something there
-            os.rmdir(path)
 
 
 @contextmanager
