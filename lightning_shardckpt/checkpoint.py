@@ -7,16 +7,15 @@ line of them is a ``Ranks.step``: a failure on one rank reaches all of them befo
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_shardckpt.background import Background
+from lightning_shardckpt.collector import resting
 from lightning_shardckpt.loading import Live, Load
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.opening import assemble, opened
@@ -67,7 +66,7 @@ def save(
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
     job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
-    with _no_garbage_collection():
+    with resting():
         with job.discarded_on_error():
             agreed = _agreed(job, describe, ranks)
         return _written(job, agreed, ranks)
@@ -114,7 +113,7 @@ def save_async(
     """
     background.settle(ranks, room_for=path)
     job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
-    with _no_garbage_collection(), job.discarded_on_error():
+    with resting(), job.discarded_on_error():
         agreed = _agreed(job, describe, ranks)
         memory = background.memory()
         phase = f"copying what to save to {path!r}"
@@ -187,7 +186,7 @@ def load(
     """
     where = f"checkpoint {path!r}"
     source_of = opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only)
-    with _no_garbage_collection(), source_of as source:
+    with resting(), source_of as source:
         job = Load(source, live, strict, pick_rank or (lambda _: ranks.rank))
         judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
         sharing = Sharing(job.source, share_reads if ranks.world > 1 else False)
@@ -230,21 +229,6 @@ def load_full(
             return target.tensor
 
         return assemble(source, whole, optimizers=optimizers)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Plans are objects by the ten thousand that stay: the collector would look at them, and at all others, in vain.
-
-    With many small tensors that would double the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _nothing(reports: list[None]) -> None:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background, drain_all
+from lightning_shardckpt.collector import resting
 from lightning_shardckpt.describing import about_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.formats.places import is_safetensors
@@ -351,23 +352,24 @@ class ShardCkptIO(CheckpointIO):
             pick_rank: see ``checkpoint.load``.
         """
         drain_all()
-        tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
-        leaves, _ = model_leaves(tensors, self._module, self.names)
-        extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
-        adapters = adapter_tensors(self._module, leaves.tensors) if self._module is not None else frozenset[str]()
-        fitting = partial(fitted_to, module=self._module or nn.Module(), live=leaves, whole=self.names)
-        live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting)
-        loaded = engine.load(
-            os.fspath(path),
-            live,
-            ranks=self._ranks,
-            strict=strict,
-            verify=self.verify,
-            weights_only=weights_only is not False,
-            pick_rank=pick_rank,
-            share_reads=self.share_reads,
-            storage=self.storage,
-        )
+        with resting():
+            tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
+            leaves, _ = model_leaves(tensors, self._module, self.names)
+            extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
+            adapters = adapter_tensors(self._module, leaves.tensors) if self._module is not None else frozenset[str]()
+            fitting = partial(fitted_to, module=self._module or nn.Module(), live=leaves, whole=self.names)
+            live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting)
+            loaded = engine.load(
+                os.fspath(path),
+                live,
+                ranks=self._ranks,
+                strict=strict,
+                verify=self.verify,
+                weights_only=weights_only is not False,
+                pick_rank=pick_rank,
+                share_reads=self.share_reads,
+                storage=self.storage,
+            )
         self._warn(loaded.notes)
         return loaded
 

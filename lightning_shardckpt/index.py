@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import CorruptionError, FormatError
@@ -39,6 +39,7 @@ from lightning_shardckpt.header import (
     checksum,
     parse_json,
     shown,
+    texts,
 )
 from lightning_shardckpt.layout import MAX_RANKS, Axis, Cut, Holders, Layout
 
@@ -65,9 +66,8 @@ class TensorSpec:
     pinned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """One written box: its bytes in a file, and a checksum of every ``block`` bytes of them."""
+class ShardEntry(NamedTuple):
+    """One written box: its ``nbytes`` bytes in a file, and a checksum of every ``block`` bytes of them."""
 
     box: Box
     global_shape: Shape
@@ -75,12 +75,8 @@ class ShardEntry:
     file: str
     begin: int
     block: int
+    nbytes: int
     checksums: tuple[str, ...]
-    nbytes: int = field(init=False, compare=False)
-    """Length of the data in bytes."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", self.box.numel * DTYPE_BYTES[self.dtype])
 
     @property
     def stored(self) -> Stored:
@@ -139,36 +135,39 @@ def _text(value: Any) -> str:
 
 def rank_index_to_json(index: RankIndex) -> bytes:
     """The bytes of a per-rank index."""
-    metadata = {}
-    for key, entries in index.shards.items():
-        first, *more = [_entry_to_json(entry, index.rank) for entry in entries]
-        metadata[key] = {**first, "more": more} if more else first
-    content = {
+    head = {
         "format": FORMAT,
         "version": 1,
         "save_id": index.save_id,
         "component": index.component,
         "rank": index.rank,
         "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
-        "metadata": metadata,
     }
-    text = _text(content).encode()
+    kinds: dict[tuple[int, Shape, str, str], str] = {}  # many entries are alike
+    metadata = []
+    for name, entries in zip(texts(list(index.shards)), index.shards.values(), strict=True):
+        first, *more = [_entry_to_json(entry, index.rank, kinds) for entry in entries]
+        behind = f',"more":[{",".join(f"{{{one}}}" for one in more)}]' if more else ""
+        metadata.append(f"{name}:{{{first}{behind}}}")
+    text = f'{_text(head)[:-1]},"metadata":{{{",".join(metadata)}}}}}'.encode()
     check_json_size(text, "an index")
     return text
 
 
-def _entry_to_json(entry: ShardEntry, rank: int) -> dict[str, Any]:
-    return {
-        "offsets": entry.box.start,
-        "lengths": entry.box.shape,
-        "global_shape": entry.global_shape,
-        "dtype": entry.dtype,
-        "file": entry.file,
-        "rank": rank,
-        "begin": entry.begin,
-        "block": entry.block,
-        "checksums": entry.checksums,
-    }
+def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, str, str], str]) -> str:
+    kind = id(entry.box), entry.global_shape, entry.dtype, entry.file
+    if kind not in kinds:
+        about = {
+            "offsets": entry.box.start,
+            "lengths": entry.box.shape,
+            "global_shape": entry.global_shape,
+            "dtype": entry.dtype,
+            "file": entry.file,
+            "rank": rank,
+        }
+        kinds[kind] = _text(about)[1:-1]
+    sums = ",".join([f'"{one}"' for one in entry.checksums])
+    return f'{kinds[kind]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
 
 
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:
@@ -290,9 +289,10 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
     files = {name: file_info(name, n, c) for name, (n, c) in value["files"].items()}
     left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
-    boxes: dict[str, _Extent] = {}
+    extents: dict[str, _Extent] = {}
     for key, first in value["metadata"].items():
-        entries = tuple(_entry(item, boxes) for item in (first, *first.get("more", ())))
+        items = (first, *first["more"]) if "more" in first else (first,)
+        entries = tuple([_entry(item, extents) for item in items])
         for entry in entries:
             end, size = entry.begin + entry.nbytes, files[entry.file].nbytes
             if end > size:
@@ -305,24 +305,23 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 
 
-_Extent = tuple[Box, Shape, str, int]
+_Extent = tuple[Box, Shape, str, str, int, int]
 
 
-def _entry(item: dict[str, Any], boxes: dict[str, _Extent]) -> ShardEntry:
-    """``boxes`` are those that were seen: many tensors are alike. Their repr tells 1 from 1.0 and true."""
-    extent = [item["offsets"], item["lengths"], item["global_shape"], item["dtype"], item["block"]]
+def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
+    """``extents`` are those that were seen: many tensors are alike. Their repr tells 1 from 1.0 and true."""
+    extent = [item["offsets"], item["lengths"], item["global_shape"], item["dtype"], item["file"], item["block"]]
     text = repr(extent)
-    if text not in boxes:
-        boxes[text] = _extent(*extent)
-    box, shape, dtype, block = boxes[text]
-    begin, file = check_size(item["begin"]), check_file_name(item["file"])
-    entry = ShardEntry(box, shape, dtype, file, begin, block, check_digests(item["checksums"]))
-    if len(entry.checksums) != -(-entry.nbytes // block):
-        raise FormatError(f"{len(entry.checksums)} checksums of {block} bytes each for {entry.nbytes} bytes")
-    return entry
+    if text not in extents:
+        extents[text] = _extent(*extent)
+    box, shape, dtype, file, block, nbytes = extents[text]
+    sums = check_digests(item["checksums"])
+    if len(sums) != -(-nbytes // block):
+        raise FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
+    return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 
 
-def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, block: Any) -> _Extent:
+def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any, block: Any) -> _Extent:
     start, shape = check_shape(offsets), check_shape(global_shape)
     stop = tuple(a + n for a, n in zip(start, check_shape(lengths), strict=True))
     if any(b > n for b, n in zip(stop, shape, strict=True)):
@@ -330,7 +329,8 @@ def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, block: An
     bytes_in(shape, check_dtype(dtype))
     if not 1 <= check_size(block) <= MAX_BLOCK_BYTES:
         raise FormatError(f"checksums of {block} bytes each, from 1 to {MAX_BLOCK_BYTES} can be")
-    return Box(start, stop), shape, dtype, block
+    box = Box(start, stop)
+    return box, shape, dtype, check_file_name(file), block, box.numel * DTYPE_BYTES[dtype]
 
 
 def _root(value: dict[str, Any]) -> RootIndex:

@@ -125,11 +125,11 @@ class Part:
 
     box: Box
     at: Shape
+    local: Box = field(init=False, repr=False, compare=False)
+    """The box in the coordinates of the local tensor."""
 
-    @property
-    def local(self) -> Box:
-        """The box in the coordinates of the local tensor."""
-        return self.box.within(self.box).shift(self.at)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "local", self.box.within(self.box).shift(self.at))
 
 
 _Segment = tuple[int, int]

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.latest import ResolvingLauncher, begins_anew
 from lightning_shardckpt.on_mesh import OnMesh
@@ -607,6 +608,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         return WholeNames(self.sharded.state_names, self.sharded.state_ties, tuple(parameters))
 
     @override
+    @resting()
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Live shards by FQN."""
         self.reshard()

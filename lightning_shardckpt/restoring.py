@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import FormatError, MismatchError
 from lightning_shardckpt.header import shown
 from lightning_shardckpt.index import Component
@@ -213,6 +214,7 @@ class Restore:
         back = {self._prefix + prefix: mine for mine, prefix in here.items()}
         return names, lambda name: moved(name, back)
 
+    @resting()
     def run(
         self,
         path: str,

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
+from lightning_shardckpt.collector import resting
 from lightning_shardckpt.state.live import parameter_names, set_extra_state
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
@@ -85,7 +86,8 @@ def load_checkpoint(
     Collective: every rank must call it. In the dict, ``state_dict`` holds the live tensors, loaded, for hooks to see.
     """
     module = trainer.lightning_module
-    state_dict = module.state_dict()
+    with resting():
+        state_dict = module.state_dict()
     fitting = trainer.state.fn == TrainerFn.FITTING
     loaded = io.load_into(
         path,

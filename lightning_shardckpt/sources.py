@@ -203,15 +203,15 @@ class ShardedSource:
 
     def _plan(self, target: Target) -> list[Request]:
         """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
-        local, parts = target.local, target.parts(self._rank)
+        local, component, key = target.local, target.component, target.key
         memory = self._held.get(id(target))
         if memory is None:
             memory = bytes_of(local) if is_host_memory(local) else memoryview(b"")
         shape, requests = tuple(local.shape), []
-        for overlap, run in self._overlaps_of(target.component, target.key, parts, shape):
-            entry = self.checkpoint.entry(target.component, target.key, overlap)
-            self.checkpoint.check_file(target.component, overlap.writer, entry.file)
-            requests.append(Request(target.key, overlap, entry, shape, run, memory))
+        for overlap, run in self._overlaps_of(component, key, target.parts(self._rank), shape):
+            entry = self.checkpoint.entry(component, key, overlap)
+            self.checkpoint.check_file(component, overlap.writer, entry.file)
+            requests.append(Request(key, overlap, entry, shape, run, memory))
         return requests
 
     def _overlaps_of(self, component: str, key: str, parts: tuple[Part, ...], shape: Shape) -> _Overlaps:

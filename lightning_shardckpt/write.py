@@ -83,7 +83,7 @@ def write_component(
         draft.write(file.name, _content(header, file, stage, written, advance))
         infos[file.name] = FileInfo(file.name, file.nbytes, checksum(header))
         for piece, entry in zip(file.pieces, written, strict=True):
-            shards[piece.key] = (*shards.get(piece.key, ()), entry)
+            shards[piece.key] = (*shards[piece.key], entry) if piece.key in shards else (entry,)
     index = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards))
     info = FileInfo(rank_index_name(component, rank), len(index), checksum(index))
     draft.write(info.name, [index])
@@ -95,15 +95,16 @@ def _content(
 ) -> Iterator[bytes | memoryview]:
     """The parts of a shard file in order; notes each piece's entry in ``written`` as it goes by."""
     yield header
-    for piece, begin in zip(file.pieces, file.header.begins, strict=True):
-        data, box, spec = stage(piece), piece.part.box, piece.spec
-        if len(data) != piece.nbytes:
-            raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {piece.nbytes} were planned for {box}")
-        block, sums = block_bytes(len(data)), list[str]()
+    begins = file.header.begins
+    for piece, begin, end in zip(file.pieces, begins, (*begins[1:], file.nbytes), strict=True):
+        data, box, spec, nbytes = stage(piece), piece.part.box, piece.spec, end - begin
+        if len(data) != nbytes:
+            raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {nbytes} were planned for {box}")
+        block, sums = block_bytes(nbytes), list[str]()
         step = max(_PART // block, 1) * block
-        for at in range(0, len(data), step):
+        for at in range(0, nbytes, step):
             part = data[at : at + step]
             sums += block_checksums(part, block)
             yield part
             advance(len(part))
-        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, tuple(sums)))
+        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, tuple(sums)))

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_shardckpt"
 # A module imports only from rows above its own. A folder (storage, state, look, …) counts as one module.
 ROWS = [
     {"errors"},
-    {"box", "text", "crc", "pages"},
+    {"box", "text", "crc", "pages", "collector"},
     {"layout", "header"},
     {"files"},
     {"index", "containers"},

@@ -53,9 +53,9 @@ def a_root() -> RootIndex:
 
 def a_rank_index() -> RankIndex:
     name = shard_file_name("model", 2, 1)
-    first = ShardEntry(Box((2, 0), (4, 3)), (8, 3), "F32", name, 64, 4096, (SUM,))
-    more = ShardEntry(Box((6, 0), (8, 3)), (8, 3), "F32", name, 88, 16, (SUM, SUM))
-    empty = ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, ())
+    first = ShardEntry(Box((2, 0), (4, 3)), (8, 3), "F32", name, 64, 4096, 24, (SUM,))
+    more = ShardEntry(Box((6, 0), (8, 3)), (8, 3), "F32", name, 88, 16, 24, (SUM, SUM))
+    empty = ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, 0, ())
     return RankIndex("5afe" * 8, "model", 2, {name: FileInfo(name, 112, SUM)}, {"a": (first, more), "e": (empty,)})
 
 
@@ -197,7 +197,7 @@ RANK_EDITS: list[tuple[str, Any, str]] = [
     ("files", [], "AttributeError"),
     ("files", {"../x": [1, SUM]}, "not a file name"),
     ("metadata", [], "AttributeError"),
-    ("metadata/a", [], "AttributeError"),
+    ("metadata/a", [], "TypeError"),
     ("metadata/a/file", "model-dist-00009-shard-00001.safetensors", "KeyError"),
     ("metadata/a/file", "../../etc/passwd", "not a file name"),
     ("metadata/a/begin", 100, "'a' ends at byte 124 of model-dist-00002-shard-00001.safetensors, which has 112"),

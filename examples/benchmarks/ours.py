@@ -14,6 +14,7 @@ from state import State
 from turns import Missing, Way
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.collector import resting
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
 
@@ -42,10 +43,16 @@ def _names(state: State) -> dict[int, str]:
 
 def _checkpoint(state: State) -> dict[str, Any]:
     """Lightning's checkpoint dict."""
-    found = {"state_dict": state.model.state_dict(), "epoch": 0, "global_step": 1, "loops": {}}
+    found = {"state_dict": _state_dict(state), "epoch": 0, "global_step": 1, "loops": {}}
     if state.optimizer is not None:
         found["optimizer_states"] = [optimizer_state(state.optimizer, _names(state))]
     return found
+
+
+def _state_dict(state: State) -> dict[str, Any]:
+    """As ``ShardedStrategy`` collects it."""
+    with resting():
+        return state.model.state_dict()
 
 
 def _save(state: State, path: str, **options: Any) -> None:
@@ -62,7 +69,7 @@ def _begin(state: State, path: str, **options: Any) -> Callable[[], Any]:
 
 def _load(state: State, path: str, **options: Any) -> None:
     optimizers = [state.optimizer] if state.optimizer is not None else None
-    _door(state, **options).load_into(path, state.model.state_dict(), optimizers, _names(state), strict=True)
+    _door(state, **options).load_into(path, _state_dict(state), optimizers, _names(state), strict=True)
 
 
 def way(name: str = OURS, **about: Any) -> Way:

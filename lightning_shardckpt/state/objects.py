@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.live import parameter_names
 from lightning_shardckpt.state.model import WholeNames
@@ -82,6 +83,7 @@ class Objects:
             root._modules[".".join(map(str, path))] = module
         return root
 
+    @resting()
     def state_dict(self) -> dict[str, Any]:
         """Of all modules; tensors are live.
 
