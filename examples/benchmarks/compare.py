@@ -20,7 +20,8 @@ mapped files count). Where a load makes the optimizer's state anew, as ours does
 Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
 from the page cache, and from the disk behind it), reshard (other ranks, columns), small (microseconds per tensor),
 remote (an object store, which is moto's server on loopback; requests and bytes, too), consolidate (shards of 4 ranks
-into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384 ranks, simulated).
+into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384 ranks, simulated), steps
+(where the time of ours goes, beside single things that it cannot do without).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from remote import remote
 from report import store, summarise, tables
 from saving import asynchronous, save
 from small import small
+from steps import steps
 
 SECTIONS = {
     "save": save,
@@ -56,6 +58,7 @@ SECTIONS = {
     "remote": remote,
     "consolidate": consolidate,
     "planning": planning,
+    "steps": steps,
 }
 _ROOM = 8  # times --gb: the files of a case at most
 

@@ -1,7 +1,8 @@
 """Section consolidate: how fast do the shards of 4 ranks become files with whole tensors?
 
 Each way runs in a fresh process that has imported torch already; a whole command, with its imports, is a row of its
-own; ours to safetensors imports no torch. All write model and optimizer. Only ours is durable: it ends with an fsync.
+own; ours to safetensors imports no torch. All write model and optimizer. Only ours, and one cp, are durable: they end
+with an fsync.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from turns import MB, Facts, Row, case, clear, on_ranks, timed
 
 from lightning_shardckpt.consolidate import consolidate as ours_consolidate
 
-LIMIT, PEER = "limit: cp -r, no fsync", "DCP, dcp_to_torch_save"
+LIMIT, SYNCED, PEER = "limit: cp -r, no fsync", "limit: cp -r, fsync", "DCP, dcp_to_torch_save"
 _TWO = "torch, …_files_on_every_rank, 2 ranks"
 _CHUNK_MB = 256  # so that several threads write to several files also where the state is small
 _CUT = ("rows", "columns")
@@ -111,6 +112,8 @@ def _turn(tool: Tool, folder: str, names: _Names, check: bool) -> Facts:
 
 def _tools(*, slow: bool) -> Iterator[Tool]:
     yield Tool(LIMIT, lambda source, out, _: subprocess.run(["cp", "-r", source / "ours", out], check=True), None)
+    synced = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
+    yield Tool(SYNCED, lambda source, out, _: subprocess.run(["sh", "-c", synced, source / "ours", out], check=True), None)
     yield Tool("ours", lambda source, out, _: ours_consolidate(source / "ours", out), _of_ours)
     command = [sys.executable, "-m", "lightning_shardckpt.consolidate"]
     yield Tool("ours, the whole command", _Command(command, "ours"), _of_ours)

@@ -7,6 +7,7 @@ No format, no checksums, no agreement between ranks: what no way of saving or lo
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import fsspec
@@ -54,9 +55,14 @@ def write_buffered(state: State, path: str, *, sync: bool) -> None:
 
 def read(state: State, path: str) -> None:
     """Into the live tensors."""
+    read_into(state.locals().values(), path)
+
+
+def read_into(tensors: Iterable[torch.Tensor], path: str) -> None:
+    """From the beginning of this rank's file into tensors, one behind the other."""
     fd, at = os.open(_file(path), os.O_RDONLY), 0
     try:
-        for tensor in state.locals().values():
+        for tensor in tensors:
             left = view(tensor)
             while left:
                 count = os.preadv(fd, [left], at)

@@ -29,19 +29,24 @@ def _door(state: State, **options: Any) -> ShardCkptIO:
         unknown = options.keys() - inspect.signature(ShardCkptIO).parameters.keys()
         if unknown:
             raise Missing(f"this version of ShardCkptIO has no {', '.join(unknown)}")
-        io = ShardCkptIO(**options)
-        io.attach(Ranks.of_default_group(), state.model, {})
-        if io.use_async:
-            io.go_behind(Ranks.of_default_group())
-        state.kept[key] = io
+        state.kept[key] = attached(state, Ranks.of_default_group(), **options)
     return state.kept[key]
+
+
+def attached(state: State, ranks: Ranks, **options: Any) -> ShardCkptIO:
+    """A CheckpointIO of a strategy that trains ``state``."""
+    io = ShardCkptIO(**options)
+    io.attach(ranks, state.model, {})
+    if io.use_async:
+        io.go_behind(Ranks.of_default_group())
+    return io
 
 
 def _names(state: State) -> dict[int, str]:
     return {id(parameter): name for name, parameter in state.model.named_parameters()}
 
 
-def _checkpoint(state: State) -> dict[str, Any]:
+def checkpoint(state: State) -> dict[str, Any]:
     """Lightning's checkpoint dict."""
     found = {"state_dict": _state_dict(state), "epoch": 0, "global_step": 1, "loops": {}}
     if state.optimizer is not None:
@@ -57,19 +62,24 @@ def _state_dict(state: State) -> dict[str, Any]:
 
 def _save(state: State, path: str, **options: Any) -> None:
     io = _door(state, **options)
-    io.save_checkpoint(_checkpoint(state), path)
+    io.save_checkpoint(checkpoint(state), path)
     io.wait()
 
 
 def _begin(state: State, path: str, **options: Any) -> Callable[[], Any]:
     io = _door(state, **options)
-    io.save_checkpoint(_checkpoint(state), path)
+    io.save_checkpoint(checkpoint(state), path)
     return io.wait
 
 
 def _load(state: State, path: str, **options: Any) -> None:
+    load_into(_door(state, **options), state, path)
+
+
+def load_into(io: ShardCkptIO, state: State, path: str) -> None:
+    """As ``ShardedStrategy`` resumes."""
     optimizers = [state.optimizer] if state.optimizer is not None else None
-    _door(state, **options).load_into(path, _state_dict(state), optimizers, _names(state), strict=True)
+    io.load_into(path, _state_dict(state), optimizers, _names(state), strict=True)
 
 
 def way(name: str = OURS, **about: Any) -> Way:

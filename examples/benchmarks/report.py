@@ -61,6 +61,7 @@ COLUMNS = {
         Column("sent_b", "sent, bytes", 0, False),
         Column("root_mb", "root index MB", 2, False),
     ),
+    "steps": (Column("ms", "ms", 1, False),),
 }
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shardckpt import staging
@@ -31,7 +30,12 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     Raises:
         StateError: for a ``Partial`` placement, and for cuts that no layout describes.
     """
-    return _layout(tensor._spec) if isinstance(tensor, DTensor) else REPLICATED
+    return _layout(*_kind(tensor), tensor.ndim) if isinstance(tensor, DTensor) else REPLICATED
+
+
+def _kind(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """What many tensors share; to compare it is quicker than to compare two DTensorSpecs."""
+    return tensor._spec.device_mesh, tuple(tensor._spec.placements)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +56,7 @@ def parts_of(tensor: torch.Tensor, rank: int) -> tuple[Part, ...]:
     """
     if not isinstance(tensor, DTensor):
         return _whole(tuple(tensor.shape))
-    return _parts(tensor._spec, tuple(tensor._local_tensor.shape), rank)
+    return _parts(*_kind(tensor), tuple(tensor.shape), tuple(tensor._local_tensor.shape), rank)
 
 
 @lru_cache(maxsize=65536)
@@ -61,15 +65,16 @@ def _whole(shape: Shape) -> tuple[Part, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _parts(spec: DTensorSpec, local_shape: Shape, rank: int) -> tuple[Part, ...]:
-    shape, mesh = tuple(spec.shape), spec.device_mesh
+def _parts(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, local_shape: Shape, rank: int
+) -> tuple[Part, ...]:
     if mesh.get_coordinate() is None:
         raise StateError(f"rank {rank} has a DTensor of shape {shape}, but is not in its {mesh}")
-    parts = parts_of_rank(_layout(spec), shape, rank)
+    parts = parts_of_rank(_layout(mesh, placements, len(shape)), shape, rank)
     extent = tuple(max(ends) for ends in zip(*(p.local.stop for p in parts), strict=True))
     if (extent != local_shape) if parts else prod(local_shape):
         raise StateError(
-            f"a DTensor of shape {shape} with placements {spec.placements} on mesh {mesh} has a local tensor of shape "
+            f"a DTensor of shape {shape} with placements {placements} on mesh {mesh} has a local tensor of shape "
             f"{local_shape}, expected boxes {[(p.box.start, p.box.stop) for p in parts]}"
         )
     return parts
@@ -119,13 +124,8 @@ def view_at(local: torch.Tensor, box: Box) -> torch.Tensor:
     return local
 
 
-@lru_cache(maxsize=65536)
-def _layout(spec: DTensorSpec) -> Layout:
-    return _layout_on(spec.device_mesh, tuple(spec.placements), len(spec.shape))
-
-
 @lru_cache(maxsize=4096)
-def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
+def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
     axes, order = _axes(mesh)
     return Layout(axes, _cuts(mesh, placements, ndim), order)
 
