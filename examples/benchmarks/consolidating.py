@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,9 @@ def _turn(tool: Tool, folder: str, names: _Names, check: bool) -> Facts:
 
 
 def _tools(*, slow: bool) -> Iterator[Tool]:
-    yield Tool(LIMIT, lambda source, out, _: subprocess.run(["cp", "-r", source / "ours", out], check=True), None)
-    synced = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
-    yield Tool(SYNCED, lambda source, out, _: subprocess.run(["sh", "-c", synced, source / "ours", out], check=True), None)
+    copy = 'cp -r "$0" "$1"'
+    for name, script in ((LIMIT, copy), (SYNCED, f'{copy} && find "$1" -type f -exec sync {{}} +')):
+        yield Tool(name, partial(_run, script), None)
     yield Tool("ours", lambda source, out, _: ours_consolidate(source / "ours", out), _of_ours)
     command = [sys.executable, "-m", "lightning_shardckpt.consolidate"]
     yield Tool("ours, the whole command", _Command(command, "ours"), _of_ours)
@@ -129,6 +130,10 @@ def _tools(*, slow: bool) -> Iterator[Tool]:
     if slow:
         command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
         yield Tool("Lightning, the whole command", _Command(command, "Lightning"), _of_lightning)
+
+
+def _run(script: str, source: Path, out: Path, names: _Names) -> None:
+    subprocess.run(["sh", "-c", script, source / "ours", out], check=True)
 
 
 class _Ours:
