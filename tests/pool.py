@@ -257,6 +257,7 @@ def serve(parent: int, bytecode: str) -> None:
     os.dup2(2, 1)  # whatever an import prints must not end up among the replies
     for module in PRELOADED:
         importlib.import_module(module)
+    _give_gloo_one_worker()
     sys.dont_write_bytecode, sys.pycache_prefix = False, bytecode  # not before: what is installed has its own
     gc.collect()
     gc.freeze()  # a rank's collections neither look through all modules nor copy their pages
@@ -267,6 +268,28 @@ def serve(parent: int, bytecode: str) -> None:
         pids = [_fork(rank, job) for rank in range(job["world"])]
         replies.write(json.dumps(_supervise(pids, timeout_s=job["timeout_s"], grace_s=job["grace_s"])) + "\n")
         replies.flush()
+
+
+def _give_gloo_one_worker() -> None:
+    """Let every group of gloo work off its collectives in one thread: the two of torch 2.13 corrupt the heap together.
+
+    Both store the name of what they have done in one ``std::string`` of the group, without a lock: see
+    ``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``. One that is longer than 15 characters, such as
+    ALLGATHER_COALESCED of ``DTensor.full_tensor``, may be freed twice, also where each collective is waited for before
+    the next one. Options of gloo, which have the number of threads, are not passed on by ``init_process_group``.
+    """
+    import torch.distributed
+
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    original = gloo.__init__
+
+    def initialise(group: Any, store: Any, rank: int, size: int, *, timeout: datetime.timedelta) -> None:
+        options, interface = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
+        device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+        options._devices, options._threads, options._timeout = [device], 1, timeout
+        original(group, store, rank, size, options)
+
+    gloo.__init__ = initialise
 
 
 def _die_with(parent: int) -> None:

@@ -34,6 +34,24 @@ def test_ranks_talk_over_gloo_and_return_their_values() -> None:
         assert torch.equal(total, torch.full((3,), 8.0))
 
 
+def gathered(times: int) -> list[str]:
+    """Many all-gathers under way at a time, of the kind that DTensor makes; names of this process's threads."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_gather_single
+
+    for group in (dist.group.WORLD, dist.new_group()):
+        for _ in range(times):
+            under_way = [all_gather_single(torch.ones(4), 0, group) for _ in range(100)]
+            assert all(bool((one == 1).all()) for one in under_way)
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def test_no_two_threads_work_for_one_group_of_gloo() -> None:
+    for names in run_ranks(2, gathered, 10):
+        assert names.count("pt_gloo_runloop") == 2  # of the world, and of the other group
+
+
 def process() -> tuple[int, int, str, str, bool]:
     import torch
     import torch.distributed as dist
