@@ -32,6 +32,7 @@ R = TypeVar("R")
 _instances = itertools.count()
 _of_groups: dict[str, itertools.count[int]] = {}  # by name: only the ranks of a group count its instances
 _GRACE_S = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
+_FAREWELL_S = 2.0  # rank 0 waits so long for others to hear of an error
 _LOOK_S = 1.0  # between two looks at the processes of this host
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.003  # between two looks into the store
 _PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times a second
@@ -90,14 +91,15 @@ class Ranks:
     def linger(self, timeout_s: float = 10.0) -> None:
         """On rank 0, until the others have got the answer to the last step: it may keep the store. Not collective.
 
-        For the end of a process. Those that are gone, or have left, are not waited for longer than ``timeout_s``.
+        For the end of a process. Those that are gone from another host, or have left, are waited for in vain.
         """
         if self._store is None or self.rank != 0 or self._open:
             return
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):  # the store's: it is kept elsewhere, and gone
             while time.monotonic() < deadline:
-                if not any(self._store.check([f"{self._count}/{rank}"]) for rank in range(1, self.world)):
+                waiting = {rank for rank in range(1, self.world) if self._store.check([f"{self._count}/{rank}"])}
+                if not waiting - self._gone(self._store).keys():
                     return
                 time.sleep(_LONGEST_PAUSE_S)
 
@@ -123,6 +125,8 @@ class Ranks:
             text, cause = _json({"error": described(error), "phase": phase}), error
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         answer = self._exchange(self._store, phase, text, lead, wait_s)
+        if "error" in answer:
+            self.linger(_FAREWELL_S)  # with this error the process may end, and with it the store
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if "error" in answer:

@@ -375,6 +375,32 @@ def test_a_stopped_rank_0_takes_the_store_with_it_and_is_noticed_all_the_same() 
     assert "got no answer from the store of the process group for 1.5 s while saving x" in said and first is None
 
 
+def fails_and_ends() -> str:
+    """Rank 0 keeps the store, as under Lightning's launcher, and its process ends with an error; rank 1 asks seldom."""
+    shared, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        shared.set("port", str(server.port))
+    else:
+        server = dist.TCPStore("127.0.0.1", int(shared.get("port")), 2, is_master=False)
+        ranks_module._SHORTEST_PAUSE_S = ranks_module._LONGEST_PAUSE_S = 0.7
+
+    def work() -> None:
+        if rank == 0:
+            threading.Event().wait(0.2)
+            raise OSError("no room")
+
+    try:
+        Ranks(server, rank, 2, 10).step("saving x", work, lambda found: None)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_ask_late_hear_of_the_error_with_which_rank_0_ends() -> None:
+    assert run_ranks(2, fails_and_ends) == ["rank 0 failed while saving x: OSError: no room"] * 2
+
+
 def slow_in_turn() -> list[int]:
     """Whoever is slow, in its own work or as rank 0 behind all others, has the whole timeout each time."""
     ranks = Ranks.of_default_group(3)
