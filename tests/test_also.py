@@ -81,7 +81,7 @@ def hub_weights(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "world", "strategy", "options"),
     [
-        ("llama", 2, {}, {}),
+        pytest.param("llama", 2, {}, {}, marks=pytest.mark.slow),
         ("llama-tied", 4, TP_FSDP, {"size_per_shard": 0.004}),
         pytest.param("mixtral", 2, {}, {"use_async": True}, marks=pytest.mark.slow),
         pytest.param("llama", 2, PP, {"use_async": True, "size_per_shard": 0.01}, marks=pytest.mark.slow),

@@ -51,7 +51,11 @@ def rest(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy"), [(4, "ours"), (1, "ours"), (2, "ours, tp"), (2, "ours, pp"), (2, "ddp"), (1, "auto")]
+    ("world", "strategy"),
+    [
+        pytest.param(4, "ours", marks=pytest.mark.slow),
+        *((1, "ours"), (2, "ours, tp"), (2, "ours, pp"), (2, "ddp"), (1, "auto")),
+    ],
 )
 def test_every_bit_arrives_on_any_topology(made: tuple[Path, dict[str, Any]], world: int, strategy: str) -> None:
     folder, known = made
@@ -79,6 +83,7 @@ def test_training_goes_on_as_under_the_strategy_that_saved(made: tuple[Path, dic
         assert tiny.differences(known["model parallel"]["continued"]["state"], one["state"]) == []
 
 
+@pytest.mark.slow
 def test_topologies_with_the_same_data_go_on_alike(made: tuple[Path, dict[str, Any]]) -> None:
     path = str(made[0] / "model parallel.ckpt")
     alone, tensor, stages = (

@@ -116,7 +116,7 @@ def test_a_store_gets_the_bytes_of_the_local_export(
     assert content(url, options).keys() == {f"/out{name}" for name in expected}
 
 
-@pytest.mark.parametrize("nbytes", [80, 3000, 70_000])
+@pytest.mark.parametrize("nbytes", [pytest.param(80, marks=pytest.mark.slow), 3000, 70_000])
 @pytest.mark.parametrize("kind", ["torch", "torch converted", "chunks with optimizer"])
 def test_threads_take_turns_in_windows_of_any_size(
     kind: str, nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +136,7 @@ def test_an_object_of_several_parts(large: Path, tmp_path: Path, s3: Bucket) -> 
     assert s3.uploads() == []
 
 
+@pytest.mark.slow
 def test_parts_are_as_large_as_the_size_of_the_object_asks(
     large: Path, tmp_path: Path, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_parts_are_as_large_as_the_size_of_the_object_asks(
     assert 2 <= sum(asked.is_part for asked in proxy.asked) <= 3
 
 
+@pytest.mark.slow
 def test_from_a_store_to_a_store(saved: Path, s3: Bucket, tmp_path: Path) -> None:
     fs, root = fsspec.core.url_to_fs(s3.url("a.ckpt"), **s3.options)
     for file in saved.iterdir():
@@ -179,6 +181,7 @@ def test_a_damaged_part_of_an_expert_is_found(tmp_path: Path) -> None:
     assert content(f"memory:/{tmp_path}") == {}
 
 
+@pytest.mark.slow
 def test_adapters_for_peft(base: str, tmp_path: Path, s3: Bucket) -> None:
     path = tmp_path / "a.ckpt"
     run_ranks(1, fit, {}, {"base": base, "save": str(path)}, 1)
@@ -398,6 +401,7 @@ def test_memory_does_not_grow_with_what_is_uploaded(kind: str, saved: Path, s3: 
             assert found.read(len(block)) == block
 
 
+@pytest.mark.slow
 def test_columns_are_read_once_and_what_is_summed_twice(large: Path, s3: Bucket, proxy: Proxy) -> None:
     fs, root = fsspec.core.url_to_fs(s3.url("a.ckpt"), **s3.options)
     for file in large.iterdir():

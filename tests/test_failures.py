@@ -198,7 +198,7 @@ def killed(folder: str, point: str, who: int) -> tuple[str, str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("point", "who"), [pytest.param(p, r, marks=() if r < 1 or p == "write" else pytest.mark.slow) for p, r in POINTS]
+    ("point", "who"), [pytest.param(p, r, marks=() if p == "write" else pytest.mark.slow) for p, r in POINTS]
 )
 def test_a_killed_rank_is_named_on_all_others_and_nothing_is_lost(point: str, who: int, tmp_path: Path) -> None:
     outcomes = run_ranks(WORLD, killed, str(tmp_path), point, who, expect_errors=True, grace_s=30)

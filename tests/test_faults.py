@@ -67,9 +67,9 @@ def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_and_leaves_the_old_or
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWO)
-def test_a_rank_that_is_killed_at_any_call_ends_all_ranks(name: str) -> None:
-    _, trials, wrong = in_a_fork(swept, name, "kills")
-    assert wrong == [] and trials > 20  # fewer without syncs
+def test_a_rank_that_is_killed_at_every_second_call_ends_all_ranks(name: str) -> None:
+    _, trials, wrong = in_a_fork(swept, name, "kills", 2)
+    assert wrong == [] and trials > 10  # fewer without syncs
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_an_error_of_the_file_system_is_raised_or_overcome(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_an_error_of_the_file_system_names_the_path(name: str) -> None:
-    _, _, wrong = in_a_fork(swept, name, "errors", 2, [errno.ENOSPC])
+    _, _, wrong = in_a_fork(swept, name, "errors", 5, [errno.ENOSPC])
     assert [said for said in wrong if ": message: " in said] == []
 
 
@@ -102,9 +102,9 @@ def test_an_error_on_one_rank_is_raised_on_all(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_any_error_at_any_call_is_raised_or_overcome(name: str) -> None:
-    _, trials, wrong = in_a_fork(swept, name, "errors", 3)
-    assert without_names(wrong) == [] and trials > 50
+def test_any_error_at_some_call_is_raised_or_overcome(name: str) -> None:
+    _, trials, wrong = in_a_fork(swept, name, "errors", 7)
+    assert without_names(wrong) == [] and trials > 20
 
 
 @pytest.mark.parametrize("name", FULL_DISKS)

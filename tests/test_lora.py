@@ -32,8 +32,8 @@ def expected() -> dict[Case, Any]:
     ("world", "sizes", "cases"),
     [
         pytest.param(2, {}, [LORA, DORA], id="fsdp2"),
-        pytest.param(2, TP, [LORA, QWEN3], id="tp2"),
-        pytest.param(2, PP, [LORA, DORA], id="pp2"),
+        pytest.param(2, TP, [LORA, QWEN3], id="tp2", marks=pytest.mark.slow),
+        pytest.param(2, PP, [LORA, DORA], id="pp2", marks=pytest.mark.slow),
         pytest.param(4, TP, [LORA], id="fsdp2 x tp2", marks=pytest.mark.slow),
     ],
 )

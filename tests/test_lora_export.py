@@ -59,10 +59,10 @@ def compare_with_peft(folder: str, base: str, state: dict[str, Any], options: di
 @pytest.mark.parametrize(
     ("strategy", "only", "options"),
     [
-        pytest.param(FSDP, True, adapters.LORA, id="fsdp2 adapters-only"),
+        pytest.param(FSDP, True, adapters.LORA, id="fsdp2 adapters-only", marks=pytest.mark.slow),
         pytest.param(TP, False, adapters.LORA, id="tp2"),
-        pytest.param(PP, True, adapters.LORA, id="pp2 adapters-only"),
-        pytest.param(TP, True, EMBEDDED, id="tp2 adapters-only embedding"),
+        pytest.param(PP, True, adapters.LORA, id="pp2 adapters-only", marks=pytest.mark.slow),
+        pytest.param(TP, True, EMBEDDED, id="tp2 adapters-only embedding", marks=pytest.mark.slow),
         pytest.param(FSDP, False, EMBEDDED, id="fsdp2 embedding", marks=pytest.mark.slow),
     ],
 )

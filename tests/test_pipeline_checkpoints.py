@@ -78,7 +78,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c[0], marks=[pytest.mark.slow] if c[0] not in ("pp2", "in a v") else []) for c in CASES]
+    "case", [pytest.param(c, id=c[0], marks=[pytest.mark.slow] if c[0] != "in a v" else []) for c in CASES]
 )
 def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
     _, world, strategy, optimizer, targets = case
@@ -158,7 +158,8 @@ def is_tied(net: str) -> bool:
     return module.get_input_embeddings().weight is module.get_output_embeddings().weight
 
 
-@pytest.mark.parametrize("net", ["tied llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("net", ["tied llama", "gpt2"])
 def test_a_weight_tied_across_stages_is_stored_once_and_tied_again(net: str, tmp_path: Path) -> None:
     assert is_tied(net)
     path, one = tmp_path / "a.ckpt", tmp_path / "one.ckpt"
@@ -181,6 +182,7 @@ def test_a_weight_tied_across_stages_is_stored_once_and_tied_again(net: str, tmp
     assert tiny.differences(expected, union(again)) == []
 
 
+@pytest.mark.slow
 def test_a_pipeline_consolidates_as_any_other_topology(tmp_path: Path) -> None:
     path, file = tmp_path / "a.ckpt", tmp_path / "model.pt"
     expected = union(run_ranks(2, train, PP2, 2, str(path), None, "adamw", 1))
