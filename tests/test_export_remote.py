@@ -383,16 +383,15 @@ def save_rows_and_columns(path: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch", "safetensors"])
-def test_memory_does_not_grow_with_what_is_uploaded(kind: str, saved: Path, s3: Bucket, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_what_is_uploaded(saved: Path, s3: Bucket, tmp_path: Path) -> None:
+    kind: Any = "torch"
     rows = 40 * 1024  # 160 MiB per tensor, of which there are two
     path = str(tmp_path / "a.ckpt")
     run_ranks(2, save_rows_and_columns, path, rows)
     command = [sys.executable, "-c", _MEASURED, str(saved), path, s3.url(kind), str(s3.port), kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    print(kind, done.stdout)
     assert int(done.stdout) < 200
-    expected = consolidate(path, tmp_path / "out", format=kind)  # type: ignore[arg-type]
+    expected = consolidate(path, tmp_path / "out", format=kind)
     fs, key = fsspec.core.url_to_fs(s3.url(kind, "large"), **s3.options)
     assert fs.info(key)["size"] == os.path.getsize(expected)
     assert fs.checksum(key) is not None
