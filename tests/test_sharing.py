@@ -448,6 +448,7 @@ def _resumed(folder: str) -> list[Any]:
     return [shared["step"], shared["lr"]]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_the_same_when_replicas_share_the_reading(tmp_path: Path) -> None:
     found = run_ranks(4, _resumed, str(tmp_path))
     assert all(one == found[0] and one[0] == 5 for one in found)
