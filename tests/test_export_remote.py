@@ -116,7 +116,7 @@ def test_a_store_gets_the_bytes_of_the_local_export(
     assert content(url, options).keys() == {f"/out{name}" for name in expected}
 
 
-@pytest.mark.parametrize("nbytes", [pytest.param(80, marks=pytest.mark.slow), 3000, 70_000])
+@pytest.mark.parametrize("nbytes", [400, 3000, 70_000])
 @pytest.mark.parametrize("kind", ["torch", "torch converted", "chunks with optimizer"])
 def test_threads_take_turns_in_windows_of_any_size(
     kind: str, nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

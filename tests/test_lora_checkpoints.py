@@ -46,24 +46,29 @@ def stored(path: str) -> set[str]:
         return set(checkpoint.root.components["model"].tensors)
 
 
+def fit_each(runs: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [fit(strategy, options) for strategy, options in runs]
+
+
 @pytest.mark.parametrize(
-    ("world", "strategy", "to_world", "to"),
+    ("world", "ways"),
     [
-        pytest.param(2, FSDP, 2, TP, id="fsdp2 to tp2"),
-        pytest.param(2, TP, 2, PP, id="tp2 to pp2", marks=pytest.mark.slow),
-        pytest.param(2, PP, 1, FSDP, id="pp2 to one process", marks=pytest.mark.slow),
-        pytest.param(4, TP, 2, FSDP, id="fsdp2 x tp2 to fsdp2", marks=pytest.mark.slow),
+        pytest.param(2, [(FSDP, TP), (TP, PP), (PP, FSDP)], id="two ranks"),
+        pytest.param(4, [(TP, FSDP)], id="fsdp2 x tp2 to fsdp2", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_alone_resume_on_any_topology(
-    world: int, strategy: Any, to_world: int, to: Any, base: str, tmp_path: Path
+    world: int, ways: list[tuple[Any, Any]], base: str, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "a.ckpt")
-    expected = whole(run_ranks(world, fit, strategy, {"base": base, "save": path}))
-    trained = {key.removeprefix("model/") for key in expected if key.startswith("model/") and _is_adapter(key)}
-    assert stored(path) == trained
-    found = whole(run_ranks(to_world, fit, to, {"base": base, "resume": path, "seed": 2}))
-    assert tiny.differences(expected, found) == []
+    paths = [str(tmp_path / f"{number}.ckpt") for number in range(len(ways))]
+    saves = [(way[0], {"base": base, "save": path}) for way, path in zip(ways, paths, strict=True)]
+    resumes = [(way[1], {"base": base, "resume": path, "seed": 2}) for way, path in zip(ways, paths, strict=True)]
+    by_way = zip(*run_ranks(world, fit_each, saves), strict=True), zip(*run_ranks(2, fit_each, resumes), strict=True)
+    for path, before, after in zip(paths, *by_way, strict=True):
+        expected, found = whole(list(before)), whole(list(after))
+        trained = {key.removeprefix("model/") for key in expected if key.startswith("model/") and _is_adapter(key)}
+        assert stored(path) == trained
+        assert tiny.differences(expected, found) == []
 
 
 def _is_adapter(key: str) -> bool:
