@@ -172,7 +172,10 @@ def resumed(path: str, strategy: Any) -> dict[str, Any]:
     return tiny.fit(strategy, 2, resume=path, seed=7, **plugins)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (2, "ddp"), (2, {}), (4, TP2)])
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [(1, "auto"), (2, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ddp"), (4, TP2)))],
+)
 def test_training_resumes_from_it(training: tuple[str, dict[str, Any]], world: int, strategy: Any) -> None:
     file, expected = training
     for found in run_ranks(world, resumed, file, strategy):

@@ -202,6 +202,7 @@ def test_last_finds_lightnings_checkpoints_by_their_step(made: tuple[Path, dict[
     assert run_ranks(1, save_as_last, str(tmp_path), str(made[0] / "fsdp.ckpt")) == [(2, 4)]
 
 
+@pytest.mark.slow
 def test_a_plain_file_of_lightnings_strategy_resumes_on_any_topology(tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
     expected = run_ranks(1, plain, path)[0]
@@ -325,6 +326,7 @@ def validate(paths: list[str]) -> list[float]:
     return [one["loss"] for one in found]
 
 
+@pytest.mark.slow
 def test_validation_needs_no_trainers_state(
     made: tuple[Path, dict[str, Any]], others: tuple[Path, dict[str, Any]]
 ) -> None:

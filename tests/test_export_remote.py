@@ -105,7 +105,12 @@ def content(place: str | Path, options: dict[str, Any] | None = None) -> dict[st
 # ── the same bytes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+QUICK = ("one file", "huggingface")
+
+
+@pytest.mark.parametrize(
+    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS if kind not in QUICK)]
+)
 def test_a_store_gets_the_bytes_of_the_local_export(
     kind: str, store: tuple[str, dict[str, Any]], saved: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +133,7 @@ def test_threads_take_turns_in_windows_of_any_size(
     assert content(consolidate(saved, f"memory:/{tmp_path}/out", **{**options, "dtype": None})) == expected
 
 
+@pytest.mark.slow
 def test_an_object_of_several_parts(large: Path, tmp_path: Path, s3: Bucket) -> None:
     for number, options in enumerate(({}, {"format": "safetensors"})):
         expected = content(consolidate(large, tmp_path / f"out{number}", **options))
@@ -246,6 +252,7 @@ def test_a_foreign_object_and_a_checkpoint_are_in_the_way_of_a_directory(
     assert s3.listed() == ["a/out", f"b.ckpt/{ROOT_NAME}"]
 
 
+@pytest.mark.slow
 def test_an_object_that_appears_meanwhile_is_not_replaced(large: Path, s3: Bucket, proxy: Proxy) -> None:
     options = replace(s3, port=proxy.port).options
     chunks = {"format": "safetensors", "split": "chunks", "size_per_shard": 12}
@@ -272,7 +279,7 @@ LASTING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("before", ["nothing", "something"])
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "something"])
 @pytest.mark.parametrize("kind", LASTING)
 def test_a_failure_leaves_what_was_there_and_no_upload(
     kind: str, before: str, large: Path, s3: Bucket, proxy: Proxy
@@ -287,6 +294,7 @@ def test_a_failure_leaves_what_was_there_and_no_upload(
     assert content(s3.url("out.pt"), s3.options) == ({"": b"old"} if before == "something" else {})
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_later_file_deletes_the_earlier_ones(large: Path, s3: Bucket, proxy: Proxy) -> None:
     proxy.harm = lambda asked: 500 if asked.method == "PUT" and "index.json" in asked.path else None
     options = replace(s3, port=proxy.port).options
@@ -297,6 +305,7 @@ def test_a_failure_of_a_later_file_deletes_the_earlier_ones(large: Path, s3: Buc
     assert s3.uploads() == s3.listed() == []
 
 
+@pytest.mark.slow
 def test_what_passes_is_survived(large: Path, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
     expected = content(consolidate(large, tmp_path / "out.pt"))
     for number, harm in enumerate((503, "reset", "lose")):
@@ -345,6 +354,7 @@ def test_damage_is_found_and_leaves_nothing(
     assert content(f"memory:/{tmp_path}/out") == {}
 
 
+@pytest.mark.slow
 def test_what_makes_a_directory_whole_comes_last(tmp_path: Path, s3: Bucket, proxy: Proxy) -> None:
     path = hugging_face.saved(hugging_face.Wrapped(hugging_face.built("tied llama")), tmp_path / "a.ckpt")
     options = replace(s3, port=proxy.port).options

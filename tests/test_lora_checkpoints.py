@@ -53,7 +53,7 @@ def fit_each(runs: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("world", "ways"),
     [
-        pytest.param(2, [(FSDP, TP), (TP, PP), (PP, FSDP)], id="two ranks"),
+        pytest.param(2, [(FSDP, TP), (TP, PP), (PP, FSDP)], id="two ranks", marks=pytest.mark.slow),
         pytest.param(4, [(TP, FSDP)], id="fsdp2 x tp2 to fsdp2", marks=pytest.mark.slow),
     ],
 )

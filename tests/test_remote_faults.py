@@ -130,6 +130,7 @@ def test_a_save_that_fails_leaves_what_was_there(
             load(places, url)
 
 
+@pytest.mark.slow
 def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(places: Places, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     proxy.harm = first_times(501, 1, lambda asked: asked.method == "PUT" and asked.is_root)
@@ -140,7 +141,9 @@ def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(places: Place
     assert len({key.split("/")[-1][:17] for key in s3.listed() if not key.endswith(ROOT_NAME)}) == 1
 
 
-@pytest.mark.parametrize("kind", [503, "reset", "truncate", "stall"])
+@pytest.mark.parametrize(
+    "kind", [503, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "truncate", "stall"))]
+)
 def test_a_load_survives_what_passes(kind: Any, places: Places, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)
