@@ -19,8 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.nets import LENGTH, VOCABULARY, Block, Net, gpt2, optimizer_of
 
 WIDTH, LABELS, PATIENCE = 12, 5, 2
-SHORT, STEADY = (12,) * 4, (12,) * 10
-RAGGED = (12, 8, 12, 5, 7, 12, 3, 2, 12, 9, 12, 1)  # the default number of microbatches is 4
+SHORT, STEADY = (12,) * 4, (12,) * 6
+RAGGED = (12, 8, 12, 5, 7, 3, 2, 1)  # the default number of microbatches is 4
 VALIDATION = (12, 8, 6)
 
 # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -82,7 +82,7 @@ def hub_weights(folder: Path) -> dict[str, Tensor]:
     ("kind", "world", "strategy", "options"),
     [
         ("llama", 2, {}, {}),
-        ("llama-tied", 4, TP_FSDP, {"size_per_shard": 0.004}),
+        pytest.param("llama-tied", 4, TP_FSDP, {"size_per_shard": 0.004}, marks=pytest.mark.slow),
         pytest.param("mixtral", 2, {}, {"use_async": True}, marks=pytest.mark.slow),
         pytest.param("llama", 2, PP, {"use_async": True, "size_per_shard": 0.01}, marks=pytest.mark.slow),
         pytest.param("bert", 2, {}, {"sync_files": False}, marks=pytest.mark.slow),

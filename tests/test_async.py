@@ -259,7 +259,7 @@ def late_news(early: int) -> list[Any]:
     return [first, raised(lambda: background.settle(ranks)), background.waited]
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failure_that_one_rank_knows_of_earlier_is_raised_on_all_together_and_not_again(early: int) -> None:
     for found in run_ranks(2, late_news, early):
         assert found == [("OSError", f"[Errno 5] as rank {early} says"), ("", ""), False]
@@ -341,6 +341,7 @@ def saves_again_and_again(folder: str) -> tuple[int, int]:
     return len(places), resident[-1] - resident[2]
 
 
+@pytest.mark.slow
 def test_host_memory_is_used_again(tmp_path: Path) -> None:
     ((places, grown),) = run_ranks(1, saves_again_and_again, str(tmp_path))
     assert places <= 2 and grown < 4 << 20
@@ -387,7 +388,7 @@ def killed(folder: str, who: int) -> tuple[str, str, list[float]]:
     return *raised(scene.wait), scene.stored("a")
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_while_it_writes_is_named_and_leaves_the_old_checkpoint(who: int, tmp_path: Path) -> None:
     outcomes = run_ranks(2, killed, str(tmp_path), who, expect_errors=True, grace_s=30)
     assert outcomes.pop(who).killed
@@ -522,7 +523,9 @@ def _held_out() -> Any:
     return tiny.loader(count=8, shuffle=False)
 
 
-@pytest.mark.parametrize(("strategy", "world"), [({}, 2), ("auto", 1)], ids=["fsdp2", "stock"])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [pytest.param({}, 2, marks=pytest.mark.slow), ("auto", 1)], ids=["fsdp2", "stock"]
+)
 def test_the_best_checkpoint_is_there_until_its_successor_is(strategy: Any, world: int, tmp_path: Path) -> None:
     for found in run_ranks(world, keep_one, strategy, str(tmp_path / "run")):
         assert found["held"] == {"step=1.ckpt"} and found["link is broken"]
@@ -545,7 +548,9 @@ def fails_at_the_end(strategy: Any, directory: str) -> list[Any]:
     return [*error, said, complete(directory), len(again["losses"])]
 
 
-@pytest.mark.parametrize(("strategy", "world"), [({}, 2), ("auto", 1)], ids=["fsdp2", "stock"])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [({}, 2), pytest.param("auto", 1, marks=pytest.mark.slow)], ids=["fsdp2", "stock"]
+)
 def test_an_error_of_the_last_save_is_raised_by_fit_and_the_one_before_is_kept(
     strategy: Any, world: int, tmp_path: Path
 ) -> None:
@@ -562,6 +567,10 @@ class Fails(tiny.TinyLM):
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self.global_step == 2:
             raise ZeroDivisionError("as users do")
+
+
+def all_fail_in_training(directory: str) -> dict[str, list[Any]]:
+    return {case: fails_in_training(f"{directory}/{case}", case) for case in CASES}
 
 
 def fails_in_training(directory: str, case: str) -> list[Any]:
@@ -596,9 +605,17 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
+    """What each rank saw of each case, one after another in the same processes."""
+    return run_ranks(2, all_fail_in_training, str(tmp_path_factory.mktemp("failed")))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_fit_that_fails_finishes_its_saves_and_a_second_one_is_clean(case: str, tmp_path: Path) -> None:
-    assert run_ranks(2, fails_in_training, str(tmp_path), case) == [[CASES[case], 2, {"second.ckpt"}]] * 2
+def test_a_fit_that_fails_finishes_its_saves_and_a_second_one_is_clean(
+    case: str, failed: list[dict[str, list[Any]]]
+) -> None:
+    assert [rank[case] for rank in failed] == [[CASES[case], 2, {"second.ckpt"}]] * 2
 
 
 def terminated(directory: str) -> int:
@@ -622,6 +639,7 @@ def terminated(directory: str) -> int:
     return run.global_step
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_run_with_all_saves_complete(tmp_path: Path) -> None:
     one, other = run_ranks(2, terminated, str(tmp_path))
     assert one == other == load_full(str(tmp_path / "ended.ckpt"))["global_step"] > 2
@@ -637,6 +655,7 @@ def told_of_waiting(directory: str) -> list[str]:
     return [str(w.message) for w in told if "max_pending=0" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_faster_than_it_can_write_is_told_so_once(tmp_path: Path) -> None:
     told, others = run_ranks(2, told_of_waiting, str(tmp_path))
     assert len(told) == 1 and others == []
@@ -664,7 +683,9 @@ def find_rate(strategy: Any) -> list[str]:
     return os.listdir(os.getcwd())
 
 
-@pytest.mark.parametrize(("strategy", "world"), [({}, 2), ("auto", 1)], ids=["fsdp2", "stock"])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [pytest.param({}, 2, marks=pytest.mark.slow), ("auto", 1)], ids=["fsdp2", "stock"]
+)
 def test_a_load_waits_for_the_save_before_it(strategy: Any, world: int) -> None:
     assert run_ranks(world, find_rate, strategy) == [[]] * world
 
@@ -681,6 +702,7 @@ def under_ddp(directory: str) -> list[Any]:
     return [found["step"], plain["step"], same(*states)]
 
 
+@pytest.mark.slow
 def test_under_ddp_rank_zero_writes_while_all_train(tmp_path: Path) -> None:
     assert run_ranks(2, under_ddp, str(tmp_path)) == [[3, 2, True]] * 2
 
@@ -714,6 +736,7 @@ def go_on_from_last(directory: str) -> int:
     return len(module.losses)
 
 
+@pytest.mark.slow
 def test_a_run_killed_with_a_link_to_a_pending_save_goes_on_from_the_one_before(tmp_path: Path) -> None:
     directory = str(tmp_path / "run")
     assert all(outcome.killed for outcome in run_ranks(2, stopped_between, directory, expect_errors=True))

@@ -333,9 +333,12 @@ def fully_sharded(late: int) -> list[str]:
     return [name for name, grad in grads.items() if not same(grad, expected[name].grad, 1e-12)]
 
 
-@pytest.mark.parametrize("late", [0, 4])
-def test_fsdp2_reduces_what_the_second_parts_left_in_one_last_ordinary_backward(late: int) -> None:
-    assert run_ranks(2, fully_sharded, late) == [[], []]
+def fully_sharded_twice() -> list[list[str]]:
+    return [fully_sharded(late) for late in (0, 4)]
+
+
+def test_fsdp2_reduces_what_the_second_parts_left_in_one_last_ordinary_backward() -> None:
+    assert run_ranks(2, fully_sharded_twice) == [[[], []]] * 2
 
 
 def tensor_parallel() -> list[str]:
@@ -362,5 +365,6 @@ def tensor_parallel() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_collectives_of_tensor_parallel_modules_come_in_the_same_order_on_all_ranks() -> None:
     assert run_ranks(2, tensor_parallel) == [[], []]

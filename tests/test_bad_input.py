@@ -31,10 +31,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def try_to_load(path: str, model: dict[str, Any] | None = None) -> tuple[str, str, list[str]]:
+def try_to_load(path: str) -> tuple[str, str, list[str]]:
     """Class and message of the error, and what changed in the model."""
     pl.seed_everything(3)
-    module, run = tiny.TinyLM(**(model or {})), tiny.trainer({}, max_steps=4, limit_val_batches=0)
+    module, run = tiny.TinyLM(), tiny.trainer({}, max_steps=4, limit_val_batches=0)
     before: dict[str, Any] = {}
     run.strategy._attached_io = _remember(run.strategy._attached_io, module, before)  # type: ignore[attr-defined]
     try:
@@ -52,90 +52,122 @@ def _remember(original: Callable[[], Any], module: Any, before: dict[str, Any]) 
     return wrapped
 
 
-def load_fails(path: str, kind: str, *words: str, model: dict[str, Any] | None = None) -> None:
-    for rank, (found, message, changed) in enumerate(run_ranks(WORLD, try_to_load, path, model, timeout_s=60)):
-        assert found == kind, f"rank {rank}: {found}: {message}"
-        assert [word for word in words if word not in message] == [], f"rank {rank}: {message}"
-        assert changed == []
+def try_each(paths: list[str]) -> list[tuple[str, str, list[str]]]:
+    return [try_to_load(path) for path in paths]
+
+
+def assert_refused(found: tuple[str, str, list[str]], kind: str, *words: str) -> None:
+    """In one way on every rank, with the model as it was."""
+    got, message, changed = found
+    assert got == kind, f"{got}: {message}"
+    assert [word for word in words if word not in message] == [], message
+    assert changed == []
 
 
 def test_path_that_is_no_checkpoint(tmp_path: Path, saved: str) -> None:
-    load_fails(str(tmp_path / "nothing.ckpt"), "CheckpointNotFoundError", "nothing.ckpt")
+    expected = {
+        str(tmp_path / "nothing.ckpt"): ("CheckpointNotFoundError", "nothing.ckpt"),
+        str(tmp_path / "empty.ckpt"): ("CheckpointNotFoundError", "not a complete checkpoint"),
+        os.path.dirname(saved): ("CheckpointNotFoundError", f"did you mean {saved!r}"),
+        str(tmp_path / "dcp.ckpt"): ("FormatError", "dcp.ckpt", ".metadata"),
+    }
     (tmp_path / "empty.ckpt").mkdir()
-    load_fails(str(tmp_path / "empty.ckpt"), "CheckpointNotFoundError", "not a complete checkpoint")
-    load_fails(os.path.dirname(saved), "CheckpointNotFoundError", f"did you mean {saved!r}")
     (tmp_path / "dcp.ckpt").mkdir()
     (tmp_path / "dcp.ckpt" / ".metadata").touch()
-    load_fails(str(tmp_path / "dcp.ckpt"), "FormatError", "dcp.ckpt", ".metadata")
+    for rank in run_ranks(WORLD, try_each, list(expected)):
+        for found, (kind, *words) in zip(rank, expected.values(), strict=True):
+            assert_refused(found, kind, *words)
 
 
-def damaged(saved: str, directory: Path) -> Path:
-    target = directory / "a.ckpt"
-    shutil.copytree(saved, target)
-    return target
+# ── damage: a change of a checkpoint, and the error that it must be ───────────────────────────────────────────────
+
+SHARD = "model-dist-00000-shard-00001.safetensors"
+Change = Callable[[Path, Path], None]
+"""Of the checkpoint at the first path; another save of the same state is at the second."""
 
 
-def flip(file: Path, position: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 0x10
-    file.write_bytes(content)
+def flip(name: str) -> Change:
+    def change(path: Path, other: Path) -> None:
+        content = bytearray((path / name).read_bytes())
+        content[-9] ^= 0x10
+        (path / name).write_bytes(content)
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("model-dist-00001-shard-00001.safetensors", ("rank 1", "written by rank 1")),
-        ("optimizer-dist-00000-shard-00001.safetensors", ("written by rank 0",)),
-        ("optimizer-meta-dist-00001.index.json", ()),
-        ("optimizer-state-dist-00000.json", ()),
-        ("trainer-state.json", ()),
-        ("checkpoint.index.json", ("damaged",)),
-    ],
-)
-def test_flipped_bit_is_an_error_that_names_the_file(saved: str, tmp_path: Path, name: str, words: Any) -> None:
-    target = damaged(saved, tmp_path)
-    flip(target / name, (target / name).stat().st_size - 9)
-    load_fails(str(target), "CorruptionError", name, *words[1:])
+def cut_short(path: Path, other: Path) -> None:
+    os.truncate(path / SHARD, 100)
 
 
-def test_truncated_missing_and_foreign_shard_files(saved: str, tmp_path: Path) -> None:
-    name = "model-dist-00000-shard-00001.safetensors"
-    target = damaged(saved, tmp_path)
-    with (target / name).open("r+b") as file:
-        file.truncate(100)
-    load_fails(str(target), "CorruptionError", name, "100 bytes, expected")
-    (target / name).unlink()
-    load_fails(str(target), "CorruptionError", name, "missing")
-    other = str(tmp_path / "other.ckpt")
-    run_ranks(WORLD, save, other)
-    shutil.copy(Path(other) / name, target / name)
-    load_fails(str(target), "CorruptionError", name, "another save")
+def remove(path: Path, other: Path) -> None:
+    (path / SHARD).unlink()
 
 
-def resealed(index: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def take_from_another_save(path: Path, other: Path) -> None:
+    shutil.copy(other / SHARD, path / SHARD)
+
+
+def resealed(edit: Callable[[dict[str, Any]], None]) -> Change:
     """Edit the root index as someone would who knows the format."""
-    root = json.loads(index.read_text())
-    del root["checksum"]
-    change(root)
-    body = json.dumps(root).encode()[1:]
-    index.write_bytes(b'{"checksum":"' + checksum(body).encode() + b'",\n' + body)
+
+    def change(path: Path, other: Path) -> None:
+        index = path / "checkpoint.index.json"
+        root = json.loads(index.read_text())
+        del root["checksum"]
+        edit(root)
+        body = json.dumps(root).encode()[1:]
+        index.write_bytes(b'{"checksum":"' + checksum(body).encode() + b'",\n' + body)
+
+    return change
 
 
-def test_gap_in_an_edited_index_is_an_error_and_never_filled_with_zeros(saved: str, tmp_path: Path) -> None:
-    target = damaged(saved, tmp_path)
-
-    def drop_a_holder(root: dict[str, Any]) -> None:
-        for layout in root["layouts"]:
-            layout["holders"] = [[0, 1]]
-
-    resealed(target / "checkpoint.index.json", drop_a_holder)
-    load_fails(str(target), "FormatError", "do not tile it", "of 'gate'", "(1, 0)..(2, 16)")
+def drop_a_holder(root: dict[str, Any]) -> None:
+    for layout in root["layouts"]:
+        layout["holders"] = [[0, 1]]
 
 
-def test_newer_format_version_is_refused(saved: str, tmp_path: Path) -> None:
-    target = damaged(saved, tmp_path)
-    resealed(target / "checkpoint.index.json", lambda root: root.update(version=99))
-    load_fails(str(target), "FormatError", "version 99", "newer lightning-shardckpt")
+def become_newer(root: dict[str, Any]) -> None:
+    root["version"] = 99
+
+
+FLIPPED: dict[str, tuple[str, ...]] = {
+    "model-dist-00001-shard-00001.safetensors": ("written by rank 1",),
+    "optimizer-dist-00000-shard-00001.safetensors": ("written by rank 0",),
+    "optimizer-meta-dist-00001.index.json": (),
+    "optimizer-state-dist-00000.json": (),
+    "trainer-state.json": (),
+    "checkpoint.index.json": ("damaged",),
+}
+DAMAGES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
+    **{name: (flip(name), "CorruptionError", (name, *words)) for name, words in FLIPPED.items()},
+    "truncated": (cut_short, "CorruptionError", (SHARD, "100 bytes, expected")),
+    "missing": (remove, "CorruptionError", (SHARD, "missing")),
+    "foreign": (take_from_another_save, "CorruptionError", (SHARD, "another save")),
+    # never filled with zeros
+    "gap": (resealed(drop_a_holder), "FormatError", ("do not tile it", "of 'gate'", "(1, 0)..(2, 16)")),
+    "newer version": (resealed(become_newer), "FormatError", ("version 99", "newer lightning-shardckpt")),
+}
+
+
+@pytest.fixture(scope="module")
+def damaged(saved: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, str, list[str]]]]:
+    """How each rank's loads of all damaged checkpoints end."""
+    folder, other = tmp_path_factory.mktemp("damaged"), tmp_path_factory.mktemp("other") / "a.ckpt"
+    run_ranks(WORLD, save, str(other))
+    paths = [folder / str(number) / "a.ckpt" for number in range(len(DAMAGES))]
+    for path, (change, _, _) in zip(paths, DAMAGES.values(), strict=True):
+        shutil.copytree(saved, path)
+        change(path, other)
+    return run_ranks(WORLD, try_each, [str(path) for path in paths])
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_an_error_that_names_the_file(
+    damage: str, damaged: list[list[tuple[str, str, list[str]]]]
+) -> None:
+    _, kind, words = DAMAGES[damage]
+    for rank in damaged:
+        assert_refused(rank[list(DAMAGES).index(damage)], kind, *words)
 
 
 class Wider(tiny.TinyLM):
@@ -191,17 +223,18 @@ def plain_state(path: str) -> dict[str, Any]:
     return tiny.full_state(module, [])
 
 
-def save_twice(first: str, second: str) -> list[tuple[str, str]]:
-    """A good save, then one that fails; then again a good one."""
+def save_between(first: str, others: list[str]) -> list[tuple[str, str]]:
+    """A good save, then each one that fails, with a good one behind it."""
     run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
     run.fit(tiny.TinyLM(), tiny.loader())
     run.save_checkpoint(first)
     errors = []
-    try:
-        run.save_checkpoint(second)
-    except Exception as error:
-        errors.append((type(error).__name__, str(error)))
-    run.save_checkpoint(first)
+    for path in others:
+        try:
+            run.save_checkpoint(path)
+        except Exception as error:
+            errors.append((type(error).__name__, str(error)))
+        run.save_checkpoint(first)
     return errors
 
 
@@ -209,9 +242,9 @@ def test_file_or_foreign_directory_in_the_way_is_kept_and_named_on_all_ranks(tmp
     (tmp_path / "file.ckpt").write_text("precious")
     (tmp_path / "mine.ckpt").mkdir()
     (tmp_path / "mine.ckpt" / "thesis.txt").write_text("precious")
-    for name in ("file.ckpt", "mine.ckpt"):
-        found = run_ranks(WORLD, save_twice, str(tmp_path / "good.ckpt"), str(tmp_path / name))
-        for ((kind, message),) in found:
+    names = ("file.ckpt", "mine.ckpt")
+    for found in run_ranks(WORLD, save_between, str(tmp_path / "good.ckpt"), [str(tmp_path / name) for name in names]):
+        for name, (kind, message) in zip(names, found, strict=True):
             assert kind == "FileExistsError" and name in message
     assert (tmp_path / "file.ckpt").read_text() == (tmp_path / "mine.ckpt" / "thesis.txt").read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file.ckpt", "good.ckpt", "mine.ckpt"]

@@ -172,7 +172,10 @@ def resumed(path: str, strategy: Any) -> dict[str, Any]:
     return tiny.fit(strategy, 2, resume=path, seed=7, **plugins)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (2, "ddp"), (2, {}), (4, TP2)])
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [(1, "auto"), (2, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ddp"), (4, TP2)))],
+)
 def test_training_resumes_from_it(training: tuple[str, dict[str, Any]], world: int, strategy: Any) -> None:
     file, expected = training
     for found in run_ranks(world, resumed, file, strategy):
@@ -196,6 +199,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_writes_next_to_the_folder_and_says_nothing(copy: Path) -> None:
     done = run(str(copy) + "/")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -308,7 +312,7 @@ def test_windows_of_any_size_make_the_same_file(
     assert consolidate(saved, tmp_path / "b.pt").read_bytes() == expected
 
 
-@pytest.mark.parametrize("nbytes", [200, 4 << 20])
+@pytest.mark.parametrize("nbytes", [pytest.param(200, marks=pytest.mark.slow), 4 << 20])
 @pytest.mark.parametrize("victim", ["model-dist-00000-shard-00001", "model-dist-00003-shard-00002"])
 def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(
     victim: str, nbytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch
@@ -378,6 +382,7 @@ def save_many_and_large(path: str) -> None:
     io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
 
 
+@pytest.mark.slow
 def test_many_small_tensors_and_large_ones_of_odd_sizes_keep_their_bits(tmp_path: Path) -> None:
     run_ranks(2, save_many_and_large, str(tmp_path / "a.ckpt"))
     file = consolidate(tmp_path / "a.ckpt")

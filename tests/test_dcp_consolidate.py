@@ -87,6 +87,7 @@ def test_fabrics_keys_beside_model_and_optimizer_stay(made: Path, tmp_path: Path
     assert found.keys() == {"state_dict", "optimizer_states", "step", "notes"} and found["notes"] == {"a": [1, "b"]}
 
 
+@pytest.mark.slow
 def test_the_command_writes_next_to_the_folder(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "model parallel.ckpt", tmp_path / "a.ckpt"))
     command = [sys.executable, "-m", "lightning_shardckpt.consolidate", str(folder)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,9 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return path, {"model": found["net"], **{k: found["opt"][k] for k in ("state", "param_groups")}}
 
 
-def on(strategy: str, paths: list[str], steps: int) -> list[dict[str, Any]]:
-    """This rank's runs that resume from each path."""
-    return [fit(strategy, steps, resume=path) for path in paths]
+def resume_all(folder: str, runs: list[tuple[str, int]]) -> list[list[dict[str, Any]]]:
+    """This rank's runs, by strategy and steps, that resume from what each writer saved."""
+    return [[fit(name, steps, resume=f"{folder}/{writer}.ckpt") for writer in WRITERS] for name, steps in runs]
 
 
 def rest(found: dict[str, Any]) -> dict[str, Any]:
@@ -50,15 +52,38 @@ def rest(found: dict[str, Any]) -> dict[str, Any]:
 # ── resuming from Lightning's own sharded checkpoints ─────────────────────────────────────────────────────────────
 
 
+# By the number of ranks: strategies, and the step up to which they train; all was saved at step 2.
+RUNS: dict[int, list[tuple[str, int]]] = {
+    4: [("ours", 2)],
+    1: [("ours", 2), ("auto", 2), ("ours", 4)],
+    2: [("ours, tp", 2), ("ours, pp", 2), ("ddp", 2), ("ours", 4), ("ddp", 4), ("ours, tp", 4), ("ours, pp", 4)],
+}
+
+
+@pytest.fixture(scope="module")
+def resumed(made: tuple[Path, dict[str, Any]]) -> Callable[[int, str, int], list[list[dict[str, Any]]]]:
+    """What each rank saw, by writer; all runs on so many ranks are made in the same processes."""
+    seen = cache(lambda world: run_ranks(world, resume_all, str(made[0]), RUNS[world]))
+
+    def find(world: int, strategy: str, steps: int) -> list[list[dict[str, Any]]]:
+        return [rank[RUNS[world].index((strategy, steps))] for rank in seen(world)]
+
+    return find
+
+
 @pytest.mark.parametrize(
-    ("world", "strategy"), [(4, "ours"), (1, "ours"), (2, "ours, tp"), (2, "ours, pp"), (2, "ddp"), (1, "auto")]
+    ("world", "strategy"),
+    [
+        pytest.param(4, "ours", marks=pytest.mark.slow),
+        *((1, "ours"), (2, "ours, tp"), (2, "ours, pp"), (2, "ddp"), (1, "auto")),
+    ],
 )
-def test_every_bit_arrives_on_any_topology(made: tuple[Path, dict[str, Any]], world: int, strategy: str) -> None:
-    folder, known = made
-    expected = known["model parallel"]["saved"]
-    paths = [str(folder / f"{name}.ckpt") for name in WRITERS]
+def test_every_bit_arrives_on_any_topology(
+    made: tuple[Path, dict[str, Any]], resumed: Any, world: int, strategy: str
+) -> None:
+    expected = made[1]["model parallel"]["saved"]
     states: dict[str, dict[str, Any]] = {}
-    for ranks in zip(*run_ranks(world, on, strategy, paths, 2), strict=True):  # by directory
+    for ranks in zip(*resumed(world, strategy, 2), strict=True):  # by directory
         for found in ranks:
             states.setdefault(str(len(states)), {}).update(found["state"])
             assert rest(found) == rest(expected)
@@ -69,20 +94,20 @@ def test_every_bit_arrives_on_any_topology(made: tuple[Path, dict[str, Any]], wo
 
 
 @pytest.mark.parametrize("strategy", ["ours", "ddp"])
-def test_training_goes_on_as_under_the_strategy_that_saved(made: tuple[Path, dict[str, Any]], strategy: str) -> None:
-    folder, known = made
-    found = run_ranks(2, on, strategy, [str(folder / f"{name}.ckpt") for name in WRITERS], 4)[0]
-    for name, one in zip(WRITERS, found, strict=True):
+def test_training_goes_on_as_under_the_strategy_that_saved(
+    made: tuple[Path, dict[str, Any]], resumed: Any, strategy: str
+) -> None:
+    known = made[1]
+    for name, one in zip(WRITERS, resumed(2, strategy, 4)[0], strict=True):
         expected = known[name]["continued"]
         assert one["losses"] == expected["losses"] and rest(one) == rest(expected)
         assert name == "fsdp" or tiny.differences(expected["state"], one["state"]) == []  # FSDP keeps its state apart
         assert tiny.differences(known["model parallel"]["continued"]["state"], one["state"]) == []
 
 
-def test_topologies_with_the_same_data_go_on_alike(made: tuple[Path, dict[str, Any]]) -> None:
-    path = str(made[0] / "model parallel.ckpt")
+def test_topologies_with_the_same_data_go_on_alike(resumed: Any) -> None:
     alone, tensor, stages = (
-        run_ranks(world, on, strategy, [path], 4)[0][0]["losses"]
+        resumed(world, strategy, 4)[0][0]["losses"]
         for world, strategy in ((1, "ours"), (2, "ours, tp"), (2, "ours, pp"))
     )
     assert tensor == pytest.approx(alone, rel=1e-5) and stages == pytest.approx(alone, rel=1e-5)
@@ -177,13 +202,18 @@ def test_last_finds_lightnings_checkpoints_by_their_step(made: tuple[Path, dict[
     assert run_ranks(1, save_as_last, str(tmp_path), str(made[0] / "fsdp.ckpt")) == [(2, 4)]
 
 
+@pytest.mark.slow
 def test_a_plain_file_of_lightnings_strategy_resumes_on_any_topology(tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
     expected = run_ranks(1, plain, path)[0]
-    for world, strategy in ((2, "ours"), (2, "ours, tp"), (2, "ours, pp")):
-        for (found,) in run_ranks(world, on, strategy, [path], 2):
+    for rank in run_ranks(2, resume_on_each, path):
+        for found in rank:
             assert tiny.differences({k: expected["state"][k] for k in found["state"]}, found["state"]) == []
             assert rest(found) == rest(expected)
+
+
+def resume_on_each(path: str) -> list[dict[str, Any]]:
+    return [fit(strategy, 2, resume=path) for strategy in ("ours", "ours, tp", "ours, pp")]
 
 
 def plain(path: str) -> dict[str, Any]:
@@ -296,6 +326,7 @@ def validate(paths: list[str]) -> list[float]:
     return [one["loss"] for one in found]
 
 
+@pytest.mark.slow
 def test_validation_needs_no_trainers_state(
     made: tuple[Path, dict[str, Any]], others: tuple[Path, dict[str, Any]]
 ) -> None:

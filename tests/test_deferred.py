@@ -592,6 +592,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_few_parameters() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE)], capture_output=True, text=True, check=True,

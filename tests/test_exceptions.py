@@ -63,9 +63,22 @@ def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, 
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("saver", ["none", "on exception", "model checkpoint"])
-@pytest.mark.parametrize("where", [pytest.param("on_train_batch_start", marks=pytest.mark.slow), "training_step"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("who", "where", "saver"),  # every pair of two of them
+    [
+        (0, "training_step", "none"),
+        (1, "training_step", "on exception"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (0, "training_step", "model checkpoint"),
+                (0, "on_train_batch_start", "on exception"),
+                (1, "on_train_batch_start", "none"),
+                (1, "on_train_batch_start", "model checkpoint"),
+            )
+        ),
+    ],
+)
 def test_the_exception_of_one_rank_is_neither_hidden_nor_waited_for(
     who: int, where: str, saver: str, tmp_path: Path
 ) -> None:
@@ -80,7 +93,7 @@ def test_the_exception_of_one_rank_is_neither_hidden_nor_waited_for(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_exception_in_a_hook_of_saving_reaches_the_rank_that_waits(who: int, tmp_path: Path) -> None:
     where = "on_save_checkpoint"
     found = run_ranks(2, broken, who, where, "every step", str(tmp_path), expect_errors=True, grace_s=30, timeout_s=90)
@@ -91,7 +104,7 @@ def test_an_exception_in_a_hook_of_saving_reaches_the_rank_that_waits(who: int, 
     assert sorted(os.listdir(tmp_path)) == ["epoch=0-step=1.ckpt"]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_dies_on_its_way_to_a_save_is_named(who: int, tmp_path: Path) -> None:
     where = "killed on_save_checkpoint"
     found = run_ranks(2, broken, who, where, "every step", str(tmp_path), expect_errors=True, grace_s=30, timeout_s=90)
@@ -129,6 +142,7 @@ def train_until_the_disk_fails(directory: str) -> tuple[str, int | None, str, li
     return type(raised.value).__name__, raised.value.errno, str(raised.value), names, len(module.losses)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_one_rank_ends_training_on_all_and_the_run_goes_on_from_before(tmp_path: Path) -> None:
     for kind, code, message, names, steps in run_ranks(2, train_until_the_disk_fails, str(tmp_path)):
         assert (kind, code) == ("OSError", errno.ENOSPC)

@@ -151,7 +151,7 @@ def test_complex128_is_refused_by_name(copy: Path) -> None:
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 
 
-@pytest.mark.parametrize("nbytes", [80, 3000, 70_000])
+@pytest.mark.parametrize("nbytes", [pytest.param(80, marks=pytest.mark.slow), 3000, 70_000])
 def test_windows_of_any_size_make_the_same_files(
     nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +291,7 @@ def test_a_plain_torch_optimizer_loads_numbered_parameters_and_goes_on(
     assert groups[0] == groups[1]
 
 
+@pytest.mark.slow
 def test_numbers_are_in_the_order_of_the_model_where_each_stage_has_every_other_layer(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     states = run_ranks(2, pipelines.train, pipelines.LOOPED, 2, path, None, "adamw", 1)

@@ -105,7 +105,12 @@ def content(place: str | Path, options: dict[str, Any] | None = None) -> dict[st
 # ── the same bytes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+QUICK = ("one file", "huggingface")
+
+
+@pytest.mark.parametrize(
+    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS if kind not in QUICK)]
+)
 def test_a_store_gets_the_bytes_of_the_local_export(
     kind: str, store: tuple[str, dict[str, Any]], saved: Path, tmp_path: Path
 ) -> None:
@@ -116,7 +121,7 @@ def test_a_store_gets_the_bytes_of_the_local_export(
     assert content(url, options).keys() == {f"/out{name}" for name in expected}
 
 
-@pytest.mark.parametrize("nbytes", [80, 3000, 70_000])
+@pytest.mark.parametrize("nbytes", [400, 3000, 70_000])
 @pytest.mark.parametrize("kind", ["torch", "torch converted", "chunks with optimizer"])
 def test_threads_take_turns_in_windows_of_any_size(
     kind: str, nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +133,7 @@ def test_threads_take_turns_in_windows_of_any_size(
     assert content(consolidate(saved, f"memory:/{tmp_path}/out", **{**options, "dtype": None})) == expected
 
 
+@pytest.mark.slow
 def test_an_object_of_several_parts(large: Path, tmp_path: Path, s3: Bucket) -> None:
     for number, options in enumerate(({}, {"format": "safetensors"})):
         expected = content(consolidate(large, tmp_path / f"out{number}", **options))
@@ -136,6 +142,7 @@ def test_an_object_of_several_parts(large: Path, tmp_path: Path, s3: Bucket) -> 
     assert s3.uploads() == []
 
 
+@pytest.mark.slow
 def test_parts_are_as_large_as_the_size_of_the_object_asks(
     large: Path, tmp_path: Path, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +153,7 @@ def test_parts_are_as_large_as_the_size_of_the_object_asks(
     assert 2 <= sum(asked.is_part for asked in proxy.asked) <= 3
 
 
+@pytest.mark.slow
 def test_from_a_store_to_a_store(saved: Path, s3: Bucket, tmp_path: Path) -> None:
     fs, root = fsspec.core.url_to_fs(s3.url("a.ckpt"), **s3.options)
     for file in saved.iterdir():
@@ -179,6 +187,7 @@ def test_a_damaged_part_of_an_expert_is_found(tmp_path: Path) -> None:
     assert content(f"memory:/{tmp_path}") == {}
 
 
+@pytest.mark.slow
 def test_adapters_for_peft(base: str, tmp_path: Path, s3: Bucket) -> None:
     path = tmp_path / "a.ckpt"
     run_ranks(1, fit, {}, {"base": base, "save": str(path)}, 1)
@@ -243,6 +252,7 @@ def test_a_foreign_object_and_a_checkpoint_are_in_the_way_of_a_directory(
     assert s3.listed() == ["a/out", f"b.ckpt/{ROOT_NAME}"]
 
 
+@pytest.mark.slow
 def test_an_object_that_appears_meanwhile_is_not_replaced(large: Path, s3: Bucket, proxy: Proxy) -> None:
     options = replace(s3, port=proxy.port).options
     chunks = {"format": "safetensors", "split": "chunks", "size_per_shard": 12}
@@ -269,7 +279,7 @@ LASTING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("before", ["nothing", "something"])
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "something"])
 @pytest.mark.parametrize("kind", LASTING)
 def test_a_failure_leaves_what_was_there_and_no_upload(
     kind: str, before: str, large: Path, s3: Bucket, proxy: Proxy
@@ -284,6 +294,7 @@ def test_a_failure_leaves_what_was_there_and_no_upload(
     assert content(s3.url("out.pt"), s3.options) == ({"": b"old"} if before == "something" else {})
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_later_file_deletes_the_earlier_ones(large: Path, s3: Bucket, proxy: Proxy) -> None:
     proxy.harm = lambda asked: 500 if asked.method == "PUT" and "index.json" in asked.path else None
     options = replace(s3, port=proxy.port).options
@@ -294,6 +305,7 @@ def test_a_failure_of_a_later_file_deletes_the_earlier_ones(large: Path, s3: Buc
     assert s3.uploads() == s3.listed() == []
 
 
+@pytest.mark.slow
 def test_what_passes_is_survived(large: Path, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
     expected = content(consolidate(large, tmp_path / "out.pt"))
     for number, harm in enumerate((503, "reset", "lose")):
@@ -342,6 +354,7 @@ def test_damage_is_found_and_leaves_nothing(
     assert content(f"memory:/{tmp_path}/out") == {}
 
 
+@pytest.mark.slow
 def test_what_makes_a_directory_whole_comes_last(tmp_path: Path, s3: Bucket, proxy: Proxy) -> None:
     path = hugging_face.saved(hugging_face.Wrapped(hugging_face.built("tied llama")), tmp_path / "a.ckpt")
     options = replace(s3, port=proxy.port).options
@@ -380,16 +393,15 @@ def save_rows_and_columns(path: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch", "safetensors"])
-def test_memory_does_not_grow_with_what_is_uploaded(kind: str, saved: Path, s3: Bucket, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_what_is_uploaded(saved: Path, s3: Bucket, tmp_path: Path) -> None:
+    kind: Any = "torch"
     rows = 40 * 1024  # 160 MiB per tensor, of which there are two
     path = str(tmp_path / "a.ckpt")
     run_ranks(2, save_rows_and_columns, path, rows)
     command = [sys.executable, "-c", _MEASURED, str(saved), path, s3.url(kind), str(s3.port), kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    print(kind, done.stdout)
     assert int(done.stdout) < 200
-    expected = consolidate(path, tmp_path / "out", format=kind)  # type: ignore[arg-type]
+    expected = consolidate(path, tmp_path / "out", format=kind)
     fs, key = fsspec.core.url_to_fs(s3.url(kind, "large"), **s3.options)
     assert fs.info(key)["size"] == os.path.getsize(expected)
     assert fs.checksum(key) is not None
@@ -398,6 +410,7 @@ def test_memory_does_not_grow_with_what_is_uploaded(kind: str, saved: Path, s3: 
             assert found.read(len(block)) == block
 
 
+@pytest.mark.slow
 def test_columns_are_read_once_and_what_is_summed_twice(large: Path, s3: Bucket, proxy: Proxy) -> None:
     fs, root = fsspec.core.url_to_fs(s3.url("a.ckpt"), **s3.options)
     for file in large.iterdir():

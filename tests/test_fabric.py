@@ -154,18 +154,27 @@ def train_in(precision: str, options: dict[str, Any]) -> tuple[set[torch.dtype],
     return {p.dtype for p in module.parameters()}, losses, values.norm().item()
 
 
+# Type of the parameters, and how far rounding may go.
+PRECISIONS = {
+    "32-true": (torch.float32, 1e-5),
+    "bf16-mixed": (torch.float32, 2e-3),
+    "bf16-true": (torch.bfloat16, 2e-2),
+}
+
+
+def train_in_each(ways: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[train_in(precision, options) for precision in PRECISIONS] for options in ways]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "dtype", "tolerance"),
-    [("32-true", "float32", 1e-5), ("bf16-mixed", "float32", 2e-3), ("bf16-true", "bfloat16", 2e-2)],
-)
-def test_precisions_train_the_same_up_to_their_rounding(precision: str, dtype: str, tolerance: float) -> None:
-    (alone,) = run_ranks(1, train_in, precision, {})
-    for options in ({}, {"tensor_parallel_size": 2}):
-        for rank in run_ranks(2, train_in, precision, options):
-            assert rank[0] == {getattr(torch, dtype)}
-            assert rank[1] == pytest.approx(alone[1], rel=tolerance)
-            assert rank[2] == pytest.approx(alone[2], rel=tolerance)
+def test_precisions_train_the_same_up_to_their_rounding() -> None:
+    ((expected,),) = run_ranks(1, train_in_each, [{}])
+    for rank in run_ranks(2, train_in_each, [{}, {"tensor_parallel_size": 2}]):
+        for way in rank:
+            for (dtype, tolerance), alone, got in zip(PRECISIONS.values(), expected, way, strict=True):
+                assert got[0] == {dtype}
+                assert got[1] == pytest.approx(alone[1], rel=tolerance)
+                assert got[2] == pytest.approx(alone[2], rel=tolerance)
 
 
 def errors_and_reductions() -> None:

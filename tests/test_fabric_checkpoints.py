@@ -155,7 +155,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(1, {}), (2, TENSOR), pytest.param(4, TENSOR, marks=pytest.mark.slow)],
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, TENSOR), pytest.param(4, TENSOR, marks=pytest.mark.slow)],
     ids=["1", "TP2", "FSDP2xTP2"],
 )
 def test_what_two_ranks_saved_loads_on_any_topology(
@@ -240,6 +240,7 @@ def save_in_the_background(path: str) -> None:
     assert metadata(path + "/b").step == 2
 
 
+@pytest.mark.slow
 def test_asynchronous_saves_have_the_values_of_the_call_and_tell_all_ranks_of_errors(tmp_path: Path) -> None:
     run_ranks(2, save_in_the_background, str(tmp_path))
 

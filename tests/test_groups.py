@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,28 +21,36 @@ def tensor(seed: int) -> torch.Tensor:
     return torch.randn(50, 9, generator=torch.Generator().manual_seed(seed))
 
 
-def save_own(path: str, by_rank: list[tuple[dict[str, int], dict[str, str]]]) -> None:
+# Of each rank: seeds of tensors by name, and aliases.
+HELD: dict[str, list[tuple[dict[str, int], dict[str, str]]]] = {
+    "nothing in common": [({"a": 1}, {}), ({"b": 2}, {}), ({"c": 3}, {})],
+    "nothing at all on a rank": [({}, {}), ({"a": 1, "b": 2}, {}), ({"c": 3}, {})],
+    "one tensor on all ranks": [({"a": 1, "b": 2}, {}), ({"b": 2}, {}), ({"b": 2, "c": 3}, {})],
+    "known by an alias only": [({"a": 1, "c": 3}, {"b": "a"}), ({"b": 1}, {}), ({"b": 1}, {})],
+    "an alias of one": [({"a": 1, "c": 3}, {}), ({"a": 1, "c": 3}, {"b": "a"}), ({"a": 1}, {})],
+}
+
+
+def save_all(folder: str) -> None:
     ranks = Ranks.of_default_group(30)
-    seeds, aliases = by_rank[ranks.rank]
-    leaves = Leaves({name: tensor(seed) for name, seed in seeds.items()}, aliases)
-    snapshot = Snapshot({"model": leaves}, {}, {"trainer": {"global_step": 1}})
-    save(path, lambda: snapshot, ranks=ranks, about=About(1), size_per_shard=1)
+    for case, by_rank in HELD.items():
+        seeds, aliases = by_rank[ranks.rank]
+        leaves = Leaves({name: tensor(seed) for name, seed in seeds.items()}, aliases)
+        snapshot = Snapshot({"model": leaves}, {}, {"trainer": {"global_step": 1}})
+        save(f"{folder}/{case}.ckpt", lambda s=snapshot: s, ranks=ranks, about=About(1), size_per_shard=1)
 
 
-@pytest.mark.parametrize(
-    "by_rank",
-    [
-        pytest.param([({"a": 1}, {}), ({"b": 2}, {}), ({"c": 3}, {})], id="nothing in common"),
-        pytest.param([({}, {}), ({"a": 1, "b": 2}, {}), ({"c": 3}, {})], id="nothing at all on a rank"),
-        pytest.param([({"a": 1, "b": 2}, {}), ({"b": 2}, {}), ({"b": 2, "c": 3}, {})], id="one tensor on all ranks"),
-        pytest.param([({"a": 1, "c": 3}, {"b": "a"}), ({"b": 1}, {}), ({"b": 1}, {})], id="known by an alias only"),
-        pytest.param([({"a": 1, "c": 3}, {}), ({"a": 1, "c": 3}, {"b": "a"}), ({"a": 1}, {})], id="an alias of one"),
-    ],
-)
-def test_union_of_what_the_ranks_hold_is_stored_once(by_rank: Any, tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    run_ranks(3, save_own, path, by_rank)
-    found = load_full(path)["state_dict"]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each case."""
+    folder = tmp_path_factory.mktemp("groups")
+    run_ranks(3, save_all, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_union_of_what_the_ranks_hold_is_stored_once(case: str, saved: Path) -> None:
+    by_rank, found = HELD[case], load_full(saved / f"{case}.ckpt")["state_dict"]
     expected = {name: seed for seeds, _ in by_rank for name, seed in seeds.items()}
     expected |= {alias: expected[of] for _, aliases in by_rank for alias, of in aliases.items()}
     assert found.keys() == expected.keys() == set("abc")

@@ -541,6 +541,7 @@ def mutated(files: fuzz.Files) -> Counter[str]:
     return fuzz.run(10_000, int(os.environ["RANK"]), files=files)
 
 
+@pytest.mark.slow
 def test_a_mutated_checkpoint_is_refused_or_right() -> None:
     one, other = run_ranks(2, mutated, fuzz.good_files(), timeout_s=300, init_process_group=False)
     counts = one + other

@@ -106,8 +106,8 @@ def answers(model: Any) -> torch.Tensor:
     [
         ("llama", TP),
         ("tied llama", PP),
-        ("mixtral", {}),
-        ("bert", {}),
+        pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        pytest.param("bert", {}, marks=pytest.mark.slow),
         pytest.param("llama", PP, marks=pytest.mark.slow),
         pytest.param("tied llama", {}, marks=pytest.mark.slow),
         pytest.param("qwen3", TP, marks=pytest.mark.slow),

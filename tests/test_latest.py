@@ -203,6 +203,7 @@ def test_a_run_that_lost_its_link_and_its_newest_save_goes_on_from_the_one_befor
     assert any("step=6.ckpt" in line and "passes over" in line for line in found[0][1])
 
 
+@pytest.mark.slow
 def test_ranks_that_see_different_last_checkpoints_all_raise(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(2, run, str(folder), 2, None, False)

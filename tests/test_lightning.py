@@ -82,6 +82,7 @@ def weights_only(directory: str) -> tuple[str, float]:
     return str(raised.value), metrics["val_loss"]
 
 
+@pytest.mark.slow
 def test_weights_only_checkpoint_validates_and_says_why_it_cannot_resume(tmp_path: Path) -> None:
     for message, loss in run_ranks(2, weights_only, str(tmp_path)):
         assert "weights only" in message and "save_weights_only=False" in message
@@ -103,6 +104,7 @@ def save_without_syncs(directory: str) -> tuple[list[str], bool]:
     return [call.split()[0] for call in interposer.calls], all(equal) and len(equal) > 10
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_saved_without_syncs_loads(tmp_path: Path) -> None:
     for calls, equal in run_ranks(2, save_without_syncs, str(tmp_path)):
         assert "writev" in calls and {"fsync", "fdatasync"} & set(calls) == set()
@@ -125,6 +127,7 @@ def saved_on_exception(directory: str) -> int:
     return len(module.losses)
 
 
+@pytest.mark.slow
 def test_on_exception_checkpoint_is_complete_and_resumes(tmp_path: Path) -> None:
     assert run_ranks(2, saved_on_exception, str(tmp_path)) == [2, 2]
 
@@ -134,7 +137,7 @@ def stock(strategy: str, steps: int, path: str, resume: str | None) -> dict[str,
     return {k: v for k, v in found["state"].items() if k != "model/scratch"}
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("auto", 1)])
+@pytest.mark.parametrize(("strategy", "world"), [pytest.param("ddp", 2, marks=pytest.mark.slow), ("auto", 1)])
 def test_stock_strategies_save_load_and_exchange_checkpoints(strategy: str, world: int, tmp_path: Path) -> None:
     first, second, third = (str(tmp_path / f"{i}.ckpt") for i in range(3))
     expected = run_ranks(world, stock, strategy, 2, first, None)[0]
@@ -226,6 +229,7 @@ def train_halves(strategy: Any, path: str, resume: bool) -> dict[str, Any]:
     return tiny.full_state(module, run.optimizers)
 
 
+@pytest.mark.slow
 def test_what_hooks_change_in_the_state_dict_counts(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     expected = run_ranks(4, train_halves, FOUR, path, False)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,20 +30,29 @@ def expected() -> dict[Case, Any]:
     return dict(zip(cases, run_ranks(1, twins, cases)[0], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "cases"),
-    [
-        pytest.param(2, {}, [LORA, DORA], id="fsdp2"),
-        pytest.param(2, TP, [LORA, QWEN3], id="tp2"),
-        pytest.param(2, PP, [LORA, DORA], id="pp2"),
-        pytest.param(4, TP, [LORA], id="fsdp2 x tp2", marks=pytest.mark.slow),
-    ],
-)
+WAYS: dict[int, dict[str, tuple[dict[str, Any], list[Case]]]] = {
+    2: {"fsdp2": ({}, [LORA, DORA]), "tp2": (TP, [LORA, QWEN3]), "pp2": (PP, [LORA, DORA])},
+    4: {"fsdp2 x tp2": (TP, [LORA])},
+}
+
+
+def train_ways(ways: dict[str, tuple[dict[str, Any], list[Case]]]) -> dict[str, list[Any]]:
+    return {name: train_all(cases, sizes) for name, (sizes, cases) in ways.items()}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Callable[[int], list[dict[str, list[Any]]]]:
+    """What each of so many ranks saw of all ways to train, one after another."""
+    return cache(lambda world: run_ranks(world, train_ways, WAYS[world]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "way"), [pytest.param(n, way, id=way) for n in WAYS for way in WAYS[n]])
 def test_training_equals_plain_torch(
-    world: int, sizes: dict[str, Any], cases: list[Case], expected: dict[Case, Any]
+    world: int, way: str, trained: Callable[[int], list[dict[str, list[Any]]]], expected: dict[Case, Any]
 ) -> None:
-    ranks = run_ranks(world, train_all, cases, sizes)
-    for index, case in enumerate(cases):
+    ranks = [rank[way] for rank in trained(world)]
+    for index, case in enumerate(WAYS[world][way][1]):
         alone = expected[case]
         names = set[str]()
         for got in (rank[index] for rank in ranks):

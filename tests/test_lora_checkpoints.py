@@ -46,24 +46,29 @@ def stored(path: str) -> set[str]:
         return set(checkpoint.root.components["model"].tensors)
 
 
+def fit_each(runs: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [fit(strategy, options) for strategy, options in runs]
+
+
 @pytest.mark.parametrize(
-    ("world", "strategy", "to_world", "to"),
+    ("world", "ways"),
     [
-        pytest.param(2, FSDP, 2, TP, id="fsdp2 to tp2"),
-        pytest.param(2, TP, 2, PP, id="tp2 to pp2"),
-        pytest.param(2, PP, 1, FSDP, id="pp2 to one process"),
-        pytest.param(4, TP, 2, FSDP, id="fsdp2 x tp2 to fsdp2", marks=pytest.mark.slow),
+        pytest.param(2, [(FSDP, TP), (TP, PP), (PP, FSDP)], id="two ranks", marks=pytest.mark.slow),
+        pytest.param(4, [(TP, FSDP)], id="fsdp2 x tp2 to fsdp2", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_alone_resume_on_any_topology(
-    world: int, strategy: Any, to_world: int, to: Any, base: str, tmp_path: Path
+    world: int, ways: list[tuple[Any, Any]], base: str, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "a.ckpt")
-    expected = whole(run_ranks(world, fit, strategy, {"base": base, "save": path}))
-    trained = {key.removeprefix("model/") for key in expected if key.startswith("model/") and _is_adapter(key)}
-    assert stored(path) == trained
-    found = whole(run_ranks(to_world, fit, to, {"base": base, "resume": path, "seed": 2}))
-    assert tiny.differences(expected, found) == []
+    paths = [str(tmp_path / f"{number}.ckpt") for number in range(len(ways))]
+    saves = [(way[0], {"base": base, "save": path}) for way, path in zip(ways, paths, strict=True)]
+    resumes = [(way[1], {"base": base, "resume": path, "seed": 2}) for way, path in zip(ways, paths, strict=True)]
+    by_way = zip(*run_ranks(world, fit_each, saves), strict=True), zip(*run_ranks(2, fit_each, resumes), strict=True)
+    for path, before, after in zip(paths, *by_way, strict=True):
+        expected, found = whole(list(before)), whole(list(after))
+        trained = {key.removeprefix("model/") for key in expected if key.startswith("model/") and _is_adapter(key)}
+        assert stored(path) == trained
+        assert tiny.differences(expected, found) == []
 
 
 def _is_adapter(key: str) -> bool:
@@ -99,8 +104,11 @@ def without_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dic
 
 @pytest.mark.parametrize(
     ("kind", "world", "strategy"),
-    [("directory", 2, TP), ("directory", 2, PP), ("file", 2, FSDP)],
-    ids=["directory, tp2", "directory, pp2", "file, fsdp2"],
+    [
+        pytest.param("directory", 2, TP, id="directory, tp2", marks=pytest.mark.slow),
+        pytest.param("directory", 2, PP, id="directory, pp2", marks=pytest.mark.slow),
+        pytest.param("file", 2, FSDP, id="file, fsdp2"),
+    ],
 )
 def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
     kind: str, world: int, strategy: Any, without_adapters: tuple[str, dict[str, Any]], tmp_path: Path
@@ -135,6 +143,7 @@ def test_a_checkpoint_without_adapters_is_not_resumed_with_adapters(without_adap
 # ── differences ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_missing_adapters_are_a_difference_and_the_missing_base_is_none(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     run_ranks(2, fit, FSDP, {"base": None, "save": path, "options": {"target_modules": ["q_proj", "o_proj"]}})
@@ -149,6 +158,7 @@ def test_missing_adapters_are_a_difference_and_the_missing_base_is_none(tmp_path
     assert f"{layer}.self_attn.q_proj.lora_A.default.weight  shape (3, 16) in checkpoint, (5, 16) in model" in message
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     run_ranks(1, fit, FSDP, {"base": base, "save": str(path)})
@@ -196,6 +206,7 @@ def save_thawed(path: str) -> list[str]:
     return sorted(key for key in stored(path) if "lora_" not in key)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_was_trained_is_saved_even_if_it_is_frozen_by_now(tmp_path: Path) -> None:
     prefix = "model.base_model.model."
     expected = [f"{prefix}lm_head.modules_to_save.default.weight", f"{prefix}model.norm.weight"]
@@ -238,6 +249,7 @@ def keep_the_best(folder: str, base: str) -> tuple[list[str], bool, int]:
     return sorted(os.listdir(folder)), tiny.differences(state[0], state[1]) == [], run.global_step
 
 
+@pytest.mark.slow
 def test_the_best_and_the_last_adapters_are_kept_and_resumed(base: str, tmp_path: Path) -> None:
     for names, is_same, step in run_ranks(2, keep_the_best, str(tmp_path / "kept"), base):
         assert len(names) == 2 and "last.ckpt" in names
@@ -278,6 +290,7 @@ def save_for_transformers(path: str) -> None:
         adapters.fit(FSDP, 1, base=None, save=path, io={"also": "huggingface"})
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_is_not_written_for_transformers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapters_only leaves out the base model"):
         ShardCkptIO(adapters_only=True, also="huggingface")

@@ -23,7 +23,7 @@ from lightning_shardckpt.state.model import canonical_name
 from lightning_shardckpt.state.peft import adapters_from_json, adapters_to_json, base_name
 from tests import adapters, small
 from tests.pool import run_ranks
-from tests.test_lora_checkpoints import FSDP, PP, TP, base, fit, whole
+from tests.test_lora_checkpoints import FSDP, PP, TP, base, fit, fit_each, whole
 
 __all__ = ["base"]  # a fixture
 EMBEDDED = {"target_modules": ["embed_tokens", "up_proj"], "lora_dropout": 0.0}
@@ -56,27 +56,35 @@ def compare_with_peft(folder: str, base: str, state: dict[str, Any], options: di
     assert torch.equal(adapters.logits(loaded), adapters.logits(model))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "only", "options"),
-    [
-        pytest.param(FSDP, True, adapters.LORA, id="fsdp2 adapters-only"),
-        pytest.param(TP, False, adapters.LORA, id="tp2"),
-        pytest.param(PP, True, adapters.LORA, id="pp2 adapters-only"),
-        pytest.param(TP, True, EMBEDDED, id="tp2 adapters-only embedding"),
-        pytest.param(FSDP, False, EMBEDDED, id="fsdp2 embedding", marks=pytest.mark.slow),
-    ],
-)
-def test_peft_loads_what_is_exported(
-    strategy: Any, only: bool, options: dict[str, Any], base: str, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "a.ckpt")
-    # frozen weights of the base are in the states, too, so that the oracle has them
-    run = {"base": base, "save": path, "options": options, "io": {"adapters_only": only}}
-    state = whole(run_ranks(2, fit, strategy, run))
-    output = tmp_path / ("adapters-only" if only else "all")
-    assert export_adapters(path, output) == [output]
+# Strategy of the training; whether the checkpoint has the adapters only; options of LoRA.
+WAYS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    "fsdp2 adapters-only": (FSDP, True, adapters.LORA),
+    "tp2": (TP, False, adapters.LORA),
+    "pp2 adapters-only": (PP, True, adapters.LORA),
+    "tp2 adapters-only embedding": (TP, True, EMBEDDED),
+    "fsdp2 embedding": (FSDP, False, EMBEDDED),
+}
+
+
+@pytest.fixture(scope="module")
+def exported(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of the exports, and the state of each way."""
+    folder = tmp_path_factory.mktemp("exported")
+    runs = []
+    for way, (strategy, only, options) in WAYS.items():
+        # frozen weights of the base are in the states, too, so that the oracle has them
+        more = {"options": options, "io": {"adapters_only": only}}
+        runs.append((strategy, {"base": base, "save": str(folder / f"{way}.ckpt"), **more}))
+    return folder, [whole(list(ranks)) for ranks in zip(*run_ranks(2, fit_each, runs), strict=True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_peft_loads_what_is_exported(way: str, exported: tuple[Path, list[dict[str, Any]]], base: str) -> None:
+    folder, states = exported
+    output = folder / way
+    assert export_adapters(folder / f"{way}.ckpt", output) == [output]
     assert sorted(os.listdir(output)) == [CONFIG, WEIGHTS]
-    run_ranks(1, compare_with_peft, str(output), base, state, options)
+    run_ranks(1, compare_with_peft, str(output), base, states[list(WAYS).index(way)], WAYS[way][2])
 
 
 class Two(adapters.Adapted):

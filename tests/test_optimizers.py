@@ -70,7 +70,7 @@ def save_before_the_first_step(path: str, optimizer: str) -> dict[str, Any]:
     return tiny.full_state(module, run.optimizers)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_saving_before_the_first_step_takes_no_step(optimizer: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     for found in run_ranks(2, save_before_the_first_step, path, optimizer):

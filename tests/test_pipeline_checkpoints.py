@@ -68,17 +68,17 @@ def union(states: list[State]) -> State:
 
 
 CASES = [
-    ("pp2", 2, PP2, "adamw", [(1, FSDP), (4, PP4), (2, LOOPED), (4, TP2)]),
-    ("pp3", 3, PP3, "momentum", [(2, PP2), (2, IN_V), (3, FSDP)]),
-    ("looped", 2, LOOPED, "amsgrad", [(4, PP2), (2, FSDP)]),
-    ("in a v", 2, IN_V, "adamw", [(3, PP3), (1, FSDP)]),
-    ("pp2-fsdp2", 4, PP2, "adamw", [(4, {**PP2, **TP2}), (4, {**PP2, "data_parallel_replicate_size": 2}), (3, FSDP)]),
-    ("fsdp4", 4, FSDP, "adamw", [(4, PP2), (3, PP3)]),
+    ("pp2", 2, PP2, "adamw", [(1, FSDP), (4, PP4), (2, LOOPED)]),
+    ("pp3", 3, PP3, "momentum", [(2, IN_V)]),
+    ("looped", 2, LOOPED, "amsgrad", [(4, PP2)]),
+    ("in a v", 2, IN_V, "adamw", [(3, PP3)]),
+    ("pp2-fsdp2", 4, PP2, "adamw", [(4, {**PP2, **TP2}), (4, {**PP2, "data_parallel_replicate_size": 2})]),
+    ("fsdp4", 4, FSDP, "adamw", [(4, PP2)]),
 ]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c[0], marks=[pytest.mark.slow] if c[0] not in ("pp2", "in a v") else []) for c in CASES]
+    "case", [pytest.param(c, id=c[0], marks=[pytest.mark.slow] if c[0] != "in a v" else []) for c in CASES]
 )
 def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
     _, world, strategy, optimizer, targets = case
@@ -92,16 +92,11 @@ def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_three_dimensions_on_eight_processes_and_back(tmp_path: Path) -> None:
-    """PP2 x FSDP2 x TP2 to FSDP8, TP4 x FSDP2, PP2 x TP4 and one process."""
+    """PP2 x FSDP2 x TP2 to TP4 x FSDP2 and one process."""
     path = str(tmp_path / "a.ckpt")
     cube = {**PP2, **TP2}
     expected = union(run_ranks(8, train, cube, 2, path, None, "adamw", 1, timeout_s=300))
-    targets: list[tuple[int, State]] = [
-        (8, FSDP),
-        (8, {"tensor_parallel_size": 4, **TP}),
-        (8, {**PP2, "tensor_parallel_size": 4, **TP}),
-        (1, FSDP),
-    ]
+    targets: list[tuple[int, State]] = [(8, {"tensor_parallel_size": 4, **TP}), (1, FSDP)]
     for number, (world, target) in enumerate(targets):
         back = str(tmp_path / f"{number}.ckpt")
         if world == 8:
@@ -158,7 +153,8 @@ def is_tied(net: str) -> bool:
     return module.get_input_embeddings().weight is module.get_output_embeddings().weight
 
 
-@pytest.mark.parametrize("net", ["tied llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("net", ["tied llama", "gpt2"])
 def test_a_weight_tied_across_stages_is_stored_once_and_tied_again(net: str, tmp_path: Path) -> None:
     assert is_tied(net)
     path, one = tmp_path / "a.ckpt", tmp_path / "one.ckpt"
@@ -181,6 +177,7 @@ def test_a_weight_tied_across_stages_is_stored_once_and_tied_again(net: str, tmp
     assert tiny.differences(expected, union(again)) == []
 
 
+@pytest.mark.slow
 def test_a_pipeline_consolidates_as_any_other_topology(tmp_path: Path) -> None:
     path, file = tmp_path / "a.ckpt", tmp_path / "model.pt"
     expected = union(run_ranks(2, train, PP2, 2, str(path), None, "adamw", 1))
@@ -211,6 +208,10 @@ def test_differences_of_all_stages_are_in_one_error(tmp_path: Path) -> None:
         assert "blocks.0.extra.weight" in message and "blocks.3.other.bias" in message
 
 
+def all_initial(strategies: list[State]) -> list[tuple[dict[str, Tensor], int]]:
+    return [initial(strategy, late) for strategy in strategies for late in (False, True)]
+
+
 def initial(strategy: State, late: bool) -> tuple[dict[str, Tensor], int]:
     pl.seed_everything(5)
     module = Deep(build_late=late)
@@ -221,10 +222,11 @@ def initial(strategy: State, late: bool) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True], ids=["built in __init__", "built in configure_model"])
-def test_initial_weights_are_the_same_on_every_topology_and_no_stage_has_all(late: bool) -> None:
-    ((alone, count),) = run_ranks(1, initial, FSDP, late)
-    for world, strategy in ((2, PP2), (3, PP3), (2, LOOPED), (4, PP2)):
-        found = run_ranks(world, initial, strategy, late)
-        assert tiny.differences(alone, union([state for state, _ in found])) == []
-        assert all(numel < count for _, numel in found)
+def test_initial_weights_are_the_same_on_every_topology_and_no_stage_has_all() -> None:
+    """Of models that are built in ``__init__``, and in ``configure_model``."""
+    (alone,) = run_ranks(1, all_initial, [FSDP])
+    for world, strategies in ((2, [PP2, LOOPED]), (3, [PP3]), (4, [PP2])):
+        by_run = zip(*run_ranks(world, all_initial, strategies), strict=True)
+        for (whole, count), found in zip(alone * len(strategies), by_run, strict=True):
+            assert tiny.differences(whole, union([state for state, _ in found])) == []
+            assert all(numel < count for _, numel in found)

@@ -23,10 +23,9 @@ from lightning_shardckpt.errors import TopologyError
 from tests.pool import run_ranks
 from tests.tiny import full_state, trainer
 
-pytestmark = pytest.mark.slow
-
 WIDTH, LENGTH, VOCABULARY, BATCH = 6, 3, 11, 8
 PROMPT_S = 10  # from the start of a run to its error on the last rank; a test machine may be busy
+TOGETHER = 10  # cases in the same processes: each run leaves a dozen groups behind, whose threads slow down the next
 
 # ── modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -836,14 +835,18 @@ def refuse(case: Case) -> Refused:
 
 def good() -> tuple[list[float], dict[str, Tensor]]:
     pl.seed_everything(1, verbose=False)
-    module, run = Good(), run_of({})
-    run.fit(module)
+    module = Good()
+    run_of({}, limit_val_batches=0).fit(module)
     return module.losses, full_state(module, [])
 
 
-def run_of(strategy: dict[str, Any]) -> pl.Trainer:
-    options = {"max_epochs": 1, "limit_val_batches": 1, "use_distributed_sampler": False}
-    return trainer({"pipeline_parallel_size": 2, **strategy}, **options)
+def run_of(strategy: dict[str, Any], limit_val_batches: int = 1) -> pl.Trainer:
+    return trainer(
+        {"pipeline_parallel_size": 2, **strategy},
+        max_epochs=1,
+        limit_val_batches=limit_val_batches,
+        use_distributed_sampler=False,
+    )
 
 
 # ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -851,11 +854,15 @@ def run_of(strategy: dict[str, Any]) -> pl.Trainer:
 
 @pytest.fixture(scope="module")
 def refused(request: pytest.FixtureRequest) -> dict[str, list[Refused]]:
-    """All selected cases, one after another in the same processes."""
+    """All selected cases, one after another, several in the same processes."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = list(dict.fromkeys(item.callspec.params["case"] for item in items if "case" in item.callspec.params))
-    ranks = run_ranks(2, refuse_all, names, timeout_s=480)
-    return {name: [rank[name] for rank in ranks] for name in names}
+    found: dict[str, list[Refused]] = {}
+    for start in range(0, len(names), TOGETHER):
+        together = names[start : start + TOGETHER]
+        ranks = run_ranks(2, refuse_all, together, timeout_s=480)
+        found |= {name: [rank[name] for rank in ranks] for name in together}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -864,7 +871,13 @@ def fresh() -> list[tuple[list[float], dict[str, Tensor]]]:
     return run_ranks(2, good)
 
 
-every_case = pytest.mark.parametrize("case", CASES)
+QUICK = (
+    *("two passes", "returns inside", "all_reduce", "long skip", "branches", "noise", "batch norm", "other data"),
+    *("no layers", "layer breaks, 1f1b"),
+)
+every_case = pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 
 
 @every_case
@@ -915,6 +928,7 @@ def train_on_noise(strategies: list[dict[str, Any]]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_noise_of_input_and_loss_is_the_same_with_one_microbatch_or_their_own_losses() -> None:
     for rank in run_ranks(2, train_on_noise, [{"pipeline_microbatches": 1}, BY_MICROBATCH]):
         assert rank == [[0.0], [0.0]]
@@ -930,6 +944,7 @@ def train_uncut(kinds: list[type[Good]]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_cut_trains_with_one_microbatch() -> None:
     for opaque, nested, uneven, plain in run_ranks(2, train_uncut, [OpaqueBatch, OpaqueInList, Uneven, Good]):
         assert opaque == nested == uneven == plain
@@ -948,6 +963,7 @@ def fit_over_tensor_ranks() -> tuple[str, str]:
     return type(raised.value).__name__, str(raised.value)
 
 
+@pytest.mark.slow
 def test_batches_that_differ_between_tensor_ranks_are_refused() -> None:
     for kind, message in run_ranks(4, fit_over_tensor_ranks, timeout_s=60):
         assert kind == "TopologyError"
@@ -966,6 +982,7 @@ def fit_over_two_pipelines() -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_batches_that_differ_in_one_pipeline_are_refused_in_all() -> None:
     for message in run_ranks(4, fit_over_two_pipelines, timeout_s=60):
         assert "the ranks of a pipeline got different batches for training_step" in message

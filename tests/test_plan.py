@@ -293,7 +293,9 @@ def steps(*calls: object) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp x tp", "ddp"])
+@pytest.mark.parametrize(
+    "kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hsdp", "fsdp x tp", "ddp"))]
+)
 def test_planning_costs_the_same_in_every_world(kind: str) -> None:
     costs, sizes = [], []
     for world in (64, 1024, 16384):

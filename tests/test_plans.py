@@ -96,7 +96,7 @@ def saves(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_save_plans_anew_only_if_something_changed_and_is_always_the_one_it_should_be(
     world: int, tmp_path: Path
 ) -> None:

@@ -123,7 +123,7 @@ def begin(kinds: list[str], folder: str, strategy: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "kinds", "strategy"),
     [
-        (2, ["llama", "llama-tied", *OLD, "qwen2-moe", "mixtral", "bert"], {}),
+        pytest.param(2, ["llama", "llama-tied", *OLD, "qwen2-moe", "mixtral", "bert"], {}, marks=pytest.mark.slow),
         (2, ["llama", "qwen3"], TP),
         pytest.param(4, ["llama-tied"], {"data_parallel_shard_size": 2, **TP}, marks=pytest.mark.slow),
         (2, ["qwen3", "llama-tied"], {"pipeline_parallel_size": 2}),
@@ -156,6 +156,7 @@ def begin_from_weights(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_weights_are_a_ckpt_path_for_validation_and_none_for_training(saved: str) -> None:
     """A directory, a file of safetensors, a file of torch.save; a step of training says what to do instead."""
     run_ranks(1, as_single_files, saved, init_process_group=False)
@@ -401,6 +402,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_adapters_precisions_mappings_and_checkpoints_of_this_package(saved: str) -> None:
     for wrong in run_ranks(2, begin_in_other_ways, saved):
         assert wrong == []

@@ -309,7 +309,10 @@ def dying(who: int, phase: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("who, phase", [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(
+    "who, phase",
+    [(1, 0), (0, 1), (0, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 0), (2, 0), (1, 2)))],
+)
 def test_a_rank_that_is_killed_is_named_long_before_the_timeout(who: int, phase: int) -> None:
     outcomes = run_ranks(WORLD, dying, who, phase, expect_errors=True, grace_s=20, timeout_s=60)
     assert outcomes.pop(who).killed
@@ -370,6 +373,7 @@ def stopped_with_its_store() -> tuple[str, str | None]:
     return "", None
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_0_takes_the_store_with_it_and_is_noticed_all_the_same() -> None:
     _, (said, first) = run_ranks(2, stopped_with_its_store, timeout_s=60)
     assert "got no answer from the store of the process group for 1.5 s while saving x" in said and first is None

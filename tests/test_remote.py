@@ -71,6 +71,7 @@ def draft(places: Places, url: str, save_id: str, **files: bytes) -> Draft:
     return found
 
 
+@pytest.mark.slow
 def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(places: Places, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     for before in (None, THIRD_ID):

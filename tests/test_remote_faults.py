@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,12 @@ PASSING: dict[str, Harm] = {
 }
 
 
-@pytest.mark.parametrize("kind", PASSING)
+def rest_is_slow(cases: Iterable[tuple[str, ...]], *quick: str) -> list[Any]:
+    """Of these cases, those are quick that begin with one of a few kinds."""
+    return [pytest.param(*case, marks=[] if case[0] in quick else [pytest.mark.slow]) for case in cases]
+
+
+@pytest.mark.parametrize("kind", rest_is_slow(((kind,) for kind in PASSING), "internal errors", "answer lost"))
 def test_a_save_survives_what_passes(kind: str, places: Places, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)
@@ -98,10 +103,10 @@ LASTING: dict[str, Harm] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "before"),
-    [*((kind, "something") for kind in LASTING), ("a part is never taken", "nothing"), (NEVER_TAKEN, "nothing")],
-)
+FAILING = [*((kind, "something") for kind in LASTING), ("a part is never taken", "nothing"), (NEVER_TAKEN, "nothing")]
+
+
+@pytest.mark.parametrize(("kind", "before"), rest_is_slow(FAILING, "writing is not permitted", NEVER_TAKEN))
 def test_a_save_that_fails_leaves_what_was_there(
     kind: str, before: str, places: Places, proxy: Proxy, s3: Bucket
 ) -> None:
@@ -125,6 +130,7 @@ def test_a_save_that_fails_leaves_what_was_there(
             load(places, url)
 
 
+@pytest.mark.slow
 def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(places: Places, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     proxy.harm = first_times(501, 1, lambda asked: asked.method == "PUT" and asked.is_root)
@@ -135,7 +141,9 @@ def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(places: Place
     assert len({key.split("/")[-1][:17] for key in s3.listed() if not key.endswith(ROOT_NAME)}) == 1
 
 
-@pytest.mark.parametrize("kind", [503, "reset", "truncate", "stall"])
+@pytest.mark.parametrize(
+    "kind", [503, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "truncate", "stall"))]
+)
 def test_a_load_survives_what_passes(kind: Any, places: Places, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)

@@ -63,6 +63,7 @@ io.save_checkpoint({"state_dict": {"a": torch.zeros(8_000_000)}, "global_step": 
 """
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_is_completed_when_the_interpreter_leaves(s3: Bucket) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", LEAVE, s3.url("a.ckpt"), s3.options["endpoint_url"]]

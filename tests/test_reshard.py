@@ -36,11 +36,8 @@ CASES = [
 ]
 
 
-QUICK = ("fsdp4", "tp2-fsdp2")
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c[0], marks=[] if c[0] in QUICK else [pytest.mark.slow]) for c in CASES]
+    "case", [pytest.param(c, id=c[0], marks=[] if c[0] == "tp2-fsdp2" else [pytest.mark.slow]) for c in CASES]
 )
 def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
     _, world, strategy, optimizer, targets = case

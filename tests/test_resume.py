@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,14 @@ PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 PP2_1F1B: dict[str, Any] = {**PP2, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}
 
 
+def all_straight_and_resumed(
+    directory: str, runs: dict[str, tuple[Any, ...]]
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    return {
+        name: straight_and_resumed(strategy, f"{directory}/{name}", *rest) for name, (strategy, *rest) in runs.items()
+    }
+
+
 def straight_and_resumed(
     strategy: dict[str, Any], directory: str, steps: int, stop: int, model: dict[str, Any], data: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -29,26 +39,46 @@ def straight_and_resumed(
     return straight, resumed
 
 
+# By the number of ranks: strategy, steps, where the run stops, model, data.
+RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
+    4: {
+        "fsdp4 in the middle of an epoch": ({}, 6, 3, {}, {}),
+        "fsdp2 x tp2, layers built in configure_model": (TP2, 6, 3, {"build_late": True}, {}),
+        "pp2 x fsdp2 in the second epoch": (PP2, 8, 6, {"optimizer": "momentum"}, {"count": 16}),
+        "pp2 x tp2": ({**PP2, **TP2}, 5, 2, {"build_late": True}, {"workers": 2}),
+    },
+    2: {
+        "in the second epoch": ({}, 8, 6, {}, {"count": 16}),
+        "at the end of an epoch": ({}, 8, 4, {}, {"count": 16}),
+        "with worker processes": ({}, 5, 2, {}, {"workers": 2}),
+        "pp2": (PP2, 6, 3, {}, {}),
+    },
+    1: {"one process, random sampler": ({}, 6, 3, {"optimizer": "momentum"}, {"count": 20})},
+}
+
+
+Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
+    """What each rank saw of all runs on so many ranks, one after another in the same processes."""
+    return cache(
+        lambda world: run_ranks(world, all_straight_and_resumed, str(tmp_path_factory.mktemp("runs")), RUNS[world])
+    )
+
+
 @pytest.mark.parametrize(
-    ("world", "strategy", "steps", "stop", "model", "data"),
+    ("world", "name"),
     [
-        pytest.param(4, {}, 6, 3, {}, {}, id="fsdp4 in the middle of an epoch"),
-        pytest.param(4, TP2, 6, 3, {"build_late": True}, {}, id="fsdp2 x tp2, layers built in configure_model"),
-        pytest.param(1, {}, 6, 3, {"optimizer": "momentum"}, {"count": 20}, id="one process, random sampler"),
-        pytest.param(2, {}, 8, 6, {}, {"count": 16}, id="in the second epoch"),
-        pytest.param(2, {}, 8, 4, {}, {"count": 16}, id="at the end of an epoch"),
-        pytest.param(2, {}, 5, 2, {}, {"workers": 2}, id="with worker processes"),
-        pytest.param(2, PP2, 6, 3, {}, {}, id="pp2"),
-        pytest.param(4, PP2, 8, 6, {"optimizer": "momentum"}, {"count": 16}, id="pp2 x fsdp2 in the second epoch"),
-        pytest.param(
-            4, {**PP2, **TP2}, 5, 2, {"build_late": True}, {"workers": 2}, id="pp2 x tp2", marks=pytest.mark.slow
-        ),
+        pytest.param(world, name, id=name, marks=[pytest.mark.slow] if world == 4 else [])
+        for world in RUNS
+        for name in RUNS[world]
     ],
 )
-def test_resumed_run_equals_the_uninterrupted_one(
-    world: int, strategy: Any, steps: int, stop: int, model: Any, data: Any, tmp_path: Path
-) -> None:
-    for straight, resumed in run_ranks(world, straight_and_resumed, strategy, str(tmp_path), steps, stop, model, data):
+def test_resumed_run_equals_the_uninterrupted_one(world: int, name: str, seen: Callable[[int], Seen]) -> None:
+    _, steps, stop, *_ = RUNS[world][name]
+    for straight, resumed in (rank[name] for rank in seen(world)):
         assert resumed["losses"] == straight["losses"][stop:]
         assert tiny.differences(straight["state"], resumed["state"]) == []
         assert (resumed["step"], resumed["lr"]) == (straight["step"], straight["lr"]) == (steps, straight["lr"])

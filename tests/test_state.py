@@ -192,6 +192,7 @@ def test_no_rank_holds_a_full_tensor_while_saving_or_loading(tmp_path: Path) -> 
         assert max(saving, loading) <= full // 4
 
 
+@pytest.mark.slow
 def test_ranks_write_balanced_shares_and_split_files(tmp_path: Path) -> None:
     for strategy in ({}, {"data_parallel_replicate_size": 4}):
         path = tmp_path / f"{len(strategy)}.ckpt"

@@ -91,6 +91,7 @@ def train_with_options() -> list[tuple[list[str], State]]:
     return out
 
 
+@pytest.mark.slow
 def test_options_change_neither_names_nor_numbers() -> None:
     (names, expected), *others = run_ranks(2, train_with_options)[0]
     for options, (got_names, got) in zip(OPTIONS[1:], others, strict=True):
@@ -107,7 +108,8 @@ def train_in_precision(precision: str, tensor: int) -> tuple[float, set[torch.dt
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype", "tolerance"), [("bf16-mixed", "float32", 2e-3), ("bf16-true", "bfloat16", 2e-2)]
+    ("precision", "dtype", "tolerance"),
+    [("bf16-mixed", "float32", 2e-3), pytest.param("bf16-true", "bfloat16", 2e-2, marks=pytest.mark.slow)],
 )
 def test_bfloat16_trains_the_same_up_to_its_rounding(precision: str, dtype: str, tolerance: float) -> None:
     (alone,) = run_ranks(1, train_in_precision, precision, 1)
@@ -156,6 +158,7 @@ def adamw(module: nn.Module, flags: dict[str, bool]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, **flags)
 
 
+@pytest.mark.slow
 def test_foreach_and_fused_optimizers_take_parameters_of_different_meshes() -> None:
     plain, foreach, fused = run_ranks(2, train_with_optimizers)[0]
     assert_close(foreach, plain)
@@ -211,6 +214,7 @@ def run_stages() -> None:
         trainer.validate(module, verbose=False)
 
 
+@pytest.mark.slow
 def test_stages_and_trainers_share_a_module() -> None:
     run_ranks(2, run_stages)
 
@@ -350,6 +354,7 @@ def train_with_dropout() -> State:
     return {name: value.to_local() for name, value in module.state_dict().items() if not name.startswith("net.up")}
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_to_the_bit_under_dropout_without_a_seed() -> None:
     ranks = run_ranks(4, train_with_dropout)
     for first, second in (ranks[:2], ranks[2:]):  # the ranks of a tensor group
@@ -419,6 +424,7 @@ def train_feedforward() -> tuple[State, State]:
     return out[0], out[1]
 
 
+@pytest.mark.slow
 def test_a_module_that_cuts_itself_trains_as_plain_torch() -> None:
     ((early, late),) = run_ranks(1, train_feedforward)
     for rank in run_ranks(4, train_what_cuts_itself, 2):

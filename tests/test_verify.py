@@ -65,6 +65,7 @@ def test_a_whole_checkpoint_gives_one_line_and_status_0(
     assert verify(saved).nbytes == sum(p.stat().st_size for p in saved.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_anywhere_in_any_file_is_found_and_its_file_named(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     zoo.save(str(path))

@@ -36,7 +36,7 @@ def everything(short: bool) -> str:
     power = [loss for each in scenarios(*((1,) if short else worlds)) if each.durable for loss in losses(each)]
     theirs = [outcome for each in dcp.SCENARIOS for outcome in _swept(each, short)]
     their_power = [loss for each in dcp.SCENARIOS for loss in losses(each, names_with_files=True)]
-    flipped = [flips(kind, every=97 if short else 1) for kind in FORMATS]
+    flipped = [flips(kind, every=307 if short else 1) for kind in FORMATS]
     wrong = problems([*ours, *disks]) + [loss.problem for loss in power if loss.problem]
     wrong += [f"{flip}" for flip in flipped[0] if flip.noticed == "silent"]
     return "\n\n".join(
@@ -57,8 +57,8 @@ def _swept(each: Scenario, short: bool) -> list[Outcome]:
     """A sample where several processes take part, or where another number of them prepared the same action."""
     first = max(each.world, each.prepared_by) == 1
     codes: Sequence[int] = ERRNOS if each.world == 1 else (errno.ENOSPC, errno.EIO)
-    found = sweep(each, kills, every=each.world * 5 if short else max(1, each.world - 1))
-    found += sweep(each, partial(errors, codes=codes), every=(61 if short else 1) if first else 97 if short else 7)
+    found = sweep(each, kills, every=each.world * 17 if short else max(1, each.world - 1))
+    found += sweep(each, partial(errors, codes=codes), every=(211 if short else 1) if first else 307 if short else 7)
     rows = [of_outcomes(each.name, found)]
     print(table("", rows), flush=True)  # so that an interrupted run has told something
     return found
