@@ -125,12 +125,12 @@ def trained_until_lost(directory: str, host: int, in_save: bool, cut: bool) -> N
     trained(2, directory, TIMES, 6, None, [LoseHost(host, in_save, cut)])
 
 
-QUICK = ((False, 1, False), (False, 0, True), (True, 0, False))
+QUICK = (True, 0, False)
 LOSSES = [
     pytest.param(
         *(in_save, host, cut),
         id=f"host {host} {'cut off' if cut else 'killed'} in a {'save' if in_save else 'step'}",
-        marks=() if (in_save, host, cut) in QUICK else pytest.mark.slow,
+        marks=() if (in_save, host, cut) == QUICK else pytest.mark.slow,
     )
     for in_save in (False, True)
     for host in (0, 1)
@@ -177,7 +177,7 @@ def seen_late(directory: str, late: int, visible_within_s: float) -> tuple[Any, 
         return first, trained(2, directory, {}, 6, "last", plugins=[io]), lag.missed
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_a_host_sees_late_is_waited_for(late: int, hosts: Hosts, tmp_path: Path, straight: list[Any]) -> None:
     found = run_hosts(hosts, 1, seen_late, str(tmp_path), late, 60.0)
     for (losses, end, *_), (first, resumed, _) in zip(straight, found, strict=True):
@@ -233,7 +233,7 @@ def test_a_directory_with_another_path_on_each_host_is_an_error_on_all_ranks(hos
     assert [path for path in tmp_path.rglob("*") if not path.is_dir() or path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("seen_by", [0, 1])
+@pytest.mark.parametrize("seen_by", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("word", [True, False], ids=["last", "path"])
 def test_a_checkpoint_that_one_host_sees_is_an_error_on_all_ranks(
     word: bool, seen_by: int, hosts: Hosts, tmp_path: Path
