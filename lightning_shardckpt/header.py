@@ -128,7 +128,7 @@ def plan_header(entries: Sequence[Entry]) -> Header:
 
 def texts(values: list[str]) -> list[str]:
     """Each as JSON; by one call, since a call costs more than a text."""
-    return json.dumps(values, separators=("\n", ":"), ensure_ascii=False)[1:-1].split("\n")
+    return json.dumps(values, separators=("\n", ":"), ensure_ascii=False)[1:-1].split("\n") if values else []
 
 
 def _kind_to_json(entry: Entry) -> tuple[str, str, int]:
