@@ -62,9 +62,12 @@ def test_complex_doubles_are_pairs_of_doubles_to_others() -> None:
     assert json.loads(header["__metadata__"]["DCP_SHARDING_INFO"]) == {"z": {"saved_offsets": [4, 4, 0]}}
 
 
-def test_a_0_dim_tensor_and_names_in_any_script_pass() -> None:
-    found = safetensors.torch.load(file_of({'w "quoted" \\ ✓ é': torch.tensor(1.5), "x": torch.tensor(2)}))
-    assert found == {'w "quoted" \\ ✓ é': torch.tensor(1.5), "x": torch.tensor(2)}
+def test_a_0_dim_tensor_and_any_text_as_a_name_pass() -> None:
+    tensors = {'w "quoted" \\ ✓ é': torch.tensor(1.5), "two\nlines\t\u2028": torch.tensor(2), ",": torch.tensor(3)}
+    content = file_of(tensors)
+    assert safetensors.torch.load(content) == tensors
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert json.loads(header["__metadata__"]["DCP_SHARDING_INFO"]).keys() == tensors.keys()
 
 
 def test_data_begin_at_a_multiple_of_8_and_follow_without_gaps() -> None:

@@ -56,7 +56,8 @@ def a_rank_index() -> RankIndex:
     first = ShardEntry(Box((2, 0), (4, 3)), (8, 3), "F32", name, 64, 4096, 24, (SUM,))
     more = ShardEntry(Box((6, 0), (8, 3)), (8, 3), "F32", name, 88, 16, 24, (SUM, SUM))
     empty = ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, 0, ())
-    return RankIndex("5afe" * 8, "model", 2, {name: FileInfo(name, 112, SUM)}, {"a": (first, more), "e": (empty,)})
+    shards = {"a": (first, more), "e": (empty,), 'two\nlines, "quoted" ✓': (empty,)}
+    return RankIndex("5afe" * 8, "model", 2, {name: FileInfo(name, 112, SUM)}, shards)
 
 
 def test_a_root_index_comes_back_as_it_was() -> None:
