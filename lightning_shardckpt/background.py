@@ -19,6 +19,7 @@ from weakref import WeakSet
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.ranks import Ranks, described, raisable
 from lightning_shardckpt.staging import CopiesBehind, HostMemory
+from lightning_shardckpt.threads import start
 
 _LOOK_S = 1.0  # between two looks whether the thread is still there: a forked process does not have it
 
@@ -49,7 +50,8 @@ class Background:
 
     def __init__(self, ranks: Ranks, max_pending: int = 1) -> None:
         self._ranks, self._max_pending = ranks, max_pending
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a signal handler may save, too
+        self._changed = threading.Condition(self._lock)  # taken by the lock alone, see ``threads``
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None
         self._free: list[HostMemory] = []
@@ -75,7 +77,7 @@ class Background:
 
     def wait_for_copies(self) -> None:
         """Until the tensors of all saves may change. Not collective; raises nothing."""
-        with self._changed:
+        with self._lock:
             copies = [job.copies for job in self._jobs if job.copies is not None]
         for one in copies:
             one.wait()
@@ -93,7 +95,7 @@ class Background:
 
     def memory(self) -> HostMemory:
         """What the last save that ended was copied to; new memory if all is in use."""
-        with self._changed:
+        with self._lock:
             return self._free.pop() if self._free else HostMemory()
 
     def settle(self, ranks: Ranks, *, room_for: str | None = None) -> None:
@@ -111,7 +113,7 @@ class Background:
         found = ranks.step(phase, lambda: self._await(room_for), _merged)
         if room_for is None:
             self._settled = self._count
-        with self._changed:
+        with self._lock:
             self._told |= {number for number, _ in found}
             mine = {number: self._failures.pop(number, None) for number, _ in found}
             self._forget()
@@ -127,7 +129,7 @@ class Background:
 
     def drain(self) -> None:
         """Wait until everything is done; raises nothing. Not collective."""
-        with self._changed:
+        with self._lock:
             while self._jobs and self._is_alive():
                 self._changed.wait(_LOOK_S)
 
@@ -138,7 +140,7 @@ class Background:
         """
         self.drain()
         self._ranks.leave(error)
-        with self._changed:
+        with self._lock:
             failures, self._failures = self._failures, {}
             self._told |= failures.keys()
             self._forget()
@@ -148,7 +150,7 @@ class Background:
 
     def notes(self) -> list[str]:
         """Sentences for the user that came up since the last call."""
-        with self._changed:
+        with self._lock:
             notes, self._notes = self._notes, []
         return notes
 
@@ -160,22 +162,22 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def _put(self, job: _Job) -> Future[list[str]]:
-        with self._changed:
+        with self._lock:
             self._jobs.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shardckpt-writer")
-                self._thread.start()
+                start(self._thread)
         return job.done
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._jobs:
                     self._thread = None
                     return
                 job = self._jobs[0]
             self._do(job)
-            with self._changed:
+            with self._lock:
                 self._jobs.popleft()
                 del job  # its memory is another save's from now on
                 self._changed.notify_all()
@@ -197,7 +199,7 @@ class Background:
             failure.__cause__ = error
         if job.copies is not None:
             job.copies.wait()  # whatever became of the save, its memory is another one's from now on
-        with self._changed:
+        with self._lock:
             self._notes += notes
             if job.memory is not None:
                 self._free.append(job.memory)
@@ -216,7 +218,7 @@ class Background:
 
     def _await(self, room_for: str | None) -> list[list[Any]]:
         """Wait; returns number and description of the failures that were not raised yet."""
-        with self._changed:
+        with self._lock:
             while self._is_alive() and not self._has_room(room_for):
                 self.waited = self.waited or room_for is not None
                 self._changed.wait(_LOOK_S)

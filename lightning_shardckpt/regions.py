@@ -13,13 +13,12 @@ region is read once to be summed, and then once more.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -31,12 +30,12 @@ from lightning_shardckpt.fetch import Request, fetch, single_run
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.storage.durable import naming, write_at
 from lightning_shardckpt.storage.protocol import File
+from lightning_shardckpt.threads import start
 from lightning_shardckpt.whole import Source, Span, Stored, Tensors, Windows, spans, windows
 
 _WINDOW_BYTES = 4 << 20  # of each thread, twice; smaller ones stay in a cache, larger ones take fewer calls
 _MOST_THREADS = 4  # one at a time can write to a file, and that is about half of the work
 _ALIGNMENT = 64
-_INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
 
 Head = Callable[[int, int], bytes]
 """Gives what stands right before a region, by its number and the CRC-32 of its bytes; any thread calls it, once."""
@@ -114,9 +113,7 @@ def fill(
     work = _Work(files, regions, tensors, head, advance)
     helpers = [threading.Thread(target=work.do, name="shardckpt-filler") for _ in range(_thread_count(regions) - 1)]
     try:
-        with _not_interrupted():
-            for helper in helpers:
-                helper.start()
+        start(*helpers)
         work.do()
         work.end()
     except BaseException as error:  # KeyboardInterrupt, or no more threads
@@ -127,16 +124,6 @@ def fill(
             helper.join()  # has nothing to do any more
     if work.error is not None:
         raise work.error
-
-
-@contextmanager
-def _not_interrupted() -> Iterator[None]:
-    """Signals wait, since an interrupted ``Thread.start`` leaves a thread that may or may not run."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _thread_count(regions: Sequence[Region]) -> int:
@@ -177,8 +164,8 @@ class _Work:
         advance: Callable[[int], Any],
     ) -> None:
         self._files, self._tensors, self._head, self._advance = files, tensors, head, advance
-        self._lock = threading.Condition(threading.Lock())
-        self._turn = threading.Condition(threading.Lock())
+        self._lock, self._turns = threading.RLock(), threading.RLock()  # these are taken, see ``threads``
+        self._idle, self._turn = threading.Condition(self._lock), threading.Condition(self._turns)
         self._writing = [threading.Lock() for _ in files]
         self._ends = {region.file: region.first for region in reversed(regions)}  # of what streams were given so far
         self._busy, self._is_over = 0, False
@@ -191,14 +178,14 @@ class _Work:
         """Have all threads end after what they are at; the first error counts."""
         with self._lock:
             self.error = self.error or error
-        with self._turn:
+        with self._turns:
             self._turn.notify_all()
 
     def end(self) -> None:
         """Wait until no thread is at work; none will be after that, even if it starts only then."""
         with self._lock:
             while self._busy:
-                self._lock.wait()
+                self._idle.wait()
             self._is_over = True
 
     def end_despite_interrupts(self) -> None:
@@ -219,7 +206,7 @@ class _Work:
         finally:
             with self._lock:
                 self._busy -= taking_part
-                self._lock.notify_all()
+                self._idle.notify_all()
 
     def _take_part(self) -> None:
         try:
@@ -364,7 +351,7 @@ class _Work:
                 overlap = replace(stored.place.overlap, common=common, local=common.within(window))
                 run = single_run(overlap, window.shape, size)
                 requests.append(Request(stored.key, overlap, stored.entry, window.shape, run, data))
-        fetch(source, requests, verify=all(stored.entry.checksums for stored in item.boxes), keep=True)
+        fetch(source, requests, verify=all(stored.entry.checksums for stored in item.boxes))
         self._write_piece(item, at, data)
         return False
 
@@ -412,14 +399,14 @@ class _Work:
 
     def _give(self, number: int, stream: Callable[[memoryview], object], data: memoryview, offset: int) -> None:
         """Wait for all that lies before: it is of tasks that were begun before, so it comes."""
-        with self._turn:
+        with self._turns:
             while self._ends[number] != offset:
                 assert self._ends[number] < offset, f"{self._ends[number]} bytes were given, now come those at {offset}"
                 if self.error is not None:
                     raise _GivenUpError
                 self._turn.wait()
         stream(data)
-        with self._turn:
+        with self._turns:
             self._ends[number] += len(data)
             self._turn.notify_all()
 

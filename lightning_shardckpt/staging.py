@@ -16,6 +16,7 @@ import torch
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.pages import pages, prefer_huge_pages
+from lightning_shardckpt.threads import Done, start
 
 DTYPES = {
     torch.float64: "F64",
@@ -155,9 +156,9 @@ class CopiesBehind:
         self._failure: BaseException | None = None
         self._lock, self._may_change = threading.Lock(), False
         self._changed: list[str] = []
-        self._done = threading.Event()  # Thread.join takes a thread for ended when it is interrupted (Python 3.11)
+        self._done = Done()  # Thread.join takes a thread for ended when it is interrupted (Python 3.11)
         self._thread = threading.Thread(target=self._run, name="shardckpt-copy")
-        self._thread.start()
+        start(self._thread)
 
     def wait(self) -> None:
         """Until the copies are made; from then on the tensors may change. Raises nothing."""

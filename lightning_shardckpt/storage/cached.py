@@ -17,6 +17,7 @@ from lightning_shardckpt.storage import locks
 from lightning_shardckpt.storage.durable import make_directories, write_at
 from lightning_shardckpt.storage.local import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, read_all
+from lightning_shardckpt.threads import start
 
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{32})"')
 _WINDOW_BYTES = 8 << 20
@@ -116,8 +117,7 @@ class CachedReader:
 
         count = min(_THREADS, -(-size // _WINDOW_BYTES)) - 1
         threads = [threading.Thread(target=work, name="shardckpt-download") for _ in range(count)]
-        for thread in threads:
-            thread.start()
+        start(*threads)
         work()
         for thread in threads:
             thread.join()

@@ -13,11 +13,12 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from types import TracebackType
 
 from lightning_shardckpt.pages import pages
 from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.threads import Done, start
 
 _BUFFERS, _BUFFER_BYTES = 3, 8 << 20
 _ALIGNMENT = 4096  # of offsets and sizes; enough for all but exotic disks, which say EINVAL
@@ -45,7 +46,7 @@ class _Writer:
         self._buffer, self._filled, self._made = pages(_BUFFER_BYTES), 0, 1
         self._full, self._free = SimpleQueue[tuple[mmap.mmap, int] | None](), SimpleQueue[mmap.mmap]()
         self._thread: Thread | None = None
-        self._done = Event()
+        self._done = Done()
         self._error: BaseException | None = None
         self._abandoned = False
 
@@ -97,7 +98,7 @@ class _Writer:
     def _start(self) -> None:
         self._thread = Thread(target=self._run, name="shardckpt-disk")
         try:
-            self._thread.start()
+            start(self._thread)
         except RuntimeError:  # the system gives no more, or the interpreter is about to leave: then without
             self._thread = None
 

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_shardckpt.storage.objects import Chunks, Objects, Stat
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.retry import Patience, status_of
+from lightning_shardckpt.threads import start
 
 _PART_BYTES, _LARGER_AFTER, _MOST_PARTS = 8 << 20, 2000, 9_900  # S3 takes 10,000
 _AT_ONCE = 4  # parts; fewer if they are larger
@@ -203,10 +204,12 @@ class _Sending:
 
     def __init__(self, send: Callable[[int, bytes], tuple[str, int]]) -> None:
         self._send = send
-        self._pieces, self._room = SimpleQueue[tuple[int, bytes] | None](), threading.Semaphore(_AT_ONCE)
+        self._pieces, self._room = SimpleQueue[tuple[int, bytes] | None](), SimpleQueue[None]()
         self._sent: dict[int, tuple[str, int]] = {}
         self._failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
+        for _ in range(_AT_ONCE):
+            self._room.put(None)
 
     def put(self, number: int, piece: bytearray) -> None:
         """Have a copy of a piece sent, when there is room for it. Raises what an earlier one failed with."""
@@ -216,7 +219,7 @@ class _Sending:
             self._sent[number] = self._send(number, bytes(piece))
             return
         for _ in range(_weight(piece)):
-            self._room.acquire()
+            self._room.get()
         if self._failures:
             raise self._failures[0]
         self._pieces.put((number, bytes(piece)))  # which BytesIO does not copy once more
@@ -237,9 +240,11 @@ class _Sending:
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="shardckpt-upload")
-        with suppress(RuntimeError):
-            thread.start()
-            self._threads.append(thread)
+        self._threads.append(thread)
+        try:
+            start(thread)
+        except RuntimeError:
+            self._threads.remove(thread)
 
     def _run(self) -> None:
         while (found := self._pieces.get()) is not None:
@@ -250,7 +255,8 @@ class _Sending:
             except BaseException as error:
                 self._failures.append(error)
             finally:
-                self._room.release(_weight(piece))
+                for _ in range(_weight(piece)):
+                    self._room.put(None)
 
 
 def _weight(piece: bytes | bytearray) -> int:

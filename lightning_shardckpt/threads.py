@@ -1,0 +1,61 @@
+"""What of Python's threads works whatever a user does meanwhile?
+
+``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``, which has an Event, take a lock
+in several steps of Python code. Ctrl-C between two of them leaves it taken, and the next one waits forever (Python
+3.11). A Lock or an RLock is taken in one step, also by ``with``; a Condition of an RLock gives it back in one.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import ExitStack
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+
+class Done:
+    """Set once, by one thread; others wait for it. An interrupt ends a wait and leaves all as it was."""
+
+    def __init__(self) -> None:
+        self._busy, self._is_set = threading.Lock(), False
+        self._busy.acquire()
+
+    def set(self) -> None:
+        """Let go of those that wait."""
+        self._is_set = True
+        self._busy.release()
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        return self._is_set
+
+    def wait(self) -> None:
+        """Until it is set."""
+        with self._busy:
+            pass
+
+
+def start(*threads: threading.Thread) -> None:
+    """Start threads; signals, which Python handles in the main thread, wait meanwhile.
+
+    Their handlers are put off rather than the signals blocked: another thread could receive those for the main one.
+
+    Raises:
+        RuntimeError: if the system gives no more threads; those before have been started.
+    """
+    came = list[int]()
+    with ExitStack() as later:
+        later.callback(_raise_all, came)
+        if threading.current_thread() is threading.main_thread():
+            for number in _INTERRUPTS:
+                if callable(handler := signal.getsignal(number)):
+                    later.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda number, frame: came.append(number))
+        for thread in threads:
+            thread.start()
+
+
+def _raise_all(signals: list[int]) -> None:
+    for number in signals:
+        signal.raise_signal(number)
