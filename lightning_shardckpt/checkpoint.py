@@ -164,8 +164,8 @@ def load(
 
     Collective: every rank of ``ranks`` must call it. Each rank reads what it holds of each tensor, into the tensor's
     own memory. All differences are found, and with ``verify`` all bytes checked on all ranks, before anything changes:
-    so live tensors are read twice, the second time from the page cache where that is large enough. Optimizer state that
-    is allocated for the load, and small tensors, are read once.
+    so live tensors are read twice, the second time from the page cache where that is large enough; optimizer state that
+    is allocated for the load, since there was none, and small tensors once.
 
     Args:
         path: what to load.

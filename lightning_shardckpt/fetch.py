@@ -1,8 +1,9 @@
 """How do bytes come back? Ranged reads of what a load needs, compared with their checksums, and put into place.
 
 Requests become tasks: a span of neighbouring bytes that is read by one call, or a region whose rows lie apart and go
-through a window. Two threads take the tasks in the order of the files: one reads while the other computes checksums.
-Where every call takes long, there are more. Extra memory is a window for each of them. No torch.
+through a window. The tasks are taken in the order of the files, so that the system reads ahead; where a rank has two
+cores, by two threads, of which one reads while the other computes checksums. Where every call takes long, there are
+more. Extra memory is a window for each of them. No torch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ import numpy
 
 from lightning_shardckpt.box import Shape, corners
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.header import DTYPE_BYTES, checksum
+from lightning_shardckpt.header import DTYPE_BYTES, block_checksums
 from lightning_shardckpt.index import ShardEntry
 from lightning_shardckpt.pages import pages
 from lightning_shardckpt.plan import Overlap, byte_runs
+from lightning_shardckpt.processes import own_cores
 from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.threads import Done, start
 
+HELD_BYTES = 24 << 20
+"""How much a load from files may hold between verifying it and putting it into its place."""
+SMALL_BYTES = 64 << 10
+"""The largest tensor that is held: a larger one is sooner read a second time."""
 _WINDOW_BYTES = 4 << 20  # of one read with checksums, at least a block; still in the cache when they are computed
 _FAR_WINDOW_BYTES = 8 << 20  # where a read takes a round trip over a network
 _PART_BYTES = 16 << 20  # of one read without
@@ -47,6 +54,7 @@ class Request(NamedTuple):
     """Fill a region of ``target``, the bytes of a row-major array of ``local_shape``, from a stored box.
 
     ``run``: where the region lies in the box and in the target, and its length, in bytes; None if it is in pieces.
+    Without a target the region is only verified.
     """
 
     key: str
@@ -54,12 +62,16 @@ class Request(NamedTuple):
     entry: ShardEntry
     local_shape: Shape
     run: tuple[int, int, int] | None
-    target: memoryview
+    target: memoryview | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the region."""
         return self.run[2] if self.run is not None else self.overlap.common.numel * DTYPE_BYTES[self.entry.dtype]
+
+    def untargeted(self) -> Request:
+        """The same, only to be verified."""
+        return self._replace(target=None)
 
 
 def single_run(overlap: Overlap, local_shape: Shape, itemsize: int) -> tuple[int, int, int] | None:
@@ -69,29 +81,29 @@ def single_run(overlap: Overlap, local_shape: Shape, itemsize: int) -> tuple[int
     return first if next(runs, None) is None else None
 
 
-def fetch(files: Files, requests: Iterable[Request], *, verify: bool, keep: bool) -> None:
+def fetch(files: Files, requests: Iterable[Request], *, verify: bool) -> None:
     """Read what the requests need; compare it with the checksums, put it into their targets, or both in one pass.
 
-    With ``verify`` every block that a request touches is read whole. Without ``keep`` the targets are left alone. If
-    this raises, they may be filled in part. Files must have been checked by ``Checkpoint.check_file``.
+    With ``verify`` every block that a request touches is read whole. If this raises, targets may be filled in part.
+    Files must have been checked by ``Checkpoint.check_file``.
 
     Raises:
         CorruptionError: naming the file, the tensor and the rank that wrote it.
     """
-    if verify or keep:
-        _Fetch(files, verify, keep).run(_in_files(requests))
+    _Fetch(files, verify).run(_in_files(requests, verify))
 
 
 def planned_reads(
-    files: Files, requests: Iterable[Request], *, verify: bool, keep: bool
+    files: Files, requests: Iterable[Request], *, verify: bool
 ) -> Iterator[tuple[str, int, int]]:
     """The ranged reads that ``fetch`` would make: file, offset, length. Nothing is read, and no target is touched."""
-    if verify or keep:
-        yield from _Fetch(files, verify, keep).reads(_in_files(requests))
+    yield from _Fetch(files, verify).reads(_in_files(requests, verify))
 
 
-def _in_files(requests: Iterable[Request]) -> list[Request]:
-    return sorted(requests, key=lambda r: (r.entry.file, r.entry.begin))
+def _in_files(requests: Iterable[Request], verify: bool) -> list[Request]:
+    """Those for which something is to be done, in the order of the files."""
+    wanted = (request for request in requests if verify or request.target is not None)
+    return sorted(wanted, key=lambda r: (r.entry.file, r.entry.begin))
 
 
 class _Slice(NamedTuple):
@@ -153,7 +165,7 @@ class _Other(threading.Thread):
 
     def __init__(self, reader: Reader, work: Callable[[Reader], None]) -> None:
         super().__init__(name="shardckpt-reader")
-        self._reader, self._work, self._done = reader, work, threading.Event()
+        self._reader, self._work, self._done = reader, work, Done()
 
     def run(self) -> None:
         try:
@@ -181,8 +193,8 @@ _Task: TypeAlias = "list[_Slice] | Request"
 class _Fetch:
     """One call of ``fetch``."""
 
-    def __init__(self, files: Files, verify: bool, keep: bool) -> None:
-        self._files, self._verify, self._keep = files, verify, keep
+    def __init__(self, files: Files, verify: bool) -> None:
+        self._files, self._verify = files, verify
         self._lock, self._failures = threading.Lock(), list[BaseException]()
         self._tasks: Iterator[_Task] = iter(())
         self._window_bytes = _FAR_WINDOW_BYTES if files.reader.is_far else _WINDOW_BYTES
@@ -194,7 +206,7 @@ class _Fetch:
         if self._files.reader.is_far:
             tasks = max(len(requests), nbytes // self._window_bytes)  # or fewer
             self._with_threads(min(_FAR_THREADS, tasks) - 1)
-        elif nbytes >= _THREADED_BYTES:
+        elif nbytes >= _THREADED_BYTES and own_cores() > 1:
             self._with_threads(1)
         else:
             self._work(self._files.reader)
@@ -205,8 +217,7 @@ class _Fetch:
         others = [_Other(self._files.reader.twin(), self._work) for _ in range(count)]
         try:
             with suppress(RuntimeError):  # the system gives no more threads: then without
-                for other in others:
-                    other.start()
+                start(*others)
             self._work(self._files.reader)
         except BaseException as error:
             self._failures.append(error)
@@ -267,14 +278,15 @@ class _Fetch:
                 yield span
 
     def _is_region(self, request: Request) -> bool:
-        if request.run is not None or not self._keep:
+        if request.run is not None or request.target is None:
             return False
         return self._verify or next(self._runs(request))[2] < _DIRECT_BYTES
 
     def _is_direct(self, piece: _Slice) -> bool:
         """Whether it is read into its place."""
         low, high = piece.low, piece.high
-        return self._keep and (piece.start, piece.stop) == (low, high) and high - low >= self._direct_bytes
+        has_target = piece.request.target is not None
+        return has_target and (piece.start, piece.stop) == (low, high) and high - low >= self._direct_bytes
 
     def _slices(self, request: Request) -> Iterable[_Slice]:
         if request.run is not None:  # a shortcut: nearly all are one slice
@@ -304,7 +316,7 @@ class _Fetch:
         """(offset in the box, offset in the target, length); of rows that are only verified, the second is 0."""
         if request.run is not None:
             yield request.run
-        elif self._keep:
+        elif request.target is not None:
             yield from byte_runs(request.overlap, request.local_shape, DTYPE_BYTES[request.entry.dtype])
         else:
             rows = _Rows(request, request.entry.block)
@@ -321,20 +333,21 @@ class _Fetch:
     # ── work ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _span(self, span: list[_Slice], reader: Reader, window: memoryview) -> None:
-        low = span[0].low
+        first, low, target = span[0].request, span[0].low, span[0].request.target
         direct = len(span) == 1 and self._is_direct(span[0])
         size = max(piece.high for piece in span) - low
-        data = span[0].request.target[span[0].at : span[0].at + size] if direct else window[:size]
-        self._read(reader, span[0].request, low, data)
+        data = target[span[0].at : span[0].at + size] if direct and target is not None else window[:size]
+        self._read(reader, first, low, data)
         for piece in span:
             if self._verify:
                 self._compare(piece.request, data[piece.low - low : piece.high - low], piece.low)
-            if self._keep and not direct:
-                there = slice(piece.at, piece.at + piece.stop - piece.start)
-                piece.request.target[there] = data[piece.start - low : piece.stop - low]
+            target = piece.request.target
+            if target is not None and not direct:
+                target[piece.at : piece.at + piece.stop - piece.start] = data[piece.start - low : piece.stop - low]
 
     def _region(self, request: Request, reader: Reader, window: memoryview) -> None:
-        rows = self._rows(request)
+        rows, target = self._rows(request), request.target
+        assert target is not None
         pitch, kind = rows.pitches[rows.dim], _ITEMS[DTYPE_BYTES[request.entry.dtype]]
         for source, at in rows.groups():
             first, end = request.entry.begin + source, request.entry.begin + source + rows.group_bytes
@@ -349,7 +362,7 @@ class _Fetch:
                 if complete > done:
                     offset = first + done * pitch - begin
                     where = at + done * rows.target_pitches[rows.dim]
-                    rows.copy(window, offset, request.target, where, complete - done, kind)
+                    rows.copy(window, offset, target, where, complete - done, kind)
                 done = complete
                 left = high - min(max(first + done * pitch, begin), high)
                 window[:left] = window[high - begin - left : high - begin]
@@ -379,12 +392,12 @@ class _Fetch:
     def _compare(self, request: Request, data: memoryview, low: int) -> None:
         """``data`` begins at ``low`` in the file, where a block begins."""
         entry = request.entry
-        number = (low - entry.begin) // entry.block
-        for i in range(0, len(data), entry.block):
-            block = data[i : i + entry.block]
-            if checksum(block) != entry.checksums[number]:
-                raise CorruptionError(
-                    f"checkpoint {self._files.path!r}: corrupted data of {request.key!r} in {entry.file}, written "
-                    f"by rank {request.overlap.writer}, bytes {low + i} to {low + i + len(block)}"
-                )
-            number += 1
+        block, number = entry.block, (low - entry.begin) // entry.block
+        found = block_checksums(data, block)
+        if found == entry.checksums[number : number + len(found)]:
+            return
+        at = next(i for i, one in enumerate(found) if one != entry.checksums[number + i]) * block
+        raise CorruptionError(
+            f"checkpoint {self._files.path!r}: corrupted data of {request.key!r} in {entry.file}, written "
+            f"by rank {request.overlap.writer}, bytes {low + at} to {low + min(at + block, len(data))}"
+        )

@@ -59,6 +59,12 @@ def checksum(*parts: bytes | memoryview) -> str:
     return digest.hexdigest()
 
 
+def block_checksums(data: memoryview, block: int) -> tuple[str, ...]:
+    """The checksum of every ``block`` bytes; the last may be shorter. None for no bytes."""
+    digest = xxhash.xxh3_64_hexdigest  # not ``checksum``: there are many blocks
+    return tuple([digest(data[at : at + block]) for at in range(0, len(data), block)])
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a shard file: a box of the tensor ``key`` whose corner is ``start``."""

@@ -154,8 +154,9 @@ class Load:
                 self.source.backed("optimizer", key)  # its shape is only what the checkpoint says
         self._take_numbers(judged["joined"])
         for optimizer in self._optimizers:
-            allocated = optimizer.allocate(self._components.get("optimizer"))
-            self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in allocated.items()]
+            there, new = optimizer.tensors(self._components.get("optimizer"))
+            self.targets += [Target("optimizer", key, tensor) for key, tensor in there]
+            self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in new]
         extra = self.source.document("model") or {}
         self.extra_state = {n: decode_small(v) for n, v in extra.items() if n in self._live.extra_state}
         self._read_trainer()
@@ -226,6 +227,5 @@ class Load:
 
     def apply(self) -> None:
         """Put the filled optimizer state in place; the model's tensors were filled where they are."""
-        filled = {t.key: t.tensor for t in self.targets if t.component == "optimizer"}
         for optimizer in self._optimizers:
-            self.notes += optimizer.apply(filled, self.sources)
+            self.notes += optimizer.apply(self.sources)

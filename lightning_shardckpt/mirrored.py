@@ -92,7 +92,7 @@ def _compare(checkpoint: Checkpoint, file: str, one: Tensor, begin: int) -> Iter
         here, there = (data[: window.numel * size] for data in memory)
         part = Part(window.shift(box.start), (0,) * len(window.start))
         try:
-            fetch(checkpoint, _requests(checkpoint, one, part, here), verify=True, keep=True)
+            fetch(checkpoint, _requests(checkpoint, one, part, here), verify=True)
         except CorruptionError as error:
             yield Finding(file, f"cannot be compared: {error}", one.name)
             return

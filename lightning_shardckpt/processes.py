@@ -1,4 +1,7 @@
-"""Does a process of this host still live? Told by Linux's /proc; where there is none, nobody is called dead."""
+"""What does a process know of those beside it on this host: how many there are, and whether one still lives?
+
+The latter is told by Linux's /proc; where there is none, nobody is called dead.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,17 @@ class Process:
             return False
         now = _stat(self.pid)
         return now is None or now[1] != self.started or now[0] in "ZX"
+
+
+def local_ranks() -> int:
+    """How many ranks share this host, as launchers say it: at most so many, if they only tell of all hosts."""
+    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    return max(int(told), 1) if told.isdecimal() else 1
+
+
+def own_cores() -> int:
+    """How many cores there are for this rank, if each has its share; at least one."""
+    return max(len(os.sched_getaffinity(0)) // local_ranks(), 1)
 
 
 def host() -> str:

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed e
 from lightning_shardckpt import errors
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.processes import Process, host
+from lightning_shardckpt.threads import start
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -260,7 +261,7 @@ class Ranks:
 
         self._heard = time.monotonic()
         thread = threading.Thread(target=run, name="shardckpt-answer", daemon=True)
-        thread.start()
+        start(thread)
         while thread.is_alive():
             thread.join(_LOOK_S)
             if thread.is_alive() and time.monotonic() - self._heard > timeout_s + _GRACE_S:

@@ -6,7 +6,6 @@ same specs, so comparing and planning do not know which one it is; ``opening`` f
 
 from __future__ import annotations
 
-import os
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,13 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from lightning_shardckpt.box import Box, Shape
-from lightning_shardckpt.fetch import Files, Request, fetch, single_run
+from lightning_shardckpt.fetch import HELD_BYTES, SMALL_BYTES, Files, Request, fetch, single_run
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.layout import Part
 from lightning_shardckpt.pages import pages
 from lightning_shardckpt.plan import Overlap, plan_load
+from lightning_shardckpt.processes import local_ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.staging import bytes_of, is_host_memory
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, checked
@@ -30,12 +30,11 @@ from lightning_shardckpt.state.merging import merge_optimizers
 from lightning_shardckpt.state.tree import decode
 from lightning_shardckpt.whole import Tensors, Wholes
 
-_HELD_BYTES = 24 << 20  # of what was verified and is not in its place yet
 _FAR_HELD_SHARE = 2  # where nothing should be read twice: one in so many bytes of a rank's part of the free memory
 _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")  # whatever the default is
 _Overlaps: TypeAlias = "list[tuple[Overlap, tuple[int, int, int] | None]]"
 
 
@@ -61,7 +60,8 @@ class Target:
     def __post_init__(self) -> None:
         local = local_tensor(self.tensor)
         local = local if self.region is None else view_at(local, self.region)
-        object.__setattr__(self, "local", local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype))
+        local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
+        object.__setattr__(self, "local", local)
 
     def parts(self, rank: int) -> tuple[Part, ...]:
         """The boxes to fill, and where they lie in ``local``; ``rank``: this one's."""
@@ -115,9 +115,8 @@ class ShardedSource:
         self.path, self.checkpoint, self._verify = checkpoint.path, checkpoint, verify
         self._rank = this_rank()
         self._overlaps: dict[tuple[Any, ...], tuple[_Overlaps, tuple[Part, ...]]] = {}
-        self._requests: dict[int, list[Request]] = {}  # by id of the target, as is what is held
-        self._held: dict[int, memoryview] = {}
-        self._rest: list[Target] = []
+        self._held: dict[int, memoryview] = {}  # by id of the target
+        self._rest: list[tuple[torch.Tensor, list[Request]]] = []  # to be read again
 
     @property
     def tensors(self) -> Tensors:
@@ -172,34 +171,35 @@ class ShardedSource:
     def verify(self, targets: list[Target]) -> int:
         """Read and check every block that the targets touch; sizes, headers and save ids only if told not to.
 
-        Fresh targets are read once, into their memory, and so are the smallest others, into memory that is held for
-        ``fill``; all of them, from far away, while there is room. Of the rest nothing is kept: it is read again.
+        Fresh targets are read once, into their memory, and so are small others that are to be checked, into memory that
+        is held for ``fill``; all of them, from far away, while there is room. Of the rest nothing is kept: it is read
+        again.
         """
         is_far = self.checkpoint.reader.is_far
-        room = (_far_held_bytes() if is_far else _HELD_BYTES) - sum(map(len, self._held.values()))
-        live = [target for target in targets if not target.fresh and (is_far or is_host_memory(target.local))]
+        room = (_far_held_bytes() if is_far else HELD_BYTES) - sum(map(len, self._held.values()))
+        live = [target for target in targets if not target.fresh and (is_far or self._is_small(target))]
         self._held |= _spare_memory(live, room)
-        self._requests |= {id(target): self._plan(target) for target in targets}
-        once = [target for target in targets if target.fresh or id(target) in self._held]
-        self._into(once, verify=self._verify)
-        for target in once:
-            del self._requests[id(target)]
-        twice = [target for target in targets if not target.fresh and id(target) not in self._held]
-        rest = [request for target in twice for request in self._requests[id(target)]]
-        fetch(self.checkpoint, rest, verify=self._verify, keep=False)
-        self._rest += twice
-        return sum(target.local.nbytes for target in (targets if self._verify else once))
+        wanted, once = list[tuple[torch.Tensor, list[Request]]](), 0
+        for target in targets:
+            requests = self._plan(target)
+            if target.fresh or id(target) in self._held:
+                wanted.append((_NOTHING if id(target) in self._held else target.local, requests))
+                once += target.local.nbytes
+            else:
+                wanted.append((_NOTHING, [request.untargeted() for request in requests]))
+                self._rest.append((target.local, requests))
+        fetch_into(self.checkpoint, wanted, verify=self._verify)
+        return sum(target.local.nbytes for target in targets) if self._verify else once
+
+    def _is_small(self, target: Target) -> bool:
+        return self._verify and target.local.nbytes <= SMALL_BYTES and is_host_memory(target.local)
 
     def fill(self, targets: list[Target]) -> None:
         """Straight into the tensors' memory."""
         for target in targets:
             if id(target) in self._held:
                 _put(self._held.pop(id(target)), target.local)
-        self._into(self._rest, verify=False)
-
-    def _into(self, targets: list[Target], *, verify: bool) -> None:
-        wanted = [(_NOTHING if id(t) in self._held else t.local, self._requests[id(t)]) for t in targets]
-        fetch_into(self.checkpoint, wanted, verify=verify)
+        fetch_into(self.checkpoint, self._rest, verify=False)
 
     def _plan(self, target: Target) -> list[Request]:
         """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
@@ -241,17 +241,21 @@ def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]
 
     Args:
         files: where the requests' boxes are.
-        wanted: local tensors with their requests, whose targets are their memory where that is the host's.
+        wanted: local tensors with their requests, whose targets are their memory where that is the host's; requests
+            that have other targets, or none, with an empty tensor.
         verify: see ``fetch``.
     """
     batch: list[tuple[torch.Tensor, torch.Tensor]] = []
     requests: list[Request] = []
+    nbytes = 0  # of the batch
     for local, found in wanted:
         if not is_host_memory(local):
-            if sum(host.nbytes for _, host in batch) + local.nbytes > _BATCH_BYTES:
+            if nbytes + local.nbytes > _BATCH_BYTES:
                 _flush(files, batch, requests, verify)
-            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                nbytes = 0
+            host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             batch.append((local, host))
+            nbytes += host.nbytes
             memory = bytes_of(host)
             found = [request._replace(target=memory) for request in found]
         requests += found
@@ -261,7 +265,7 @@ def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]
 def _flush(
     files: Files, batch: list[tuple[torch.Tensor, torch.Tensor]], requests: list[Request], verify: bool
 ) -> None:
-    fetch(files, requests, verify=verify, keep=True)
+    fetch(files, requests, verify=verify)
     for local, host in batch:
         local.copy_(host, non_blocking=local.is_cuda)  # torch gives pinned memory out again when that is done
     batch.clear()
@@ -272,11 +276,11 @@ def _far_held_bytes() -> int:
     """This rank's part of the memory that is free now, or can be made free."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return max(free // _FAR_HELD_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _HELD_BYTES)
+    return max(free // _FAR_HELD_SHARE // local_ranks(), HELD_BYTES)
 
 
 def _put(data: memoryview, local: torch.Tensor) -> None:
-    host = local if is_host_memory(local) else torch.empty(local.shape, dtype=local.dtype)
+    host = local if is_host_memory(local) else torch.empty(local.shape, dtype=local.dtype, device="cpu")
     bytes_of(host)[:] = data
     if host is not local:
         local.copy_(host)

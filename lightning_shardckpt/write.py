@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.files import FileInfo, rank_index_name, shard_file_name
-from lightning_shardckpt.header import Entry, Header, checksum, plan_header
+from lightning_shardckpt.header import Entry, Header, block_checksums, checksum, plan_header
 from lightning_shardckpt.index import RankIndex, ShardEntry, rank_index_to_json
 from lightning_shardckpt.plan import Piece, split_into_files
 from lightning_shardckpt.storage.protocol import Draft
@@ -30,11 +30,6 @@ def block_bytes(nbytes: int) -> int:
     """
     blocks = _BLOCKS * max(-(-nbytes // (_BLOCKS * _MAX_BLOCK)), 1)
     return max(-(-nbytes // blocks), _MIN_BLOCK)
-
-
-def block_checksums(data: memoryview, block: int) -> tuple[str, ...]:
-    """The checksum of every ``block`` bytes; the last may be shorter. None for no bytes."""
-    return tuple(checksum(data[i : i + block]) for i in range(0, len(data), block))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import pytest
 from lightning_shardckpt import ShardCkptIO, sources
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.fetch import HELD_BYTES
 from lightning_shardckpt.layout import parts_of_rank
 from lightning_shardckpt.look import explain
-from lightning_shardckpt.look.explain import HELD_BYTES
 from lightning_shardckpt.look.onto import AXES, STYLES, Onto, parse_plan, parse_topology
 from lightning_shardckpt.parallel import mesh, tensor
 from lightning_shardckpt.read import Checkpoint
@@ -42,7 +42,7 @@ def resume(folder: str, cases: list[Case]) -> list[tuple[int, int, int]]:
     """Of each case what this rank read, in how many calls, from how many files; with so many bytes to hold."""
     found = []
     for name, target, held_bytes in cases:
-        sources._HELD_BYTES = held_bytes  # type: ignore[attr-defined]
+        sources.HELD_BYTES = held_bytes  # type: ignore[attr-defined]
         io = ShardCkptIO(share_reads=False)
         io.storage = storage = Counting()
         tiny.fit(target, 1, resume=f"{folder}/{name}.ckpt", plugins=[io])
@@ -190,6 +190,5 @@ def test_a_missing_rank_index_is_an_error_that_names_it(saved: Path, tmp_path: P
 def test_axes_styles_and_memory_are_those_of_the_strategy_and_the_load() -> None:
     assert AXES == mesh.AXES
     assert set(STYLES) == {*tensor.STYLES, tensor.PARTIAL, "replicate"}
-    assert HELD_BYTES == sources._HELD_BYTES
     with pytest.raises(TopologyError):
         parse_topology("")

@@ -112,7 +112,7 @@ def models(cases: list[Any]) -> list[Found]:
     return [fsdp(*case) for case in cases]
 
 
-@pytest.mark.parametrize("world", MODELS)
+@pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.slow] if w == 6 else []) for w in MODELS])
 def test_the_boxes_of_a_parallel_model_are_where_its_elements_are(world: int) -> None:
     results = run_ranks(world, models, MODELS[world])
     for number, (_, names, _) in enumerate(MODELS[world]):

@@ -9,8 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.state.optimizer import optimizer_state
 from tests import tiny
 from tests.pool import run_ranks
 
@@ -141,3 +147,85 @@ def test_state_that_is_not_shaped_like_its_parameter(tmp_path: Path) -> None:
     assert any(k.endswith("state/row_var") for k in expected)
     for found in run_ranks(2, train_adafactor, 2, None, path):
         assert tiny.differences(expected, found) == []
+
+
+def reload_into_live_state(path: str) -> None:
+    ranks = Ranks.of_default_group(60)
+    model = nn.Sequential(*(nn.Linear(5, 7) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (ranks.world,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    io = ShardCkptIO()
+    io.attach(ranks, model, {})
+
+    def stepped() -> dict[str, torch.Tensor]:
+        """The local moments after a step."""
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().normal_()
+        optimizer.step()
+        found = {f"{names[id(p)]}.{k}": v for p, values in optimizer.state.items() for k, v in values.items()}
+        return {name: value.to_local() for name, value in found.items() if value.ndim}
+
+    saved = {name: local.clone() for name, local in stepped().items()}
+    io.save_checkpoint(
+        {"state_dict": model.state_dict(), "optimizer_states": [optimizer_state(optimizer, names)]}, path
+    )
+    live = stepped()
+    gone, shared, turned, double = (layer.weight for layer in model)
+    del optimizer.state[gone]
+    optimizer.state[shared]["exp_avg_sq"] = optimizer.state[shared]["exp_avg"]
+    columns_first = torch.empty(5, len(turned.to_local())).t()
+    about = {"shape": turned.shape, "stride": turned.stride()}
+    optimizer.state[turned]["exp_avg"] = DTensor.from_local(
+        columns_first, turned.device_mesh, turned.placements, **about
+    )
+    optimizer.state[double]["exp_avg"] = optimizer.state[double]["exp_avg"].double()
+    anew = {"0.weight.exp_avg", "0.weight.exp_avg_sq", "1.weight.exp_avg_sq", "2.weight.exp_avg", "3.weight.exp_avg"}
+
+    io.load_into(path, model.state_dict(), [optimizer], names, strict=True)
+    for parameter, values in optimizer.state.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            name, found = f"{names[id(parameter)]}.{key}", values[key].to_local()
+            assert torch.equal(found, saved[name]) and found.dtype == torch.float32, name
+            assert (found.data_ptr() == live[name].data_ptr()) == (name not in anew), name
+
+
+def test_optimizer_state_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
+    """What is not there, cannot take the stored state or is shared gets memory of its own."""
+    run_ranks(2, reload_into_live_state, str(tmp_path / "a.ckpt"))
+
+
+class Halves(nn.Module):
+    """Two layers whose weights are one parameter, or not."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if tied:
+            self.second.weight = self.first.weight
+
+
+def test_what_was_tied_and_is_not_any_more_has_state_of_its_own(tmp_path: Path) -> None:
+    path, saved, found = str(tmp_path / "a.ckpt"), Halves(tied=True), Halves(tied=False)
+    before, after = torch.optim.AdamW(saved.parameters()), torch.optim.AdamW(found.parameters())
+    for _ in range(3):
+        saved.second(saved.first(torch.ones(2, 4))).sum().backward()
+        before.step()
+    names = {id(parameter): name for name, parameter in saved.named_parameters()}
+    checkpoint = {"state_dict": saved.state_dict(), "optimizer_states": [optimizer_state(before, names)]}
+    io = ShardCkptIO()
+    io.attach(Ranks.alone(), saved, {})
+    io.save_checkpoint(checkpoint, path)
+    io.attach(Ranks.alone(), found, {})
+    for _ in range(2):  # into new memory, then into what is there
+        names = {id(parameter): name for name, parameter in found.named_parameters()}
+        io.load_into(path, found.state_dict(), [after], names, strict=True)
+        first, second = (after.state[layer.weight] for layer in (found.first, found.second))
+        for key, value in before.state[saved.first.weight].items():
+            assert torch.equal(first[key], value) and torch.equal(second[key], value)
+            assert first[key].data_ptr() != second[key].data_ptr(), key
+        found.second(found.first(torch.ones(2, 4))).sum().backward()
+        after.step()
+        assert first["step"] == second["step"] == 4

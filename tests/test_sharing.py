@@ -120,20 +120,25 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def load(path: str, case: str, share: bool | None, storage: Counting, ranks: Ranks) -> None:
+def load(
+    path: str, case: str, share: bool | None, storage: Counting, ranks: Ranks, moments: tuple[str, ...] = ()
+) -> None:
     """Into tensors of zeros; what they and the optimizer are then must be the drawn values, bit for bit.
 
-    After an error they must be as they were.
+    After an error they must be as they were. ``moments``: of which parameters there is optimizer state already.
     """
     tensors = placed(case, lambda n: torch.zeros(*TENSORS[n][:1], dtype=TENSORS[n][1]))
     trained = {n: torch.nn.Parameter(tensors[n]) for n in floating(tensors)}
     optimizer = torch.optim.AdamW(trained.values())
+    for name in moments:
+        optimizer.state[trained[name]] = {"exp_avg": torch.zeros_like(trained[name], requires_grad=False)}
     live = Live(Leaves({**tensors, **trained}), frozenset(), [optimizer], _by_id(trained), WholeNames())
     try:
         engine.load(path, live, ranks=ranks, share_reads=share, storage=storage)
     except BaseException:
         assert not any(local(t).any() for t in [*tensors.values(), *trained.values()]), "a failed load changed tensors"
-        assert not optimizer.state, "a failed load has changed the optimizer"
+        there = [values["exp_avg"] for values in optimizer.state.values()]
+        assert len(there) == len(moments) and not any(local(t).any() for t in there), "a failed load changed them"
         raise
     for name, expected in placed(case, drawn).items():
         assert torch.equal(local(live.model.tensors[name]), local(expected)), name
@@ -147,7 +152,11 @@ def _by_id(trained: dict[str, torch.nn.Parameter]) -> dict[int, str]:
 
 
 def small_pieces() -> None:
-    """Pieces and buffers that cut these tensors as the real ones cut large tensors. In a rank, which ends with it."""
+    """Pieces and buffers that cut these tensors as the real ones cut large tensors, which count as small all the same.
+
+    In a rank, which ends with it.
+    """
+    sources.SMALL_BYTES = 1 << 20  # type: ignore[attr-defined]
     sharing._PIECE_BYTES = 48 << 10  # type: ignore[attr-defined]
     exchange._BUFFER_BYTES = 10007  # type: ignore[attr-defined]
 
@@ -163,7 +172,7 @@ def _loads(folder: str, saved: str, cases: list[str]) -> dict[str, list[tuple[in
         found[case] = []
         for share in (False, True, None):
             storage, ranks = Counting(), noting()
-            load(path, case, share, storage, ranks)
+            load(path, case, share, storage, ranks, ("big", "norm"))
             found[case].append((storage.nbytes, ranks.phases))
     return found
 
@@ -191,21 +200,28 @@ def data_bytes(path: Path) -> int:
     )
 
 
-def test_four_ranks_share_what_their_mesh_replicates_and_nothing_else(tmp_path: Path) -> None:
-    cases = ["HSDP 2x2", "HSDP 4x1", "FSDP 2 x TP 2", "replicated on 2x2", "FSDP 4"]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["HSDP 2x2", "FSDP 2 x TP 2", "FSDP 4"],
+        pytest.param(["HSDP 4x1", "replicated on 2x2", "FSDP 4"], marks=pytest.mark.slow),
+    ],
+    ids=", ".join,
+)
+def test_four_ranks_share_what_their_mesh_replicates_and_nothing_else(cases: list[str], tmp_path: Path) -> None:
     by_rank = run_ranks(4, _loads, str(tmp_path), "FSDP 4", cases)
     stored = data_bytes(tmp_path / "a.ckpt")
-    reads = {case: [sum(found[case][i][0] for found in by_rank) / stored for i in range(2)] for case in cases}
-    assert reads["HSDP 2x2"][0] >= 2 and reads["HSDP 2x2"][1] <= 1.1
-    assert reads["HSDP 4x1"][0] >= 4 and reads["HSDP 4x1"][1] <= 1.1
-    assert reads["replicated on 2x2"][0] >= 4 and reads["replicated on 2x2"][1] <= 2.1, "along one of two axes"
-    assert reads["FSDP 2 x TP 2"][1] < reads["FSDP 2 x TP 2"][0], "the norms"
+    bounds = {"HSDP 2x2": (2, 1.1), "HSDP 4x1": (4, 1.1), "replicated on 2x2": (4, 2.1)}  # the last: along one axis
+    for case in cases:
+        alone, shared = (sum(found[case][i][0] for found in by_rank) / stored for i in range(2))
+        least, most = bounds.get(case, (0, 4))
+        assert alone >= least and shared <= most, case
+        assert shared < alone or case == "FSDP 4", case  # of FSDP 2 x TP 2: the norms
     for found in by_rank:
         for case in cases:
             wanted = ALONE if case == "FSDP 4" else SHARED
             assert [phases for _, phases in found[case]] == [ALONE, wanted, ALONE], case
-        (alone, _), (shared, _), (measured, _) = found["FSDP 4"]
-        assert alone == shared == measured
+        assert len({read for read, _ in found["FSDP 4"]}) == 1
 
 
 def _plain_file(path: str) -> None:
@@ -231,7 +247,7 @@ def _measured(folder: str, case: str, held_bytes: int | None = None) -> list[tup
     """Where it comes out that sharing is faster, and where it does not; the trials are real."""
     small_pieces()
     if held_bytes is not None:
-        sources._HELD_BYTES = held_bytes  # type: ignore[attr-defined]
+        sources.HELD_BYTES = held_bytes  # type: ignore[attr-defined]
     sharing.MEASURED_BYTES = 1
     save(f"{folder}/a.ckpt", case)
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import shutil
 import socket
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -385,6 +387,37 @@ def test_more_files_than_a_process_may_open_are_read(path: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         reader.close()
+
+
+def test_a_twin_shares_the_files_that_are_open_and_outlives_its_elder(path: str) -> None:
+    put(LocalStorage(), path, a=b"first", b=b"second")
+    elder = LocalStorage().open(path)
+    assert elder.size("a") == 5
+    twin = elder.twin()
+    os.unlink(f"{path}/a")  # by name it could not be opened any more
+    assert read_all(twin, "a") == b"first"
+    elder.close()
+    assert [read_all(twin, name) for name in "ab"] == [b"first", b"second"]
+    twin.close()
+
+
+def test_twins_read_at_once_while_each_closes_files_for_others(path: str) -> None:
+    files = {f"f{i}": os.urandom(50 + i) for i in range(local._OPEN_FILES + 40)}
+    put(LocalStorage(), path, **files)
+    elder = LocalStorage().open(path)
+
+    def read(seed: int) -> bool:
+        reader, draw = elder.twin() if seed else elder, random.Random(seed)
+        names = [draw.choice(list(files)) for _ in range(3000)]
+        try:
+            return all(read_all(reader, name) == files[name] for name in names)
+        finally:
+            if seed:
+                reader.close()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(read, range(4)))
+    elder.close()
 
 
 def test_files_that_a_reader_opened_are_closed(path: str) -> None:

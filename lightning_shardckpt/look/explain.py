@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_shardckpt.box import Shape
-from lightning_shardckpt.fetch import Request, planned_reads, single_run
+from lightning_shardckpt.fetch import HELD_BYTES, SMALL_BYTES, Request, planned_reads, single_run
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import ROOT_NAME, RootIndex, TensorSpec
 from lightning_shardckpt.layout import Part, parts_of_rank
@@ -22,9 +22,6 @@ from lightning_shardckpt.look.onto import Aim, Onto, parse_plan, parse_topology
 from lightning_shardckpt.plan import Overlap, plan_load
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.text import count_text, size_text, table
-
-HELD_BYTES = 24 << 20
-"""Of live tensors, the smallest first, a load holds so much while it verifies: it reads these once, others twice."""
 
 _LISTED = 32
 
@@ -120,8 +117,10 @@ class _Plans:
             if any(a <= rank < b for a, b in aim.holders)
         ]
         once, twice = _held_first(wanted)
-        first = [*self._reads(once, keep=True), *self._reads(twice, keep=False)]
-        again = list(self._reads(twice, keep=True, verify=False))
+        kept, live = _requests(once), _requests(twice)
+        verified = [request.untargeted() for request in live]
+        first = list(planned_reads(self.checkpoint, [*kept, *verified], verify=True))
+        again = list(planned_reads(self.checkpoint, live, verify=False))
         given = Counter[int]()
         for one in wanted:
             for request in one.requests:
@@ -136,10 +135,6 @@ class _Plans:
             "from": dict(sorted(given.items())),
             "indexes": self._index_bytes(sources),
         }
-
-    def _reads(self, wanted: Iterable[_Wanted], *, keep: bool, verify: bool = True) -> Iterable[tuple[str, int, int]]:
-        requests = [request for one in wanted for request in one.requests]
-        return planned_reads(self.checkpoint, requests, verify=verify, keep=keep)
 
     def _index_bytes(self, sources: Iterable[tuple[str, int]]) -> int:
         """Of the root index and the indexes of those who wrote what is needed."""
@@ -175,12 +170,16 @@ def _local_shape(spec: TensorSpec, parts: tuple[Part, ...]) -> Shape:
     return tuple(max(ends) for ends in zip(*(part.local.stop for part in parts), strict=True))
 
 
+def _requests(wanted: Iterable[_Wanted]) -> list[Request]:
+    return [request for one in wanted for request in one.requests]
+
+
 def _held_first(wanted: Iterable[_Wanted]) -> tuple[list[_Wanted], list[_Wanted]]:
-    """What a load reads once, and what twice: live tensors that there is no room to hold."""
+    """What a load reads once, and what twice: live tensors that are not small, or that there is no room to hold."""
     once, twice, room = list[_Wanted](), list[_Wanted](), HELD_BYTES
     for one in sorted(wanted, key=lambda one: (one.is_live, one.nbytes)):
         room -= one.nbytes if one.is_live else 0
-        (once if room >= 0 else twice).append(one)
+        (once if not one.is_live or (one.nbytes <= SMALL_BYTES and room >= 0) else twice).append(one)
     return once, twice
 
 

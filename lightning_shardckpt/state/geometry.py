@@ -90,6 +90,24 @@ def new_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return DTensor(staging.new_like(tensor._local_tensor, dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
 
 
+def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``found`` is what ``new_like`` would give, with values: of the same types, shape, device and layout."""
+    kind = DTensor if isinstance(tensor, DTensor) else torch.Tensor
+    if not isinstance(found, torch.Tensor) or type(found) is not kind:
+        return False
+    if isinstance(found, DTensor) and isinstance(tensor, DTensor) and _kind(found) != _kind(tensor):
+        return False
+    local, like = local_tensor(found), local_tensor(tensor)
+    return (
+        found.layout is torch.strided
+        and type(local) is torch.Tensor
+        and (found.shape, found.dtype, found.device) == (tensor.shape, dtype, tensor.device)
+        and (local.shape, local.device) == (like.shape, like.device)
+        and local.is_contiguous()
+        and not found.requires_grad
+    )
+
+
 def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """The boxes that this rank has of a tensor, each with the view of local memory that holds it."""
     local = local_tensor(tensor)

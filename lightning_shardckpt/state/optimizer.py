@@ -9,8 +9,9 @@ numbers) and the hyper-parameters of the param groups go into a JSON document.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,13 +20,16 @@ from torch.optim import Optimizer
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.geometry import new_like
+from lightning_shardckpt.state.geometry import is_like, local_tensor, new_like
 from lightning_shardckpt.state.merging import add_value
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tree import decode_small, encode_small
 
 _NOT_HYPER = ("params", "param_names")
+
+Keyed: TypeAlias = tuple[str, torch.Tensor]
+"""A tensor with the key under which it is stored."""
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class StoredOptimizer:
 
 
 class OptimizerLoad:
-    """The plan to bring one live optimizer to a stored state: compare first, then allocate, then apply.
+    """The plan to bring one live optimizer to a stored state: compare first, then fill its tensors, then apply.
 
     Args:
         optimizer: the live optimizer.
@@ -148,6 +152,7 @@ class OptimizerLoad:
         self.number, self._optimizer, self._stored = number, optimizer, stored
         self.is_joined = stored.numbered and bool(whole)
         self._stored_name: dict[int, str] = {}
+        self._filled: dict[tuple[int, str], torch.Tensor] = {}  # by id of the parameter and name
         self._names = names
         self._mapped = True
         live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
@@ -248,37 +253,56 @@ class OptimizerLoad:
         found = [self._group_of.get(self._stored_name.get(id(p), "")) for p in params]
         return list(dict.fromkeys(i for i in found if i is not None))
 
-    def allocate(self, component: Component | None) -> dict[str, torch.Tensor]:
-        """Stored key -> the tensor to fill for it, laid out like its parameter. Nothing live changes yet."""
-        targets: dict[str, torch.Tensor] = {}
+    def tensors(self, component: Component | None) -> tuple[list[Keyed], list[Keyed]]:
+        """The tensors to fill, with their stored keys: live state that can take what is stored, and memory that is new.
+
+        All are laid out like their parameters. Nothing live changes yet. Parameters that are tied in the checkpoint and
+        not here have tensors of their own.
+        """
+        live, new = list[Keyed](), list[Keyed]()
+        taken = {_address(p) for group in self._optimizer.param_groups for p in group["params"]}
         for param in self._params():
-            for key in self._stored.tensors.get(self._stored_name[id(param)], {}).values():
+            state = self._optimizer.state.get(param, {})
+            for name, key in self._stored.tensors.get(self._stored_name[id(param)], {}).items():
                 assert component is not None
                 spec = component.tensors[key]
-                dtype = TORCH_DTYPES[spec.dtype]
+                dtype, there = TORCH_DTYPES[spec.dtype], state.get(name)
                 if spec.shape == tuple(param.shape):
-                    targets[key] = new_like(param, dtype)
-                elif not isinstance(param, DTensor):
-                    targets[key] = torch.empty(spec.shape, dtype=dtype, device=param.device)
-        return targets
+                    if there is not None and is_like(there, param, dtype) and _address(there) not in taken:
+                        taken.add(_address(there))  # what two names share is not filled twice
+                        tensor, found = there, live
+                    else:
+                        tensor, found = new_like(param, dtype), new
+                elif isinstance(param, DTensor):
+                    continue
+                else:
+                    tensor, found = torch.empty(spec.shape, dtype=dtype, device=param.device), new
+                found.append((key, tensor))
+                self._filled[id(param), name] = tensor
+        return live, new
 
-    def apply(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, list[int] | None]) -> list[str]:
-        """Put the filled tensors, the values and the hyper-parameters in place; returns what a person should know.
+    def apply(self, sources: Mapping[str, list[int] | None]) -> list[str]:
+        """Put the tensors, which are filled, the values and the hyper-parameters in place.
+
+        Returns what a person should know.
 
         Args:
-            targets: what ``allocate`` returned, filled.
             sources: of ``sources``, the union over ranks: so all stages of a pipeline decide alike.
         """
         self._optimizer.state.clear()
+        given = set[str]()
         for group in self._optimizer.param_groups:
             on_device = bool(group.get("capturable") or group.get("fused"))
             for param in group["params"]:
                 name = self._stored_name.get(id(param))
                 if name not in self._group_of:
                     continue
-                state = {k: _placed(k, v, param, on_device) for k, v in self._stored.values.get(name, {}).items()}
-                keys = self._stored.tensors.get(name, {})
-                state |= {k: targets[key] for k, key in keys.items() if key in targets}
+                values = self._stored.values.get(name, {})
+                values = copy.deepcopy(values) if name in given else values  # what was tied and is not here
+                given.add(name)
+                state = {k: _placed(k, v, param, on_device) for k, v in values.items()}
+                filled = {k: self._filled.get((id(param), k)) for k in self._stored.tensors.get(name, {})}
+                state |= {k: tensor for k, tensor in filled.items() if tensor is not None}
                 if state:
                     self._optimizer.state[param] = state
         groups = enumerate(self._optimizer.param_groups)
@@ -316,6 +340,10 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     return bool(a == b)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).data_ptr()
 
 
 def _placed(name: str, value: Any, param: torch.Tensor, on_device: bool) -> Any:

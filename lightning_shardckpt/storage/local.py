@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -159,11 +160,17 @@ class LocalReader:
         self._path, self._follow_links = path, follow_links
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
         self._files: dict[str, int] = {}
+        self._lock = threading.Lock()  # around what closes a file, which a twin may be about to share
+        self._elder: LocalReader | None = None
 
     def twin(self) -> LocalReader:
-        """Another reader of the same directory, whatever its path is by now."""
+        """Another reader of the same directory, whatever its path is by now.
+
+        Of files that are open here already it shares the position up to which the system has read ahead: if both read
+        a file piece by piece in turn, that is one stream.
+        """
         found = LocalReader(".", self._directory, follow_links=self._follow_links)
-        found._path = self._path
+        found._path, found._elder = self._path, self
         return found
 
     def stays(self, path: str) -> bool:
@@ -200,9 +207,10 @@ class LocalReader:
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        with self._lock:
+            for file in self._files.values():
+                os.close(file)
+            self._files.clear()
         if self._directory >= 0:
             locks.release(self._directory)
             self._directory = -1
@@ -212,11 +220,21 @@ class LocalReader:
             self._files[name] = self._files.pop(name)  # the last one used is the last one closed
             return self._files[name]
         with naming(os.path.join(self._path, name)):
-            file = self._open(name)
+            shared = self._shared(name)
+            file = self._open(name) if shared is None else shared
         if len(self._files) >= _OPEN_FILES:
-            os.close(self._files.pop(next(iter(self._files))))
+            with self._lock:
+                os.close(self._files.pop(next(iter(self._files))))
         self._files[name] = file
         return file
+
+    def _shared(self, name: str) -> int | None:
+        """The file that the elder twin has open, as a descriptor of our own."""
+        if self._elder is None:
+            return None
+        with self._elder._lock:
+            file = self._elder._files.get(name)
+            return None if file is None else os.dup(file)
 
     def _open(self, name: str) -> int:
         kind = os.stat(name, dir_fd=self._directory, follow_symlinks=self._follow_links).st_mode
