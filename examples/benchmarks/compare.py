@@ -7,15 +7,17 @@ matplotlib: pip install 'lightning-shardckpt[bench]').
 
 A case is one set of processes: gloo ranks on this machine with one thread each, and an FSDP2 model in float32 with
 AdamW, --gb GB in all. Before anything is timed, each way has to bring back every bit of what it saved. Then all take
-turns, round after round, each round beginning with another one; in between, files are deleted and the journal is
-synced. Before a save, a file of the same size is written and deleted: memory that the page cache has just used is
-faster than memory that a virtual machine has to ask its host for. A time is that of the slowest rank. Shown is the
-median over rounds, with the shortest and the longest; "× limit" and "× DCP" are medians of the ratios in each round.
+turns, round after round, each round in another order; in between, files are deleted and the journal is synced. Before
+a load from the page cache, its files are read once. Before a save, a file of the same size is written and deleted:
+memory that the page cache has just used is faster than memory that a virtual machine has to ask its host for. A time is
+that of the slowest rank. Shown is the median over rounds, with the shortest and the longest; "× limit" and "× DCP" are
+medians of the ratios in each round.
 Durable ways are compared with the limit O_DIRECT + fsync and with DCP's default, others with their equals that do
 without fsync.
 
 extra MB is what the rank that needed most had at most above what it had before (VmHWM, reset for each turn; pages of
-mapped files count). Where a load makes the optimizer's state anew, as ours does, memory of that counts once.
+mapped files count). Loads with new moments begin without optimizer state, as those of runs that resume do; with DCP its
+own function makes the state first.
 
 Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
 from the page cache, and from the disk behind it), reshard (other ranks, columns), small (microseconds per tensor),

@@ -132,8 +132,8 @@ WRITES = [
 ]
 READS = [
     Way(READ, lambda s, p: write_buffered(s, p, sync=True), read, limit=READ),
-    Way(READ_ANEW, lambda s, p: write_buffered(s, p, sync=True), read_anew, limit=READ, fresh=True),
 ]
+RESUMES = [Way(READ_ANEW, lambda s, p: write_buffered(s, p, sync=True), read_anew, limit=READ_ANEW, fresh=True)]
 REMOTE = [
     Way(REQUESTS, lambda s, u: put(s, u, part=_LARGEST_PUT), get, limit=REQUESTS),  # moto hashes parts twice
     Way("limit: s3fs, multipart put", lambda s, u: put(s, u, part=_PIECE), get, limit=REQUESTS),

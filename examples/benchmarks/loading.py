@@ -11,7 +11,7 @@ import ours
 import peers
 import torch.distributed as dist
 from state import llama
-from turns import Facts, Row, Way, case, clear, evict, on_ranks, take_turns, timed
+from turns import Facts, Row, Way, case, clear, evict, on_ranks, recall, take_turns, timed
 
 _SEEN_MISSING = 0.01  # of the pages: more of them still cached, and a load is not cold
 
@@ -31,12 +31,14 @@ class Change:
 
 
 _KIND = ("rows", "columns")
+_LIMITS = limits.READS + limits.RESUMES
 _RESHARDS = (Change(4, 2), Change(2, 4), Change(4, 1), Change(2, 2, 0, 1), Change(2, 2, 1, 0))
 
 
 def load(options: Namespace, folder: str) -> list[Row]:
     """On 2 ranks what 2 saved, from the page cache and from the disk."""
     ways = limits.READS + ours.LOADS + peers.LOADS + peers.MAPPED + others.LOADS
+    ways += limits.RESUMES + ours.RESUMES + peers.RESUMES
     to = Change(2, 2)
     return case("load", str(to), _saved_and_loaded, to, ways, options, folder, "load", ("warm", "cold"))
 
@@ -70,7 +72,7 @@ def _save(to: Change, ways: list[Way], options: Namespace, folder: str) -> dict[
 
     def act(way: Way) -> Facts:
         peers.prepare(state)
-        if way not in limits.READS:
+        if way not in _LIMITS:
             way.save(state, _path(folder, way))
         return {}
 
@@ -94,9 +96,11 @@ def _load(
         if way.fresh:
             peers.forget(state)
         stayed = 0.0
-        if cold:
-            stayed = evict(_path(folder, way)) if dist.get_rank() == 0 else 0.0
-            dist.barrier()
+        if dist.get_rank() == 0 and cold:
+            stayed = evict(_path(folder, way))
+        elif dist.get_rank() == 0:
+            recall(_path(folder, way))
+        dist.barrier()
         found = timed(lambda: way.load(state, _path(folder, way)), state.empty_moments if way.fresh else lambda: None)
         if not state.optimizer.state:  # type: ignore[union-attr]
             raise ValueError("it loaded no optimizer state")
@@ -106,7 +110,7 @@ def _load(
         if way.name in failed:
             raise RuntimeError(failed[way.name])
         peers.prepare(state)
-        if way in limits.READS:  # the best there could be: each rank's bytes in one piece
+        if way in _LIMITS:  # the best there could be: each rank's bytes in one piece
             way.save(state, _path(folder, way))
         try:
             state.spoil()

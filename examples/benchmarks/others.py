@@ -3,7 +3,8 @@
 They are no dependencies, since nothing else needs them and some pin old versions. A scratch environment will do:
 
     pip install --no-deps torchsnapshot torch_checkpointing megatron-core ai2-olmo-core
-    pip install psutil aiofiles nest_asyncio importlib-metadata pyyaml cached_path omegaconf rich bettermap
+    pip install psutil aiofiles nest_asyncio importlib-metadata importlib_resources pyyaml cached_path omegaconf rich
+    pip install bettermap dataclass-extensions
 """
 
 from __future__ import annotations

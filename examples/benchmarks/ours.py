@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from limits import BUFFERED, COPY, DIRECT, READ, REQUESTS
+from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW, REQUESTS
 from state import State
 from turns import Missing, Way
 
@@ -18,7 +18,7 @@ from lightning_shardckpt.collector import resting
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
 
-OURS, UNSYNCED, UNVERIFIED = "ours", "ours, sync_files=False", "ours, verify=False"
+OURS, UNSYNCED, UNVERIFIED, RESUMED = "ours", "ours, sync_files=False", "ours, verify=False", "ours, new moments"
 ASYNC, OVERLAP, SYNC = "ours, use_async=True", "ours, use_async, overlap_copy=True", "ours, blocking"
 
 
@@ -84,32 +84,33 @@ def load_into(io: ShardCkptIO, state: State, path: str) -> None:
 
 def way(name: str = OURS, **about: Any) -> Way:
     """The default: durable, with checksums, which the load verifies."""
-    return Way(name, _save, _load, **{"fresh": True, **about})
+    return Way(name, _save, _load, **about)
 
 
 DCP, DCP_UNSYNCED, DCP_FSSPEC = "DCP", "DCP, no fsync", "DCP, FsspecWriter"  # what ours is compared with
+DCP_RESUMED = "DCP, new moments"
 
 SAVES = [
     way(limit=DIRECT, peer=DCP),
-    Way(UNSYNCED, lambda s, p: _save(s, p, sync_files=False), _load, BUFFERED, DCP_UNSYNCED, fresh=True),
+    Way(UNSYNCED, lambda s, p: _save(s, p, sync_files=False), _load, BUFFERED, DCP_UNSYNCED),
 ]
 LOADS = [
     way(limit=READ, peer=DCP),
-    Way(UNVERIFIED, _save, lambda s, p: _load(s, p, verify=False), READ, DCP, fresh=True),
+    Way(UNVERIFIED, _save, lambda s, p: _load(s, p, verify=False), READ, DCP),
 ]
+RESUMES = [way(RESUMED, limit=READ_ANEW, peer=DCP_RESUMED, fresh=True)]
 REMOTE = [way(limit=REQUESTS, peer=DCP_FSSPEC)]
 _BEHIND = {"use_async": True, "overlap_copy": True}
 COPIES = [
-    Way(ASYNC, _save, _load, COPY, "DCP, thread", True, begin=lambda s, p: _begin(s, p, use_async=True)),
+    Way(ASYNC, _save, _load, COPY, "DCP, thread", begin=lambda s, p: _begin(s, p, use_async=True)),
     Way(
         OVERLAP,
         _save,
         _load,
         COPY,
         "DCP, thread",
-        True,
         begin=lambda s, p: _begin(s, p, **_BEHIND),
         before_step=lambda s: _door(s, **_BEHIND).wait_for_copies(),
     ),
-    Way(SYNC, _save, _load, COPY, "DCP, thread", True, begin=_begin),
+    Way(SYNC, _save, _load, COPY, "DCP, thread", begin=_begin),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from limits import BUFFERED, COPY, DIRECT, READ, REQUESTS
+from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW, REQUESTS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from state import State
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageRea
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard
 from turns import Way
@@ -44,6 +45,13 @@ def _dcp_save(state: State, path: str, *, cached_plan: bool = False, **options: 
 
 def _dcp_load(state: State, path: str) -> None:
     dcp.load(_flat(state), checkpoint_id=path)
+
+
+def _dcp_load_anew(state: State, path: str) -> None:
+    """As a run that resumes must: make the optimizer's state, with the function that is there for it, and fill it."""
+    assert state.optimizer is not None
+    get_optimizer_state_dict(state.model, state.optimizer)
+    dcp.load(state.flat(), checkpoint_id=path)
 
 
 def _dcp_begin(state: State, path: str, *, reuse: bool = False, **options: Any) -> Callable[[], Any]:
@@ -135,6 +143,7 @@ LOADS = [
     Way("DCP", _dcp_save, _dcp_load, READ, "DCP"),
     Way("DCP, HuggingFaceStorageReader", _hf_save, _hf_load, READ, "DCP"),
 ]
+RESUMES = [Way("DCP, new moments", _dcp_save, _dcp_load_anew, READ_ANEW, "DCP, new moments", fresh=True)]
 MAPPED = [Way("gathered file, torch.load mmap", _gather_save, _gather_load, READ, "DCP")]
 REMOTE = [
     Way("DCP, FsspecWriter", _fsspec_save, _fsspec_load, REQUESTS, "DCP, FsspecWriter"),
@@ -162,8 +171,9 @@ PROCESSES = [
         begin=lambda s, p: _dcp_begin(s, p, async_checkpointer_type=AsyncCheckpointerType.PROCESS),
     )
 ]
+_ST = Way(SAFETENSORS, _st_save, _st_load, SAFETENSORS, "DCP")
+MANY = [Way("DCP", _dcp_save, _dcp_load, SAFETENSORS, "DCP"), _ST]
 SMALL = [
-    Way("DCP", _dcp_save, _dcp_load, SAFETENSORS, "DCP"),
+    *MANY,
     Way("DCP, plans cached", lambda s, p: _dcp_save(s, p, cached_plan=True), _dcp_load, SAFETENSORS, "DCP"),
-    Way(SAFETENSORS, _st_save, _st_load, SAFETENSORS, "DCP"),
 ]

@@ -136,6 +136,7 @@ def _groups(results: Mapping[str, Any], panel: Panel) -> list[tuple[str, list[Ba
     found = []
     for group in panel.groups:
         some = [row for row in rows if row["case"].startswith(group.case) and group.fact in row["median"]]
+        some = [row for row in some if row["case"] == some[0]["case"]]
         by_way = {row["way"]: row for row in some}
         bars = [
             _bar(row, by_way[row["limit"]], group.fact, panel.unit)

@@ -54,10 +54,7 @@ def _remote(options: Namespace, server: Server) -> list[Row]:
         try:
             saved = _counted(server, lambda: way.save(state, url))
             state.spoil()
-            if way.fresh:
-                peers.forget(state)
-            ready = state.empty_moments if way.fresh else lambda: None
-            loaded = _counted(server, lambda: way.load(state, url), ready)
+            loaded = _counted(server, lambda: way.load(state, url))
             state.check()
         finally:
             state.fill()
@@ -69,10 +66,10 @@ def _remote(options: Namespace, server: Server) -> list[Row]:
     return take_turns(ways, options.rounds, turn, turn, section="remote", case=_case(options))
 
 
-def _counted(server: Server, work: Callable[[], Any], ready: Callable[[], Any] = lambda: None) -> Facts:
+def _counted(server: Server, work: Callable[[], Any]) -> Facts:
     """What ``timed`` finds, and what all ranks together asked the server for."""
     before = server.counts()
-    found = timed(work, ready)
+    found = timed(work)
     dist.barrier()
     counts = server.counts() - before
     moved = {"sent_mb": counts["sent"] / MB, "received_mb": counts["received"] / MB}

@@ -10,13 +10,15 @@ from state import small as small_state
 from turns import Facts, Row, Way, case, clear, on_ranks, take_turns, timed
 
 _MICRO = 1e6
+_SLOW = 1  # rounds, where one takes minutes
 
 
 def small(options: Namespace, folder: str) -> list[Row]:
     """Two ranks with 2 KB of each tensor."""
-    rows = []
-    for count in (options.tensors, *([5 * options.tensors] if options.slow else [])):
-        rows += case("small", _case(count), on_ranks, 2, _small, count, options, folder)
+    count, many = options.tensors, 5 * options.tensors
+    rows = case("small", _case(count), on_ranks, 2, _small, peers.SMALL, count, options.rounds, folder)
+    if options.slow:
+        rows += case("small", _case(many), on_ranks, 2, _small, peers.MANY, many, min(options.rounds, _SLOW), folder)
     return rows
 
 
@@ -24,7 +26,7 @@ def _case(count: int) -> str:
     return f"{count:,} tensors, 2 ranks"
 
 
-def _small(count: int, options: Namespace, folder: str) -> list[Row]:
+def _small(others: list[Way], count: int, rounds: int, folder: str) -> list[Row]:
     state, path = small_state(count), f"{folder}/small"
 
     def turn(way: Way) -> Facts:
@@ -53,8 +55,8 @@ def _small(count: int, options: Namespace, folder: str) -> list[Row]:
             state.fill()
             clear(path)
 
-    ways = [*peers.SMALL, ours.way(limit=peers.SAFETENSORS, peer="DCP", fresh=False)]
-    rows = take_turns(ways, options.rounds, check, act, section="small", case=_case(count))
+    ways = [*others, ours.way(limit=peers.SAFETENSORS, peer="DCP")]
+    rows = take_turns(ways, rounds, check, act, section="small", case=_case(count))
     for row in rows:
         for facts in row["rounds"]:
             facts.update(row["checked"] or {})

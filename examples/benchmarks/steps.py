@@ -65,15 +65,18 @@ class _Timed:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
+    """Until all ranks are done."""
     dist.barrier()
     begin = time.perf_counter()
     work()
+    dist.barrier()
     return time.perf_counter() - begin
 
 
 def steps(options: Namespace, folder: str) -> list[Row]:
-    """On 2 ranks: saves and loads of --gb GB, and of --tensors small tensors."""
+    """On 2 ranks: saves and loads of --gb GB, and of --tensors small tensors. On 4: saves, beside the disk's speed."""
     rows = case("steps", "2 ranks", on_ranks, 2, _large, options, folder)
+    rows += case("steps", "4 ranks", on_ranks, 4, _crowded, options, folder)
     return rows + case("steps", f"{options.tensors:,} tensors", on_ranks, 2, _small, options, folder)
 
 
@@ -85,7 +88,9 @@ def _large(options: Namespace, folder: str) -> list[Row]:
         "asynchronous save": _Timed(state, use_async=True),
         "the same, overlap_copy": _Timed(state, use_async=True, overlap_copy=True),
     }
-    loads = {"load, verified": _Timed(state), "load, verify=False": _Timed(state, verify=False)}
+    verified = _Timed(state)
+    loads = {"load, verified": verified, "load, verify=False": _Timed(state, verify=False)}
+    loads["load, verified, new moments"] = verified
     found: dict[str, list[Facts]] = {}
     for _ in range(1 + options.rounds):  # in the first one nothing is planned yet
         for name, door in doors.items():
@@ -98,10 +103,24 @@ def _large(options: Namespace, folder: str) -> list[Row]:
             found.setdefault(name, []).append(facts | {k: _seconds(work) for k, work in floors.items()})
         loads["load, verified"].load(path)  # from now on it is in the page cache
         for name, door in loads.items():
-            state.empty_moments()
+            if "new" in name:
+                state.empty_moments()
             facts = door.load(path)
             found.setdefault(name, []).append(facts | _floors(state, plain))
     return _rows(found)
+
+
+def _crowded(options: Namespace, folder: str) -> list[Row]:
+    """More ranks than cores: what each does beside writing takes turns with the others'."""
+    state, path, plain = llama(options.gb), f"{folder}/steps", f"{folder}/plain"
+    door, found = _Timed(state), list[Facts]()
+    for _ in range(1 + options.rounds):
+        facts = {**door.save(path), "limit: checksums": _seconds(lambda: _hash(state))}
+        clear(path)
+        facts["limit: O_DIRECT + fsync"] = _seconds(lambda: limits.write_direct(state, plain))
+        clear(plain)
+        found.append(facts)
+    return _rows({"save": found}, 4)
 
 
 def _floors(state: State, plain: str) -> Facts:
@@ -134,11 +153,11 @@ def _small(options: Namespace, folder: str) -> list[Row]:
     return _rows(found)
 
 
-def _rows(found: dict[str, list[Facts]]) -> list[Row]:
+def _rows(found: dict[str, list[Facts]], world: int = 2) -> list[Row]:
     rows = []
     for name, rounds in found.items():
         for step in rounds[-1]:
             facts = [{"ms": facts[step] * _MILLI} for facts in rounds[1:]]
-            about = {"section": "steps", "case": f"{name}, 2 ranks", "limit": None, "peer": None}
+            about = {"section": "steps", "case": f"{name}, {world} ranks", "limit": None, "peer": None}
             rows.append({**about, "way": step, "checked": {}, "rounds": facts})
     return rows

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -41,7 +42,7 @@ class Way:
     limit: str | None = None
     peer: str | None = None
     fresh: bool = False
-    """Its load makes the optimizer's state anew, as a resumed run does, so it begins without one."""
+    """Its load begins without optimizer state, as that of a resumed run does, and makes it."""
     begin: Callable[[Any, str], Callable[[], Any]] | None = None
     """An asynchronous save: returns what waits until the checkpoint is complete."""
     before_step: Callable[[Any], Any] | None = None
@@ -126,7 +127,7 @@ def take_turns(
 ) -> list[Row]:
     """A row for each way: the facts of every round, or why there are none. What fails ``check`` gets no turn.
 
-    Each round begins with another way, so that none always comes behind the same one.
+    Each round has an order of its own, since a way that leaves memory in a bad state slows the one behind it.
     """
     rows = {way.name: _row(way.name, way.limit, way.peer, **about) for way in ways}
     facts: dict[str, list[Facts]] = {way.name: [] for way in ways}
@@ -148,8 +149,7 @@ def take_turns(
             rows[way.name]["checked"] = attempt(way, check)
             bar.update()
         for number in range(rounds):
-            for at in range(len(ways)):
-                way = ways[(at + number) % len(ways)]
+            for way in random.Random(number).sample(ways, len(ways)):
                 found = attempt(way, act)
                 if found is not None:
                     facts[way.name].append(found)
@@ -162,15 +162,15 @@ def take_turns(
 def timed(work: Callable[[], Any], ready: Callable[[], Any] = lambda: None) -> Facts:
     """Seconds, MB of memory that this rank needed above what it had before, and bytes that it read.
 
-    ``ready`` is run first and is not timed; the memory that it frees is the work's to use.
+    ``ready`` is run first and is not timed.
 
     Memory is VmHWM, reset by /proc/self/clear_refs, so pages of mapped files count; what malloc kept is given back
     first. Bytes are /proc/self/io's rchar: those of read and pread by all threads, but not of mapped files.
     """
+    ready()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = memory_mb("VmRSS")
-    ready()
     Path("/proc/self/clear_refs").write_text("5")
     dist.barrier()
     read, begin = _read_bytes(), time.perf_counter()
@@ -217,6 +217,15 @@ def use_page_cache(path: str, nbytes: int) -> None:
         for _ in range(0, nbytes, len(zeros)):
             file.write(zeros)
     Path(path).unlink()
+
+
+def recall(path: str) -> None:
+    """Read the files below ``path``, so that the page cache has them: it may have dropped what nobody used for long."""
+    piece = bytearray(1 << 20)
+    for file in (file for file in Path(path).rglob("*") if file.is_file()):
+        with open(file, "rb", buffering=0) as opened:
+            while opened.readinto(piece):
+                pass
 
 
 def evict(path: str) -> float:
