@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +22,8 @@ SESSION: set[int] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     pool.warning_filters[:] = config.getini("filterwarnings")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # some tests interrupt
 
 
 def pytest_unconfigure() -> None:

@@ -1,8 +1,9 @@
 """How does a test run a function on several ranks, each in a process of its own, in milliseconds?
 
 One fork server imports torch and Lightning once, starts no thread and computes nothing, and forks a fresh child per
-rank and call. The server alone supervises the children; results, output and stack dumps come back through files. This
-module knows nothing of lightning_shardckpt, and the side that pytest runs imports no torch.
+rank and call; a fork of it that has imported lightning_shardckpt, too, does so for most calls. The server alone
+supervises the children; results, output and stack dumps come back through files. The side that pytest runs imports
+neither torch nor lightning_shardckpt.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import importlib
 import json
 import os
 import pickle
+import pkgutil
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,18 +31,19 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import IO, Any, NamedTuple, NoReturn, TypedDict
 
 ROOT = Path(__file__).parents[1]
 FIRST_LOOK_S = 0.5  # between asking a rank for its stacks and killing it
 OUTPUT_TAIL_LINES = 30
-# What most ranks would else import by themselves, at 0.2 s of processor time each. Nothing of lightning_shardckpt: that
-# a configuration file alone brings it in is something that tests ask.
+# What ranks would else import by themselves, at 0.2 s of processor time each.
 PRELOADED = (
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
-    *("torch.distributed.checkpoint", "torch.profiler", "safetensors.torch", "xxhash", "pytest"),
+    *("torch.distributed.checkpoint", "torch.distributed._tensor", "torch.profiler", "safetensors.torch", "xxhash"),
     *("lightning.pytorch", "lightning.pytorch.cli", "lightning.fabric", "transformers.models.llama.modeling_llama"),
+    *("peft", "s3fs", "pytest"),
 )
+PACKAGE = "lightning_shardckpt"  # not among them: some tests ask what goes without it, or what brings it in
 # Daemon threads that a library starts once per process and never stops: tqdm's monitor and fsspec's event loop.
 LIBRARY_THREADS = {"TMonitor", "fsspecIO"}
 # What a rank reports because another rank failed first; such errors are shown last.
@@ -89,6 +93,7 @@ class _Job(TypedDict):
     timeout_s: float
     grace_s: float
     init_process_group: bool
+    bare: bool
     env: dict[str, str]
     warning_filters: list[str]
 
@@ -106,6 +111,7 @@ def run_ranks(
     timeout_s: float = 120,
     grace_s: float = 6,
     init_process_group: bool = True,
+    bare: bool = False,
     expect_errors: bool = False,
 ) -> list[Any]:
     """Return `[fn(*args) on rank 0, on rank 1, …]`, each from a fresh process with gloo initialised.
@@ -115,6 +121,7 @@ def run_ranks(
     too, when it leaves a Python thread behind, or when an exception ended one of its threads or escaped a destructor.
 
     Args:
+        bare: in processes that have imported nothing of lightning_shardckpt.
         grace_s: how long the other ranks may go on after one has failed, before they are killed.
         expect_errors: return an `Outcome` per rank instead of raising when ranks raise or are killed.
 
@@ -133,6 +140,7 @@ def run_ranks(
                 timeout_s=timeout_s,
                 grace_s=grace_s,
                 init_process_group=init_process_group,
+                bare=bare,
                 env=dict(os.environ),
                 warning_filters=warning_filters,
             )
@@ -259,15 +267,52 @@ def serve(parent: int, bytecode: str) -> None:
         importlib.import_module(module)
     _give_gloo_one_worker()
     sys.dont_write_bytecode, sys.pycache_prefix = False, bytecode  # not before: what is installed has its own
+    _be_ready_to_fork()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
+    other = _server_with_package()
+    for line in sys.stdin:
+        if json.loads(line)["bare"]:
+            reply = _answer(line)
+        else:
+            other.write(line)
+            other.flush()
+            reply = other.readline()
+            assert reply, "the server that has imported the package ended"
+        replies.write(reply)
+        replies.flush()
+
+
+def _server_with_package() -> IO[str]:
+    """Fork a server that has imported all of the package; it takes lines and replies as this one does."""
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    if os.fork() == 0:
+        _die_with(parent)
+        ours.close()
+        for module in pkgutil.walk_packages([str(ROOT / PACKAGE)], f"{PACKAGE}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+        _be_ready_to_fork()
+        with theirs.makefile("rw") as jobs:
+            for line in jobs:
+                jobs.write(_answer(line))
+                jobs.flush()
+        os._exit(0)
+    theirs.close()
+    return ours.makefile("rw")
+
+
+def _be_ready_to_fork() -> None:
     gc.collect()
     gc.freeze()  # a rank's collections neither look through all modules nor copy their pages
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "only a process with one thread can be forked safely"
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
-    for line in sys.stdin:
-        job: _Job = json.loads(line)
-        pids = [_fork(rank, job) for rank in range(job["world"])]
-        replies.write(json.dumps(_supervise(pids, timeout_s=job["timeout_s"], grace_s=job["grace_s"])) + "\n")
-        replies.flush()
+
+
+def _answer(line: str) -> str:
+    """Do a job; returns how it ended, as a line."""
+    job: _Job = json.loads(line)
+    pids = [_fork(rank, job) for rank in range(job["world"])]
+    return json.dumps(_supervise(pids, timeout_s=job["timeout_s"], grace_s=job["grace_s"])) + "\n"
 
 
 def _give_gloo_one_worker() -> None:

@@ -66,9 +66,11 @@ def save(*paths: str) -> None:
 
 
 def live_objects() -> tuple[dict[str, Tensor], torch.optim.Optimizer, Live]:
-    """Tensors of zeros and an optimizer for them, and both as the engine wants them."""
+    """Tensors of zeros and an optimizer for them, with state of the first one; and both as the engine wants them."""
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     optimizer = torch.optim.AdamW([torch.nn.Parameter(t) for t in tensors.values()])
+    first = optimizer.param_groups[0]["params"][0]
+    optimizer.state[first] = {"exp_avg": torch.zeros_like(first, requires_grad=False), "step": torch.tensor(0.0)}
     names = {id(p): n for p, n in zip(optimizer.param_groups[0]["params"], SHAPES, strict=True)}
     return tensors, optimizer, Live(Leaves(tensors), frozenset(), [optimizer], names, WholeNames())
 

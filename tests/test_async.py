@@ -476,7 +476,7 @@ def twins(strategy: Any, directory: str) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("strategy", "world"),
-    [({}, 2), ({"pipeline_parallel_size": 2}, 2), ("auto", 1)],
+    [({}, 2), pytest.param({"pipeline_parallel_size": 2}, 2, marks=pytest.mark.slow), ("auto", 1)],
     ids=["fsdp2", "pp2", "stock"],
 )
 def test_asynchronous_checkpoints_equal_synchronous_ones_and_resume_alike(

@@ -24,7 +24,7 @@ state.LAYERS = 2
 runpy.run_path({str(FOLDER / "compare.py")!r}, run_name="__main__")
 """
 SECTIONS = {"save": 3, "async": 3, "load": 2, "reshard": 5, "small": 1, "remote": 1, "consolidate": 2, "planning": 3}
-SECTIONS |= {"steps": 7}
+SECTIONS |= {"steps": 9}
 OPTIONAL = {"torchsnapshot", "torch_checkpointing", "Megatron-Core", "OLMo-core"}
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_shardckpt import ShardCkptIO
 from tests.pool import ROOT, run_ranks
 
 EVERY_ARGUMENT = {
@@ -125,9 +124,9 @@ def write(path: Path, trainer: dict[str, Any]) -> str:
     return f"--config={path}"
 
 
-def alone(fn: Any, *arguments: str) -> Any:
+def alone(fn: Any, *arguments: str, bare: bool = False) -> Any:
     """Run `fn` in a process of its own, which is no rank of anything."""
-    return run_ranks(1, fn, *arguments, init_process_group=False)[0]
+    return run_ranks(1, fn, *arguments, init_process_group=False, bare=bare)[0]
 
 
 def test_every_argument_of_the_strategy_can_be_given_in_yaml(tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_the_checkpoint_io_takes_its_arguments_from_yaml(tmp_path: Path) -> None
 
 
 def test_the_strategy_has_a_short_name_once_the_yaml_names_the_checkpoint_io(tmp_path: Path) -> None:
-    got = alone(parse, write(tmp_path / "c.yaml", {"strategy": "sharded"}))
+    got = alone(parse, write(tmp_path / "c.yaml", {"strategy": "sharded"}), bare=True)
     assert (got.strategy, got.checkpoint_io) == ("ShardedStrategy", "ShardCkptIO")
 
 
@@ -183,6 +182,8 @@ def print_config(*arguments: str) -> str:
 
 
 def test_print_config_shows_every_argument_and_its_output_is_a_config(tmp_path: Path) -> None:
+    from lightning_shardckpt import ShardCkptIO
+
     strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": {"tensor_parallel_size": 2}}
     config = write(tmp_path / "c.yaml", {"strategy": strategy})
     printed = alone(print_config, config)
@@ -235,7 +236,7 @@ def test_a_run_from_yaml_alone_saves_and_resumes_on_other_ranks(tmp_path: Path) 
     keep = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path)}}
     trainer = {"strategy": "sharded", "callbacks": [keep], "max_epochs": 1, "limit_train_batches": 3}
     trainer |= {"limit_val_batches": 0, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "devices": 2}
-    assert run_ranks(2, fit, write(tmp_path / "two.yaml", trainer)) == [3, 3]
+    assert run_ranks(2, fit, write(tmp_path / "two.yaml", trainer), bare=True) == [3, 3]
     (saved,) = tmp_path.glob("*.ckpt")
     one = write(tmp_path / "one.yaml", {**trainer, "devices": 1, "max_epochs": 2})
-    assert run_ranks(1, fit, one, f"--ckpt_path={saved}") == [6]
+    assert run_ranks(1, fit, one, f"--ckpt_path={saved}", bare=True) == [6]

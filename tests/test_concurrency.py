@@ -21,6 +21,9 @@ from tests.pool import run_ranks
 LOCAL = LocalStorage()
 FILES = ("a", "b", "c", ROOT_NAME)
 WAYS = pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+RENAMES_ARE_SLOW = pytest.mark.parametrize(
+    "exchange", [pytest.param(True, id="exchange"), pytest.param(False, id="two renames", marks=pytest.mark.slow)]
+)
 
 
 def prepare(exchange: bool) -> None:
@@ -88,7 +91,7 @@ def contested(path: str, rounds: int, exchange: bool) -> int:
     return lost
 
 
-@WAYS
+@RENAMES_ARE_SLOW
 def test_of_two_saves_to_one_path_at_least_one_wins_and_it_is_whole(exchange: bool, tmp_path: Path) -> None:
     run_ranks(2, contested, str(tmp_path / "x"), 30, exchange)
     left = [name for name in os.listdir(tmp_path) if name != "x"]
@@ -118,7 +121,7 @@ def while_the_other_saves(path: str, rounds: int, exchange: bool) -> int:
     return refused
 
 
-@WAYS
+@RENAMES_ARE_SLOW
 def test_who_saves_to_a_path_that_is_being_saved_to_is_refused_each_time(exchange: bool, tmp_path: Path) -> None:
     assert run_ranks(2, while_the_other_saves, str(tmp_path / "x"), 20, exchange) == [10, 10]
     assert os.listdir(tmp_path) == ["x"]
@@ -185,7 +188,7 @@ def saved_and_deleted(path: str, rounds: int, exchange: bool) -> tuple[int, int]
     return rank, found
 
 
-@WAYS
+@RENAMES_ARE_SLOW
 def test_saving_deleting_and_reading_at_once(exchange: bool, tmp_path: Path) -> None:
     run_ranks(3, saved_and_deleted, str(tmp_path / "x"), 30, exchange)
     finish(begun(str(tmp_path / "x"), "f" * 32), "f" * 32)
@@ -206,7 +209,7 @@ def side_by_side(directory: str, rounds: int, exchange: bool) -> list[str]:
     return notes
 
 
-@WAYS
+@RENAMES_ARE_SLOW
 def test_jobs_that_save_side_by_side_do_not_disturb_each_other(exchange: bool, tmp_path: Path) -> None:
     notes = run_ranks(3, side_by_side, str(tmp_path), 20, exchange)
     assert [note for found in notes for note in found if not note.startswith("removed a checkpoint that was")] == []

@@ -303,7 +303,7 @@ def in_small_windows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
 
 
-@pytest.mark.parametrize("nbytes", [80, 3000, 70_000])
+@pytest.mark.parametrize("nbytes", [pytest.param(80, marks=pytest.mark.slow), 3000, 70_000])
 def test_windows_of_any_size_make_the_same_file(
     nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,8 +252,16 @@ def resume_at_0(strategy: str, path: str) -> dict[str, Any]:
     return tiny.full_state(module, pl_trainer.optimizers)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "ours"), (2, "ours, pp"), (1, "auto")])
-@pytest.mark.parametrize("name", ["fabric", "step3-flat"])
+@pytest.mark.parametrize(
+    ("name", "world", "strategy"),
+    [
+        *(("fabric", 2, "ours"), ("fabric", 1, "auto"), ("step3-flat", 2, "ours, pp")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("fabric", 2, "ours, pp"), ("step3-flat", 2, "ours"), ("step3-flat", 1, "auto"))
+        ),
+    ],
+)
 def test_training_begins_at_step_0_with_what_other_directories_hold(
     others: tuple[Path, dict[str, Any]], name: str, world: int, strategy: str
 ) -> None:

@@ -654,8 +654,16 @@ def check_parallelised(how: str, where: str) -> int:
     return len(done)
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize(("how", "world"), [("fsdp", 2), ("tp", 2), ("fsdp and tp", 4)])
+@pytest.mark.parametrize(
+    ("how", "world", "where"),
+    [
+        *(("fsdp", 2, "inside"), ("tp", 2, "outside"), ("fsdp and tp", 4, "inside")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("fsdp", 2, "outside"), ("tp", 2, "inside"), ("fsdp and tp", 4, "outside"))
+        ),
+    ],
+)
 def test_parallelised_parameters_replay_to_the_eager_shards(how: str, world: int, where: str) -> None:
     assert run_ranks(world, check_parallelised, how, where) == [20] * world
 

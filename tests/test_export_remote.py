@@ -121,7 +121,7 @@ def test_a_store_gets_the_bytes_of_the_local_export(
     assert content(url, options).keys() == {f"/out{name}" for name in expected}
 
 
-@pytest.mark.parametrize("nbytes", [400, 3000, 70_000])
+@pytest.mark.parametrize("nbytes", [pytest.param(400, marks=pytest.mark.slow), 3000, 70_000])
 @pytest.mark.parametrize("kind", ["torch", "torch converted", "chunks with optimizer"])
 def test_threads_take_turns_in_windows_of_any_size(
     kind: str, nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -214,7 +214,19 @@ def test_a_url_of_a_file_is_a_path(saved: Path, tmp_path: Path) -> None:
 # ── what is there already ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("options", [FILE, CHUNKS, {}], ids=["file", "folder", "torch"])
+REPLACED = {"file": FILE, "folder": CHUNKS, "torch": {}}
+QUICK_PAIRS = {("s3", "folder"), ("memory", "file"), ("another", "torch")}
+
+
+@pytest.mark.parametrize(
+    ("store", "options"),
+    [
+        pytest.param(store, REPLACED[kind], id=f"{store}-{kind}", marks=[] if pair in QUICK_PAIRS else pytest.mark.slow)
+        for pair in itertools.product(("s3", "memory", "another"), REPLACED)
+        for store, kind in [pair]
+    ],
+    indirect=["store"],
+)
 def test_only_what_an_export_wrote_is_replaced(
     options: dict[str, Any], store: tuple[str, dict[str, Any]], saved: Path, tmp_path: Path
 ) -> None:
@@ -280,7 +292,9 @@ LASTING: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "something"])
-@pytest.mark.parametrize("kind", LASTING)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if "reset" in kind else []) for kind in LASTING]
+)
 def test_a_failure_leaves_what_was_there_and_no_upload(
     kind: str, before: str, large: Path, s3: Bucket, proxy: Proxy
 ) -> None:
@@ -338,7 +352,10 @@ def test_an_error_of_a_stream_ends_all_threads(
     assert content(f"memory:/{tmp_path}") == {}
 
 
-@pytest.mark.parametrize("options", [{}, {"format": "safetensors"}], ids=["torch", "safetensors"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="torch"), pytest.param({"format": "safetensors"}, id="safetensors", marks=pytest.mark.slow)],
+)
 def test_damage_is_found_and_leaves_nothing(
     options: dict[str, Any], large: Path, tmp_path: Path, s3: Bucket
 ) -> None:

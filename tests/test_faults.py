@@ -271,7 +271,7 @@ def test_a_save_without_syncs_syncs_nothing_and_a_large_file_goes_past_the_cache
         assert set(names[first + 1 : last]) == {"pwrite"} and names[last + 1 : last + 3] == ["pwrite", "fsync"]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@rest_is_slow(ALONE)
 def test_no_call_escapes_the_harness(name: str) -> None:
     seen, counted = in_a_fork(audited, name)
     unaudited = ("write", "writev", "pwrite", "fsync", "fcntl", "renameat2", "posix_fallocate")

@@ -191,11 +191,12 @@ def test_with_a_pattern_every_box_is_listed_with_who_wrote_and_who_holds_it(
 @pytest.mark.parametrize(
     "tool",
     [
-        ["inspect"],
-        ["inspect", "--json", "--ranks"],
         ["inspect", "--tree"],
+        *(
+            pytest.param(tool, marks=pytest.mark.slow)
+            for tool in (["inspect"], ["inspect", "--json", "--ranks"], ["verify", "--quick"])
+        ),
         ["verify"],
-        ["verify", "--quick"],
         ["diff", "."],
         ["explain", "--onto", "fsdp=3"],
         ["map", "-o", os.devnull, "--onto", "tp=2"],

@@ -202,7 +202,6 @@ QUICK = {
     *(("training", case) for case in ("built late", "masked loss", "buffer that counts")),
     ("hugging face", "tied llama"),
     ("schedules", "1f1b"),
-    ("two stages per rank", "zbv_zero_bubble"),
 }
 EVERY = [
     pytest.param(group, case, id=f"{group}: {case}", marks=[] if (group, case) in QUICK else [pytest.mark.slow])

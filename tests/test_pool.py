@@ -96,6 +96,15 @@ def test_what_a_rank_compiles_is_kept_for_the_others_outside_of_the_repository(m
     assert not file.is_relative_to(pool.ROOT)
 
 
+def imported() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == pool.PACKAGE]
+
+
+def test_ranks_have_the_package_imported_unless_they_are_bare() -> None:
+    for bare in (True, False, True):
+        assert [bool(found) for found in run_ranks(2, imported, bare=bare)] == [not bare] * 2
+
+
 def environment(name: str) -> str | None:
     return os.environ.get(name)
 
@@ -172,7 +181,7 @@ def rank_0_hangs(leave: str) -> int:
 )
 def test_a_rank_that_waits_for_a_failed_one_is_killed_after_the_grace(leave: str, error: tuple[str, str]) -> None:
     started = time.monotonic()
-    hung, left = run_ranks(2, rank_0_hangs, leave, grace_s=2, init_process_group=False, expect_errors=True)
+    hung, left = run_ranks(2, rank_0_hangs, leave, grace_s=1, init_process_group=False, expect_errors=True)
     assert time.monotonic() - started < 30
     assert left.error[:2] == error
     assert left.killed == (leave == "signal")

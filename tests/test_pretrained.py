@@ -126,7 +126,7 @@ def begin(kinds: list[str], folder: str, strategy: dict[str, Any]) -> list[str]:
         pytest.param(2, ["llama", "llama-tied", *OLD, "qwen2-moe", "mixtral", "bert"], {}, marks=pytest.mark.slow),
         (2, ["llama", "qwen3"], TP),
         pytest.param(4, ["llama-tied"], {"data_parallel_shard_size": 2, **TP}, marks=pytest.mark.slow),
-        (2, ["qwen3", "llama-tied"], {"pipeline_parallel_size": 2}),
+        pytest.param(2, ["qwen3", "llama-tied"], {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=["FSDP2", "TP", "FSDP2 x TP", "PP"],
 )
@@ -198,7 +198,11 @@ def begin_fabric(kinds: list[str], folder: str, strategy: dict[str, Any]) -> lis
 
 @pytest.mark.parametrize(
     ("kinds", "strategy"),
-    [(["llama-tied", "gpt2"], {}), (["llama"], TP), (["qwen3"], {"pipeline_parallel_size": 2})],
+    [
+        (["llama-tied", "gpt2"], {}),
+        pytest.param(["llama"], TP, marks=pytest.mark.slow),
+        (["qwen3"], {"pipeline_parallel_size": 2}),
+    ],
     ids=["FSDP2", "TP", "PP"],
 )
 def test_what_fabric_sets_up_first_begins_with_them(kinds: list[str], strategy: dict[str, Any], saved: str) -> None:

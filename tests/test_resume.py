@@ -61,17 +61,23 @@ Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
-    """What each rank saw of all runs on so many ranks, one after another in the same processes."""
-    return cache(
-        lambda world: run_ranks(world, all_straight_and_resumed, str(tmp_path_factory.mktemp("runs")), RUNS[world])
-    )
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
+    """What each rank saw of all selected runs on so many ranks, one after another in the same processes."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = {item.callspec.params.get("name") for item in items}
+
+    @cache
+    def find(world: int) -> Seen:
+        runs = {name: run for name, run in RUNS[world].items() if name in names}
+        return run_ranks(world, all_straight_and_resumed, str(tmp_path_factory.mktemp("runs")), runs)
+
+    return find
 
 
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        pytest.param(world, name, id=name, marks=[pytest.mark.slow] if world == 4 else [])
+        pytest.param(world, name, id=name, marks=[pytest.mark.slow] if world == 4 or name == "pp2" else [])
         for world in RUNS
         for name in RUNS[world]
     ],

@@ -238,7 +238,7 @@ def components(path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("stages", "world"), [(2, 2), (3, 3), (2, 4)])
+@pytest.mark.parametrize(("stages", "world"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.slow), (2, 4)])
 def test_stages_save_together_what_one_process_saves(stages: int, world: int, tmp_path: Path) -> None:
     save_twin(str(tmp_path / "twin.ckpt"))
     run_ranks(world, save_stages, stages, str(tmp_path / "a.ckpt"))

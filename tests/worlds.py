@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Literal
@@ -116,6 +116,10 @@ def requests(checkpoint: Checkpoint, key: str, wanted: tuple[Part, ...], target:
     return found
 
 
+def untargeted(wanted: Sequence[Request]) -> list[Request]:
+    return [request.untargeted() for request in wanted]
+
+
 def load(checkpoint: Checkpoint, key: str, layout: Layout, rank: int, how: How = "twice") -> Array:
     """What ``rank`` of another world reads of a model's tensor into its memory."""
     spec = checkpoint.root.components["model"].tensors[key]
@@ -124,7 +128,7 @@ def load(checkpoint: Checkpoint, key: str, layout: Layout, rank: int, how: How =
     wanted = requests(checkpoint, key, parts, found)
     if how == "twice":
         before = found.copy()
-        fetch(checkpoint, wanted, verify=True, keep=False)
+        fetch(checkpoint, untargeted(wanted), verify=True)
         assert numpy.array_equal(found, before)
-    fetch(checkpoint, wanted, verify=how == "once", keep=True)
+    fetch(checkpoint, wanted, verify=how == "once")
     return found
