@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,13 +117,10 @@ def save_async(
     with resting(), job.discarded_on_error():
         agreed = _agreed(job, describe, ranks)
         memory = background.memory()
-        phase = f"copying what to save to {path!r}"
-        try:
-            ranks.step(phase, lambda: job.stage(agreed, memory, behind=overlap_copy), _nothing)
-        except BaseException:
-            if job.copies is not None:
-                job.copies.wait()  # what is discarded now must not be in use
-            raise
+        stage = partial(job.stage, agreed, memory, behind=overlap_copy)
+        ranks.step(f"copying what to save to {path!r}", stage, _nothing)
+        if job.copies is not None:
+            job.copies.start()  # no sooner: its thread would compete with what ranks wait for
         return background.save(path, lambda behind: _written(job, agreed, behind), memory, job.copies)
 
 

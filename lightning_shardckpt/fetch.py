@@ -24,7 +24,7 @@ from lightning_shardckpt.pages import pages
 from lightning_shardckpt.plan import Overlap, byte_runs
 from lightning_shardckpt.processes import own_cores
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.threads import Done, start
+from lightning_shardckpt.threads import Done, NoThreadError, start
 
 HELD_BYTES = 24 << 20
 """How much a load from files may hold between verifying it and putting it into its place."""
@@ -216,7 +216,7 @@ class _Fetch:
     def _with_threads(self, count: int) -> None:
         others = [_Other(self._files.reader.twin(), self._work) for _ in range(count)]
         try:
-            with suppress(RuntimeError):  # the system gives no more threads: then without
+            with suppress(NoThreadError):  # then without
                 start(*others)
             self._work(self._files.reader)
         except BaseException as error:

@@ -291,7 +291,7 @@ class Ranks:
         """Whether all keys came in time; each of ``signs``, keys that come in this order, begins the time anew."""
         signs = list(signs)
         looked = time.monotonic()
-        deadline, pause = looked + timeout_s, _SHORTEST_PAUSE_S
+        began, deadline = looked, looked + timeout_s
         longest = max(_LONGEST_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
         while not store.check(keys):  # no store.wait: each one that is in vain makes a TCPStore print warnings
             self._heard = now = time.monotonic()
@@ -303,8 +303,8 @@ class Ranks:
                     deadline = now + timeout_s
             if now >= deadline:
                 return store.check(keys)
+            pause = min(max(_SHORTEST_PAUSE_S, (now - began) / 20), longest)
             time.sleep(max(min(pause, deadline - now), 0))
-            pause = min(1.5 * pause, longest)
         return True
 
     def _gone(self, store: Store) -> dict[int, Process]:

@@ -172,7 +172,8 @@ class Save:
     def stage(self, agreed: dict[str, Any], memory: HostMemory, *, behind: bool) -> None:
         """On every rank: copy what it writes into ``memory``; from then on, what was described may change.
 
-        ``behind``: parameters and optimizer state are copied by a thread and may change after ``copies.wait()``.
+        ``behind``: parameters and optimizer state are ``copies``, which are to be started, and may change after
+        ``copies.wait()``.
         """
         live = self._live(agreed)
         copies = dict(zip(live.tensors, memory.room(list(live.tensors.values())), strict=True))

@@ -16,7 +16,7 @@ import torch
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.pages import pages, prefer_huge_pages
-from lightning_shardckpt.threads import Done, start
+from lightning_shardckpt.threads import Done, NoThreadError, start
 
 DTYPES = {
     torch.float64: "F64",
@@ -132,7 +132,7 @@ def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) ->
 
 
 class CopiesBehind:
-    """Copies of tensors that a thread makes while nobody changes them; that nobody does is checked.
+    """Copies of tensors that a thread makes while nobody changes them; that nobody does, from now on, is checked.
 
     An operation of torch that changes a tensor counts up its version. Not so, with torch 2.13, ``torch._foreach_…`` on
     DTensors, as optimizers use: ``wait`` before they step. What goes past torch's operations (``tensor.data``, memory
@@ -157,13 +157,22 @@ class CopiesBehind:
         self._lock, self._may_change = threading.Lock(), False
         self._changed: list[str] = []
         self._done = Done()  # Thread.join takes a thread for ended when it is interrupted (Python 3.11)
-        self._thread = threading.Thread(target=self._run, name="shardckpt-copy")
-        start(self._thread)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to copy. To be called once, before anybody waits; or never, then nobody may."""
+        thread = threading.Thread(target=self._run, name="shardckpt-copy")
+        try:
+            start(thread)
+            self._thread = thread
+        except NoThreadError:  # then here
+            self._run()
 
     def wait(self) -> None:
         """Until the copies are made; from then on the tensors may change. Raises nothing."""
         self._done.wait()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         with self._lock:
             if not self._may_change:
                 self._changed, self._may_change = self._find_changed(), True

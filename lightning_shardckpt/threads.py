@@ -36,13 +36,17 @@ class Done:
             pass
 
 
+class NoThreadError(RuntimeError):
+    """The system gives no more threads, or the interpreter is about to end. Not what a handler of a signal raises."""
+
+
 def start(*threads: threading.Thread) -> None:
     """Start threads; signals, which Python handles in the main thread, wait meanwhile.
 
     Their handlers are put off rather than the signals blocked: another thread could receive those for the main one.
 
     Raises:
-        RuntimeError: if the system gives no more threads; those before have been started.
+        NoThreadError: if there is no more; those before have been started.
     """
     came = list[int]()
     with ExitStack() as later:
@@ -53,7 +57,10 @@ def start(*threads: threading.Thread) -> None:
                     later.callback(signal.signal, number, handler)
                     signal.signal(number, lambda number, frame: came.append(number))
         for thread in threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise NoThreadError(str(error)) from error
 
 
 def _raise_all(signals: list[int]) -> None:

@@ -73,7 +73,9 @@ class Gate:
 
 def copies_of(tensors: dict[str, torch.Tensor]) -> tuple[CopiesBehind, list[torch.Tensor]]:
     copies = [torch.empty_like(tensor) for tensor in tensors.values()]
-    return CopiesBehind(list(tensors.values()), copies, list(tensors.items())), copies
+    behind = CopiesBehind(list(tensors.values()), copies, list(tensors.items()))
+    behind.start()
+    return behind, copies
 
 
 def test_a_tensor_that_changes_before_it_is_copied_is_an_error_that_names_it() -> None:
@@ -111,8 +113,31 @@ def test_a_tensor_may_change_after_the_wait() -> None:
     behind.check()
 
 
+def test_a_tensor_that_changes_before_the_copying_begins_is_an_error_that_names_it() -> None:
+    a = torch.zeros(3)
+    behind = CopiesBehind([a], [torch.empty_like(a)], [("a", a)])
+    a.add_(1)
+    behind.start()
+    with pytest.raises(StateError, match=r"\['a'\]"):
+        behind.check()
+
+
+def test_without_another_thread_the_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    a = torch.tensor([1.0, 2.0, 3.0])
+    behind, copies = copies_of({"a": a})
+    assert copies[0].tolist() == [1, 2, 3]
+    behind.wait()
+    a.add_(1)
+    behind.check()
+
+
 def test_what_fails_in_the_copying_thread_is_raised_where_it_is_asked_for() -> None:
     behind = CopiesBehind([torch.zeros(3)], [torch.zeros(4)], [])
+    behind.start()
     behind.wait()
     with pytest.raises(RuntimeError, match="size of tensor"):
         behind.check()

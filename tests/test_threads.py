@@ -17,7 +17,7 @@ from lightning_shardckpt import background
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.staging import HostMemory
-from lightning_shardckpt.threads import Done, start
+from lightning_shardckpt.threads import Done, NoThreadError, start
 from tests.pool import run_ranks
 
 _PATIENCE_S = 1.0
@@ -105,6 +105,26 @@ def test_an_interrupt_comes_when_all_threads_have_been_started() -> None:
     done.set()
     for thread in threads:
         thread.join()
+
+
+def test_what_a_handler_raises_is_not_taken_for_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def lost(number: int, frame: Any) -> None:
+        raise RuntimeError("the machine goes")
+
+    before, done = signal.signal(signal.SIGINT, lost), Done()
+    try:
+        with pytest.raises(RuntimeError, match="the machine goes") as raised:
+            start(Interrupting(target=done.wait))
+    finally:
+        signal.signal(signal.SIGINT, before)
+        done.set()
+    assert not isinstance(raised.value, NoThreadError)
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(NoThreadError, match="new thread"):
+        start(threading.Thread())
 
 
 def saved_by_a_handler(order: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from lightning_shardckpt.pages import pages
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.threads import Done, start
+from lightning_shardckpt.threads import Done, NoThreadError, start
 
 _BUFFERS, _BUFFER_BYTES = 3, 8 << 20
 _ALIGNMENT = 4096  # of offsets and sizes; enough for all but exotic disks, which say EINVAL
@@ -99,7 +99,7 @@ class _Writer:
         self._thread = Thread(target=self._run, name="shardckpt-disk")
         try:
             start(self._thread)
-        except RuntimeError:  # the system gives no more, or the interpreter is about to leave: then without
+        except NoThreadError:  # then without
             self._thread = None
 
     def _stop(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_shardckpt.storage.objects import Chunks, Objects, Stat
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.retry import Patience, status_of
-from lightning_shardckpt.threads import start
+from lightning_shardckpt.threads import NoThreadError, start
 
 _PART_BYTES, _LARGER_AFTER, _MOST_PARTS = 8 << 20, 2000, 9_900  # S3 takes 10,000
 _AT_ONCE = 4  # parts; fewer if they are larger
@@ -243,7 +243,7 @@ class _Sending:
         self._threads.append(thread)
         try:
             start(thread)
-        except RuntimeError:
+        except NoThreadError:
             self._threads.remove(thread)
 
     def _run(self) -> None:
