@@ -8,6 +8,7 @@ talks to the user: what it has to say is fetched from it, and its errors are rai
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from weakref import WeakSet
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.ranks import Ranks, described, raisable
 from lightning_shardckpt.staging import CopiesBehind, HostMemory
-from lightning_shardckpt.threads import start
+from lightning_shardckpt.threads import NoThreadError, start
 
-_LOOK_S = 1.0  # between two looks whether the thread is still there: a forked process does not have it
+_LOOK_S = 1.0  # between two looks whether the thread is still there
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,23 @@ class Background:
 
     def __init__(self, ranks: Ranks, max_pending: int = 1) -> None:
         self._ranks, self._max_pending = ranks, max_pending
-        self._lock = threading.RLock()  # a signal handler may save, too
-        self._changed = threading.Condition(self._lock)  # taken by the lock alone, see ``threads``
-        self._jobs: deque[_Job] = deque()
-        self._thread: threading.Thread | None = None
         self._free: list[HostMemory] = []
         self._count = self._settled = 0  # saves begun; of which it was asked how they ended
         self._failed: set[int] = set()
         self._told: set[int] = set()  # numbers of saves whose failure was raised; this rank may learn of it later
-        self._failures: dict[int, Exception] = {}
-        self._notes: list[str] = []
         self.waited = False
         """Whether a save had to wait for room."""
+        self._begin()
         _ALL.add(self)
+
+    def _begin(self) -> None:
+        """With nothing to do: at first, and in a forked process, whose parent does what there was."""
+        self._lock = threading.RLock()  # a signal handler may save, too
+        self._changed = threading.Condition(self._lock)  # taken by the lock alone, see ``threads``
+        self._jobs: deque[_Job] = deque()
+        self._thread: threading.Thread | None = None
+        self._failures: dict[int, Exception] = {}
+        self._notes: list[str] = []
 
     def save(
         self,
@@ -164,9 +169,14 @@ class Background:
     def _put(self, job: _Job) -> Future[list[str]]:
         with self._lock:
             self._jobs.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shardckpt-writer")
-                start(self._thread)
+            if self._thread is not None:
+                return job.done
+            self._thread = threading.Thread(target=self._run, name="shardckpt-writer")
+        try:
+            start(self._thread)
+        except NoThreadError as error:  # then here: other ranks count on it
+            self._notes.append(f"training waited for {job.path!r} to be written: {error}")
+            self._run()
         return job.done
 
     def _run(self) -> None:
@@ -241,6 +251,14 @@ class Background:
 
 
 _ALL: WeakSet[Background] = WeakSet()
+
+
+def _begin_all() -> None:
+    for background in list(_ALL):
+        background._begin()
+
+
+os.register_at_fork(after_in_child=_begin_all)
 
 
 def drain_all() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.storage.places import Places
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.threads import uninterrupted
 
 _PLACES = Places()
 
@@ -67,9 +69,8 @@ def save(
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
     job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
-    with resting():
-        with job.discarded_on_error():
-            agreed = _agreed(job, describe, ranks)
+    with resting(), job:
+        agreed = _agreed(job, describe, ranks)
         return _written(job, agreed, ranks)
 
 
@@ -114,14 +115,18 @@ def save_async(
     """
     background.settle(ranks, room_for=path)
     job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
-    with resting(), job.discarded_on_error():
+    with resting(), ExitStack() as unfinished:
+        unfinished.enter_context(job)
         agreed = _agreed(job, describe, ranks)
         memory = background.memory()
         stage = partial(job.stage, agreed, memory, behind=overlap_copy)
         ranks.step(f"copying what to save to {path!r}", stage, _nothing)
-        if job.copies is not None:
-            job.copies.start()  # no sooner: its thread would compete with what ranks wait for
-        return background.save(path, lambda behind: _written(job, agreed, behind), memory, job.copies)
+        with uninterrupted():  # so that either the background has the draft, or this thread
+            if job.copies is not None:
+                job.copies.start()  # no sooner: its thread would compete with what ranks wait for
+            saved = background.save(path, partial(_finished, job, agreed), memory, job.copies)
+            unfinished.pop_all()
+        return saved
 
 
 def _agreed(job: Save, describe: Callable[[], Snapshot], ranks: Ranks) -> dict[str, Any]:
@@ -132,9 +137,13 @@ def _agreed(job: Save, describe: Callable[[], Snapshot], ranks: Ranks) -> dict[s
 
 
 def _written(job: Save, agreed: dict[str, Any], ranks: Ranks) -> list[str]:
-    with job.discarded_on_error():
-        ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
+    ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
     return job.notes
+
+
+def _finished(job: Save, agreed: dict[str, Any], ranks: Ranks) -> list[str]:
+    with job:
+        return _written(job, agreed, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.state.adapters import adapter_tensors
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.huggingface import HuggingFace
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_value, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.state.tree import Dropped
@@ -353,9 +353,9 @@ class ShardCkptIO(CheckpointIO):
         """
         drain_all()
         with resting():
-            tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
+            tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, self._module, self.names)
-            extra_state = frozenset(canonical_name(k) for k in state_dict if is_extra_state(k))
+            extra_state = frozenset(canonical_name(k) for k, v in state_dict.items() if is_value(k, v))
             adapters = adapter_tensors(self._module, leaves.tensors) if self._module is not None else frozenset[str]()
             fitting = partial(fitted_to, module=self._module or nn.Module(), live=leaves, whole=self.names)
             live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting)

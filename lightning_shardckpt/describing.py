@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
+from lightning_shardckpt.header import shown
 from lightning_shardckpt.layout import parts_of_rank
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
@@ -94,7 +95,7 @@ class Saving:
 def about_of(state: Mapping[str, Any], topology: dict[str, int]) -> About:
     """What the root index says of a run, from what its state has as numbers of steps and epochs."""
     known = [state.get(key) for key in ("global_step", "step", "epoch")]
-    step, other, epoch = (number if type(number) is int else None for number in known)
+    step, other, epoch = (n if type(n) is int and 0 <= n < 1 << 63 else None for n in known)
     return About(other if step is None else step, epoch, topology)
 
 
@@ -150,10 +151,10 @@ def checked_state(state: dict[str, Any]) -> Objects:
     """What is in a state.
 
     Raises:
-        TypeError: if it is no dict.
+        TypeError: if it is no dict with texts as keys.
         StateError: see ``objects_in``.
     """
-    if isinstance(state, dict):
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
         return objects_in(state)
-    kind = type(state).__name__  # type: ignore[unreachable]  # for who doesn't check types
-    raise TypeError(f'a state is a dict of objects and values, such as {{"model": model}}, got {kind}')
+    found = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
+    raise TypeError(f'a state is a dict by texts of objects and values, such as {{"model": model}}, got {found}')

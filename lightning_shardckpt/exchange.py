@@ -88,7 +88,7 @@ def _runs(tensors: Sequence[torch.Tensor], size: int) -> Iterator[Sequence[torch
     """The bytes of the tensors, one behind the other, as views: ``size`` bytes in each run, the rest in the last."""
     run, room = list[torch.Tensor](), size
     for tensor in tensors:
-        content = tensor.reshape(-1).view(torch.uint8)  # contiguous, so that this is its memory
+        content = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # it is contiguous: its memory
         while content.numel():
             run.append(content[:room])
             room, content = room - run[-1].numel(), content[room:]

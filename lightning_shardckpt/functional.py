@@ -49,7 +49,8 @@ def save(
     """Write a checkpoint of everything in ``state``; it is complete when this returns, and durable with ``sync_files``.
 
     Collective: every rank of ``process_group`` must call it, with the same path. Each writes the slices that it has.
-    Plain tensors, values, and the state of other objects than modules and optimizers are those of rank 0.
+    Plain tensors, values, and the state of other objects than modules and optimizers are those of rank 0. Waits for
+    saves of ``save_async`` that are under way.
 
     >>> import os, tempfile, torch
     >>> from lightning_shardckpt import load, save
@@ -83,6 +84,7 @@ def save(
         Exception: the first failure of any rank, on every rank, naming it.
     """
     party = _party(process_group)
+    drain_all()  # one of them may be to this path
     saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also, storage_options)
     notes = engine.save(saving.path, saving.describe, **saving.options(size_per_shard, sync_files))
     _warn(party, [*saving.notes, *notes])
@@ -123,6 +125,7 @@ def save_async(
     writing = engine.save_async(saving.path, saving.describe, **options, background=party.background)
     _warn(party, [*saving.notes, *party.background.notes()])
     done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
 
     def tell(written: Future[list[str]]) -> None:
         error = written.exception()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Source, Target
 from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.geometry import new_like
+from lightning_shardckpt.state.geometry import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model
 from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer
 from lightning_shardckpt.state.peft import base_name
@@ -28,8 +28,8 @@ _LISTED = 20
 class Live:
     """The objects to load into.
 
-    ``optimizers`` None: weights only. ``names``: FQN by ``id`` of the parameter. ``whole``: of all pipeline stages.
-    ``adapters``: keys of ``model`` that PEFT made for adapters.
+    ``extra_state``: canonical names of the model's values. ``optimizers`` None: weights only. ``names``: FQN by ``id``
+    of the parameter. ``whole``: of all pipeline stages. ``adapters``: keys of ``model`` that PEFT made for adapters.
     ``fitting``: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
     ``placed``: tensors of the user's to fill, by key of trainer state. ``like``: how such state is laid out that is not
     there yet. ``remedy``: how to load in spite of differences.
@@ -153,14 +153,29 @@ class Load:
             if spec.shape not in live and not self._elsewhere:
                 self.source.backed("optimizer", key)  # its shape is only what the checkpoint says
         self._take_numbers(judged["joined"])
+        shared = overlapping(self._live_tensors())
         for optimizer in self._optimizers:
-            there, new = optimizer.tensors(self._components.get("optimizer"))
+            there, new = optimizer.tensors(self._components.get("optimizer"), shared)
             self.targets += [Target("optimizer", key, tensor) for key, tensor in there]
             self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in new]
         extra = self.source.document("model") or {}
         self.extra_state = {n: decode_small(v) for n, v in extra.items() if n in self._live.extra_state}
         self._read_trainer()
+        for target in self.targets:
+            if not target.fresh and is_expanded(target.local):
+                raise StateError(
+                    f"{target.component}/{target.key} cannot be filled: elements of the tensor, of shape "
+                    f"{tuple(target.local.shape)} and strides {target.local.stride()}, are one; load into a clone of it"
+                )
         return self.targets
+
+    def _live_tensors(self) -> Iterator[torch.Tensor]:
+        """What optimizer state could share memory with."""
+        if self._optimizers:
+            yield from self._live.model.tensors.values()
+            yield from self._live.placed.values()
+        for optimizer in self._optimizers:
+            yield from optimizer.live_tensors()
 
     def _take_numbers(self, joined: Mapping[str, list[list[str]]]) -> None:
         """On pipeline stages: which parameters the stored numbers mean."""

@@ -22,8 +22,8 @@ from lightning_shardckpt.sources import Source
 from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.geometry import copy_slice
-from lightning_shardckpt.state.live import load_edited, not_live, set_extra_state
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves
+from lightning_shardckpt.state.live import load_edited, not_live, put_values
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_value, model_leaves
 from lightning_shardckpt.state.objects import (
     KEYS,
     Objects,
@@ -97,12 +97,11 @@ class Restore:
 
     def live(self) -> Live:
         """What ``checkpoint.load`` fills."""
-        tensors = {n: v for n, v in self._state_dict.items() if not is_extra_state(n)}
-        tensors = {n: v for n, v in tensors.items() if isinstance(v, torch.Tensor)}
+        tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
         leaves, _ = model_leaves(tensors, self._root if self._objects.modules else None, self._whole)
         return Live(
             leaves,
-            frozenset(canonical_name(n) for n in self._state_dict if is_extra_state(n)),
+            frozenset(canonical_name(n) for n, v in self._state_dict.items() if is_value(n, v)),
             self._optimizers if self._objects.optimizers else None,
             {id(p): self._named.get(id(p), f"#{i}") for o in self._optimizers for i, p in enumerate(_params(o))},
             self._whole,
@@ -259,11 +258,11 @@ class Restore:
             extra_state: see there.
         """
         if self._objects.modules:
-            set_extra_state(self._root, extra_state)
+            put_values(self._root, self._state_dict, extra_state)
             state = {n: v for n, v in self._state_dict.items() if isinstance(v, torch.Tensor)}
             load_edited(self._root, state, state, not_live(self._root, state), self._whole)
         placed = {path: self._objects.tensors[path] for path in self._fitting}
-        absent = {*self.missing}
+        absent, taken = {*self.missing}, list[Path]()
         for path in (*placed, *self._objects.stateful, *self._objects.values):
             if key_of(path) in absent:
                 continue
@@ -275,6 +274,8 @@ class Restore:
                 self._objects.stateful[path].load_state_dict(value)
             else:
                 put_at(self._state, path, value)
+            taken.append(path)
+        for path in taken:  # all at the end: a list goes with its last item that was asked for
             remove_at(trainer, path)
         return {key: value for key, value in trainer.items() if key not in (KEYS, "rank_state")}
 

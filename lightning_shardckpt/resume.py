@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.collector import resting
-from lightning_shardckpt.state.live import parameter_names, set_extra_state
+from lightning_shardckpt.state.live import parameter_names, put_values
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
 
@@ -98,7 +98,7 @@ def load_checkpoint(
         weights_only=weights_only,
         pick_rank=place.source_rank,
     )
-    set_extra_state(module, loaded.extra_state)
+    put_values(module, state_dict, loaded.extra_state)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = state_dict
     rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -286,15 +286,14 @@ class Save:
         draft.begin()  # if it fails, there is nothing of ours to discard
         self._draft = draft
 
-    @contextmanager
-    def discarded_on_error(self) -> Iterator[None]:
-        """Rank 0 removes the draft if the save fails, whoever failed."""
-        try:
-            yield
-        except BaseException:
-            if self._draft is not None:
-                self._draft.discard()
-            raise
+    def __enter__(self) -> Self:
+        """Of a block that rank 0 leaves without the draft if the save fails in it, whoever failed."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """See above."""
+        if kind is not None and self._draft is not None:
+            self._draft.discard()
 
 
 def _owned(optimizers: dict[str, Any]) -> set[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -40,13 +41,11 @@ class NoThreadError(RuntimeError):
     """The system gives no more threads, or the interpreter is about to end. Not what a handler of a signal raises."""
 
 
-def start(*threads: threading.Thread) -> None:
-    """Start threads; signals, which Python handles in the main thread, wait meanwhile.
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Signals, which Python handles in the main thread, wait until the end of the block.
 
     Their handlers are put off rather than the signals blocked: another thread could receive those for the main one.
-
-    Raises:
-        NoThreadError: if there is no more; those before have been started.
     """
     came = list[int]()
     with ExitStack() as later:
@@ -56,6 +55,16 @@ def start(*threads: threading.Thread) -> None:
                 if callable(handler := signal.getsignal(number)):
                     later.callback(signal.signal, number, handler)
                     signal.signal(number, lambda number, frame: came.append(number))
+        yield
+
+
+def start(*threads: threading.Thread) -> None:
+    """Start threads, uninterrupted.
+
+    Raises:
+        NoThreadError: if there is no more; those before have been started.
+    """
+    with uninterrupted():
         for thread in threads:
             try:
                 thread.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.utils._pytree import tree_map_only
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async, wait
 from lightning_shardckpt.consolidate import consolidate
@@ -306,6 +307,26 @@ def test_what_is_there_is_not_replaced_unless_told_so(tmp_path: Path) -> None:
     assert load(tmp_path / "a") == {"step": 5}
 
 
+def sparse_buffer() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("b", torch.ones(2).to_sparse())
+    return module
+
+
+class Lone(torch.optim.Optimizer):
+    """With what state a test gives it."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
+def optimizer_with(state: Callable[[Tensor], State]) -> State:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = Lone(model.parameters())
+    optimizer.state.update(state(model.weight))
+    return {"model": model, "optimizer": optimizer}
+
+
 @pytest.mark.parametrize(
     ("state", "error"),
     [
@@ -313,6 +334,12 @@ def test_what_is_there_is_not_replaced_unless_told_so(tmp_path: Path) -> None:
         ({"pair": (nn.Linear(1, 1), 1)}, "'pair' is a tuple that holds a Linear"),
         ({"what": object()}, "what: builtins.object"),
         ({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)}, "both have 'a.b.weight'"),
+        ({"a/b": nn.Linear(1, 1), "a": {"b": nn.Linear(1, 1)}}, "'a/b', 'a/b'] are spelled like another one"),
+        ({"lazy": nn.LazyLinear(1)}, "model/weight: a UninitializedParameter cannot be stored"),
+        ({"sparse": sparse_buffer()}, "model/b: a torch.sparse_coo tensor cannot be stored"),
+        (optimizer_with(lambda p: {"all": {"k": 1}}), "Lone has state under 'all', which is no parameter"),
+        (optimizer_with(lambda p: {p: torch.ones(3)}), "no dict with texts as keys"),
+        (optimizer_with(lambda p: {p: {1: torch.ones(3)}}), "no dict with texts as keys"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -322,9 +349,106 @@ def test_state_that_cannot_be_stored_is_named(state: State, error: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+class Values(nn.Module):
+    """Extra state that is a tensor, and entries of the state dict that are none."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), value))
+        self.extra, self.listed, self.number = torch.full((4,), value), [torch.full((3,), value)], int(value)
+
+    def get_extra_state(self) -> Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.extra = state
+
+    def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {f"{prefix}listed": self.listed, f"{prefix}number": self.number}
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        self.listed, self.number = state_dict.pop(f"{prefix}listed"), state_dict.pop(f"{prefix}number")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_values_of_a_module_come_back_be_they_tensors_or_not(tmp_path: Path) -> None:
+    saved, model, twin = (nn.Sequential(Values(value)) for value in (3.0, 0.0, 0.0))
+    save(tmp_path / "a", {"model": saved})
+    load(tmp_path / "a", {"model": model})
+    twin.load_state_dict(saved.state_dict())
+    assert differing(dict(model.state_dict()), dict(twin.state_dict())) == []
+    assert differing(dict(model.state_dict()), dict(saved.state_dict())) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": [torch.ones(3), None]},
+        {"x": [None, {"y": torch.ones(3)}, {"z": None}], "step": -1, "epoch": 1 << 70},
+    ],
+    ids=["none", "nested"],
+)
+def test_lists_keep_what_is_nothing(state: State, tmp_path: Path) -> None:
+    save(tmp_path / "a", state)
+    found = tree_map_only(Tensor, torch.zeros_like, state)
+    assert load(tmp_path / "a", found) == {}
+    assert differing(found, state) == []
+
+
+def test_memory_that_several_things_share_is_not_filled_twice(tmp_path: Path) -> None:
+    saved, live = ({"model": nn.Linear(4, 1, bias=False), "a": torch.zeros(1, 4)} for _ in range(2))
+    saved["model"].frozen, live["model"].frozen = (nn.Parameter(torch.rand(1, 4), False) for _ in range(2))
+    for state in (saved, live):
+        state["optimizer"], state["other"] = (Lone([state["model"].weight]) for _ in range(2))
+    names, large = ("frozen", "shared", "twin", "first", "second", "own"), torch.zeros(6)
+    for optimizer in (saved["optimizer"], saved["other"]):
+        optimizer.state[saved["model"].weight] = {name: torch.rand(1, 4) for name in names}
+    twin, own = torch.zeros(1, 4), torch.zeros(1, 4)
+    state = {"frozen": live["model"].frozen.detach(), "shared": live["a"], "twin": twin}
+    state |= {"first": large[:4].view(1, 4), "second": large[2:].view(1, 4), "own": own}
+    live["optimizer"].state[live["model"].weight] = state
+    live["other"].state[live["model"].weight] = {"twin": twin}
+    save(tmp_path / "a", saved)
+    load(tmp_path / "a", live)
+    assert differing(whole(live), whole(saved)) == []
+    assert live["optimizer"].state[live["model"].weight]["own"] is own
+
+
+def test_state_of_parameters_that_are_not_stored_is_left_as_it_is(tmp_path: Path) -> None:
+    saved, live = nn.Linear(3, 2, bias=False), nn.Linear(3, 2)
+    first, second = Lone(saved.parameters()), Lone(live.parameters())
+    first.state[saved.weight] = {"a": torch.ones(2, 3)}
+    second.state.update({live.weight: {"b": torch.ones(2, 3)}, live.bias: {"a": torch.full((2,), 7.0), "n": 1}})
+    save(tmp_path / "a", {"model": saved, "optimizer": first})
+    with pytest.warns(UserWarning, match="optimizer 0: bias  in model only"):
+        load(tmp_path / "a", {"model": live, "optimizer": second}, strict=False)
+    assert differing(second.state[live.weight], {"a": torch.ones(2, 3)}) == []
+    assert differing(second.state[live.bias], {"a": torch.full((2,), 7.0), "n": 1}) == []
+
+
+def test_a_tensor_whose_elements_are_one_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"a": torch.ones(3), "e": torch.ones(500)})
+    state = {"a": torch.zeros(3), "e": torch.zeros(1).expand(500)}
+    with pytest.raises(StateError, match=r"trainer/e cannot be filled.*\(500,\).*load into a clone"):
+        load(tmp_path / "a", state)
+    assert state["a"].tolist() == [0, 0, 0]
+
+
+def test_groups_that_continue_one_have_hyper_parameters_of_their_own(tmp_path: Path) -> None:
+    saved, live = nn.Linear(3, 2), nn.Linear(3, 2)
+    save(tmp_path / "a", {"m": saved, "o": torch.optim.Adam(saved.parameters(), lr=torch.tensor(0.5))})
+    optimizer = torch.optim.Adam([{"params": [live.weight]}, {"params": [live.bias]}], lr=torch.tensor(0.1))
+    load(tmp_path / "a", {"m": live, "o": optimizer})
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert [rate.item() for rate in rates] == [0.5, 0.5] and rates[0] is not rates[1]
+
+
 def test_bad_arguments_are_told() -> None:
-    with pytest.raises(TypeError, match="a state is a dict"):
+    with pytest.raises(TypeError, match="a state is a dict by texts"):
         save("a", nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got keys \[0\]"):
+        save("a", {0: 1})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="size_per_shard"):
         save("a", {}, size_per_shard=0)
     with pytest.raises(ValueError, match="also is"):
@@ -469,6 +593,7 @@ def save_on_ranks(path: str, expected: str) -> None:
     save(path + "/ddp", replicated)
     assert metadata(path + "/ddp").tensors.keys() == {"weight", "bias"}
     check_stages_of_a_pipeline_by_hand(path)
+    check_odd_local_tensors(path, mesh)
     wait()
 
 
@@ -488,6 +613,17 @@ def check_stages_of_a_pipeline_by_hand(path: str) -> None:
     load(path + "/stages", mine)
     assert differing(whole(mine), expected) == []
     assert {"layer0.weight", "layer1.weight"} <= metadata(path + "/stages").tensors.keys()
+
+
+def check_odd_local_tensors(path: str, mesh: DeviceMesh) -> None:
+    """Slices of nothing; one element with a stride, which ranks share."""
+    cut = [((40, 0), 0), ((40, 0), 1), ((0, 4), 0), ((0, 40), 1), ((0,), 0)]
+    empty = {str(i): distribute_tensor(torch.empty(shape), mesh, [Shard(dim)]) for i, (shape, dim) in enumerate(cut)}
+    save(path + "/odd", {"model": nn.ParameterDict(empty), "one": torch.full((1,), 3.0)})
+    one = torch.zeros(4)[::2][:1]
+    assert load(path + "/odd", {"model": nn.ParameterDict(empty), "one": one}, share_reads=True) == {}
+    assert one.item() == 3
+    assert [metadata(path + "/odd").tensors[str(i)].shape for i in range(len(cut))] == [shape for shape, _ in cut]
 
 
 def check_errors_reach_all_ranks(path: str, state: State) -> None:

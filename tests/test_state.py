@@ -57,10 +57,33 @@ class Odd(nn.Module):
         self.extra = state
 
 
+class Counter(nn.Module):
+    """Its extra state is a tensor, as Transformer Engine's is, and its state dict has an entry that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.seen = torch.tensor([7, 9]), ["a"]
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.count
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = state
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}seen"] = self.seen
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.seen = state_dict.pop(f"{prefix}seen")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 class OddModule(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.odd = Odd()
+        self.counter = Counter()
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.odd.weight
 
@@ -77,13 +100,14 @@ def train_odd(strategy: Any, path: str | None, resume: str | None) -> dict[str, 
     if resume is not None:
         for buffer in module.odd.buffers():
             buffer.zero_() if buffer.numel() else None
-        module.odd.extra = {}
+        module.odd.extra, module.counter.count, module.counter.seen = {}, torch.zeros(2), []
     run.fit(module, tiny.loader(), ckpt_path=resume)
     if path is not None:
         run.save_checkpoint(path)
     assert module.head.weight is module.odd.weight is module.odd.tied
     state = tiny.full_state(module, run.optimizers)
     state["model/odd.fp8"] = state["model/odd.fp8"].view(torch.uint8)  # pickle can't return fp8 to the test
+    assert (module.counter.count.tolist(), module.counter.seen) == ([7, 9], ["a"])
     return state | {"extra": json.dumps({k: str(v) for k, v in module.odd.extra.items()})}
 
 

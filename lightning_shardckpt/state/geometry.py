@@ -8,6 +8,7 @@ boxes come from ``layout.py`` and are checked against the real local shape.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -108,6 +109,31 @@ def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor are one in memory, as ``Tensor.expand`` makes them."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return not tensor.is_contiguous() and any(n > 1 and not stride for n, stride in sizes)
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """The ids of those whose local memory reaches into another one's; gaps between elements count as memory."""
+    spans = []
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local.layout is torch.strided and local.numel():
+            begin = local.data_ptr()
+            last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
+            spans.append((begin, begin + (last + 1) * local.itemsize, id(tensor)))
+    found = set[int]()
+    reach, furthest = 0, 0
+    for begin, end, of in sorted(spans):
+        if begin < reach:
+            found |= {of, furthest}
+        if end > reach:
+            reach, furthest = end, of
+    return frozenset(found)
+
+
 def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """The boxes that this rank has of a tensor, each with the view of local memory that holds it."""
     local = local_tensor(tensor)
@@ -133,9 +159,11 @@ def parts_within(parts: tuple[Part, ...], region: Box) -> tuple[Part, ...]:
 
 
 def view_at(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of ``local`` that ``box``, in local coordinates, selects; 0-dim safe."""
+    """The view of ``local`` that ``box``, in local coordinates, selects; 0-dim safe. A box of nothing lies anywhere."""
     if box.stop == tuple(local.shape) and not any(box.start):
         return local
+    if not box.numel:
+        return local.new_empty(box.shape)
     for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
         if (start, stop) != (0, local.shape[dim]):
             local = local.narrow(dim, start, stop - start)

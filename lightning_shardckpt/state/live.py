@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.geometry import copy_slice, local_tensor
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, is_value
 
 
 def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
@@ -30,7 +30,7 @@ def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]
         for named in (module.named_parameters(), module.named_buffers())
         for _, t in named
     }
-    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in state_dict.items() if not is_value(name, value)}
     return frozenset(
         name
         for name, value in tensors.items()
@@ -76,9 +76,14 @@ def load_edited(
             raise MismatchError(f"on_load_checkpoint left entries that the model does not have: {unexpected}")
 
 
-def set_extra_state(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give the submodules that have extra state theirs, by its canonical name in the state dict."""
+def put_values(module: nn.Module, state_dict: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Bring loaded values, by canonical name, into the module and into its state dict: extra state, and no tensors."""
     for name, sub in module.named_modules():
         key = canonical_name(f"{name}._extra_state" if name else "_extra_state")
-        if key in states and is_extra_state(key):
-            sub.set_extra_state(states[key])
+        if key in values:
+            sub.set_extra_state(values[key])
+    keys = {name: canonical_name(name) for name, value in state_dict.items() if is_value(name, value)}
+    found = {name: values[key] for name, key in keys.items() if key in values}
+    state_dict.update(found)
+    if others := {name: value for name, value in found.items() if not is_extra_state(name)}:
+        module.load_state_dict(others, strict=False)

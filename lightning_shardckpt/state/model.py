@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.index import Component
@@ -60,6 +61,11 @@ def is_extra_state(name: str) -> bool:
     return name.endswith(_EXTRA) and name.rpartition(".")[2] == _EXTRA
 
 
+def is_value(name: str, value: Any) -> bool:
+    """Whether a state dict entry is stored among the values: extra state, and whatever is no tensor."""
+    return is_extra_state(name) or not isinstance(value, torch.Tensor)
+
+
 def buffer_names(module: nn.Module) -> frozenset[str]:
     """Canonical FQNs of a module's buffers under all their names."""
     return frozenset(canonical_name(name) for name, _ in module.named_buffers(remove_duplicate=False))
@@ -94,10 +100,13 @@ def model_leaves(
         key = canonical_name(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
-        if isinstance(value, torch.Tensor) and not is_extra_state(key):
-            tensors[key] = value
-        else:
+        if is_lazy(value) or (isinstance(value, torch.Tensor) and value.layout is not torch.strided):
+            kind = type(value).__name__ if is_lazy(value) else f"{value.layout} tensor"
+            raise StateError(f"model/{key}: a {kind} cannot be stored; only dense tensors that have a shape")
+        if is_value(key, value):
             other[key] = encode_small(value, f"state_dict/{key}")
+        else:
+            tensors[key] = value
     groups = tied_names(module) if module is not None else []
     aliases = _aliases(tensors, groups)
     for alias in aliases:

@@ -106,11 +106,14 @@ def objects_in(state: Mapping[str, Any]) -> Objects:
     """What is in a nested dict. It may hold dicts and lists of objects and tensors.
 
     Raises:
-        StateError: for an object in a tuple or a set, where nothing can be put back.
+        StateError: for an object in a tuple or a set, where nothing can be put back, and for two under one key.
     """
     found = Objects()
     for key, value in state.items():
         _visit(value, (key,), found)
+    for paths in (found.modules, found.optimizers):
+        if twice := len(paths) - len({key_of(path) for path in paths}):
+            raise StateError(f"{twice} of {[*map(key_of, paths)]} are spelled like another one: choose other keys")
     return found
 
 
@@ -293,9 +296,14 @@ def put_at(state: Any, path: Path, value: Any) -> None:
 
 
 def remove_at(tree: Any, path: Path) -> None:
-    """Take a value out of stored state, and dicts that are empty without it; in lists None takes its place."""
+    """Take a value out of stored state, and dicts that are empty without it; in lists None takes its place.
+
+    Does nothing if it went with a list that has nothing else.
+    """
     with_parents: list[tuple[Any, str | int]] = []
     for key in path:
+        if isinstance(tree, dict) and key not in tree:
+            return
         with_parents.append((tree, key))
         tree = tree[key]
     for parent, key in reversed(with_parents):

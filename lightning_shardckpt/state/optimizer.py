@@ -10,7 +10,7 @@ numbers) and the hyper-parameters of the param groups go into a JSON document.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.header import shown
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.geometry import is_like, local_tensor, new_like
+from lightning_shardckpt.state.geometry import is_like, new_like
 from lightning_shardckpt.state.merging import add_value
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.snapshot import Leaves
@@ -40,8 +41,9 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         names: FQN by ``id`` of the parameter.
 
     Raises:
-        StateError: if the optimizer has a parameter that the model does not have.
+        StateError: if the optimizer has a parameter that the model does not have, or state of no parameter.
     """
+    _check_keys(optimizer)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
@@ -53,6 +55,18 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
     return {"state": state, "param_groups": groups}
+
+
+def _check_keys(optimizer: Optimizer) -> None:
+    for key, values in optimizer.state.items():
+        of = f"{type(optimizer).__name__} has"
+        if not isinstance(key, torch.Tensor):
+            raise StateError(
+                f"{of} state under {shown(key)}, which is no parameter, so that no load could tell where it belongs; "
+                "keep it in a param group, as hyper-parameters are"
+            )
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+            raise StateError(f"{of} state that is no dict with texts as keys, for a parameter of {tuple(key.shape)}")
 
 
 def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, Any]]:
@@ -253,14 +267,21 @@ class OptimizerLoad:
         found = [self._group_of.get(self._stored_name.get(id(p), "")) for p in params]
         return list(dict.fromkeys(i for i in found if i is not None))
 
-    def tensors(self, component: Component | None) -> tuple[list[Keyed], list[Keyed]]:
+    def live_tensors(self) -> Iterator[torch.Tensor]:
+        """The parameters and all that is in their state."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                yield param
+                state = self._optimizer.state.get(param, {})
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def tensors(self, component: Component | None, shared: Container[int]) -> tuple[list[Keyed], list[Keyed]]:
         """The tensors to fill, with their stored keys: live state that can take what is stored, and memory that is new.
 
         All are laid out like their parameters. Nothing live changes yet. Parameters that are tied in the checkpoint and
-        not here have tensors of their own.
+        not here have tensors of their own, and so has state whose ``id`` is in ``shared``: its memory is not its alone.
         """
         live, new = list[Keyed](), list[Keyed]()
-        taken = {_address(p) for group in self._optimizer.param_groups for p in group["params"]}
         for param in self._params():
             state = self._optimizer.state.get(param, {})
             for name, key in self._stored.tensors.get(self._stored_name[id(param)], {}).items():
@@ -268,8 +289,7 @@ class OptimizerLoad:
                 spec = component.tensors[key]
                 dtype, there = TORCH_DTYPES[spec.dtype], state.get(name)
                 if spec.shape == tuple(param.shape):
-                    if there is not None and is_like(there, param, dtype) and _address(there) not in taken:
-                        taken.add(_address(there))  # what two names share is not filled twice
+                    if there is not None and is_like(there, param, dtype) and id(there) not in shared:
                         tensor, found = there, live
                     else:
                         tensor, found = new_like(param, dtype), new
@@ -284,12 +304,11 @@ class OptimizerLoad:
     def apply(self, sources: Mapping[str, list[int] | None]) -> list[str]:
         """Put the tensors, which are filled, the values and the hyper-parameters in place.
 
-        Returns what a person should know.
+        State of parameters that the checkpoint does not have stays as it is. Returns what a person should know.
 
         Args:
             sources: of ``sources``, the union over ranks: so all stages of a pipeline decide alike.
         """
-        self._optimizer.state.clear()
         given = set[str]()
         for group in self._optimizer.param_groups:
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -303,6 +322,7 @@ class OptimizerLoad:
                 state = {k: _placed(k, v, param, on_device) for k, v in values.items()}
                 filled = {k: self._filled.get((id(param), k)) for k in self._stored.tensors.get(name, {})}
                 state |= {k: tensor for k, tensor in filled.items() if tensor is not None}
+                self._optimizer.state.pop(param, None)
                 if state:
                     self._optimizer.state[param] = state
         groups = enumerate(self._optimizer.param_groups)
@@ -328,7 +348,7 @@ class OptimizerLoad:
                 kept = group.get(key)
                 notes.append(f"{where}: its parameters were in groups {sources} with {key} = {values}; kept {kept!r}")
             else:
-                group[key] = values[0]
+                group[key] = copy.deepcopy(values[0])  # another group may take it, too
         known = {k for i in sources for k in self._stored.hyper[i]}
         missing = [k for k in group if sources and k not in known and k not in _NOT_HYPER]
         if missing:
@@ -340,10 +360,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     return bool(a == b)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return local_tensor(tensor).data_ptr()
 
 
 def _placed(name: str, value: Any, param: torch.Tensor, on_device: bool) -> Any:
