@@ -43,7 +43,7 @@ def test_stages_find_their_numbers_together() -> None:
     numbers = [name for group in GROUPS for name in group]
     for load, mine in zip(loads, (("a", "c", "b"), ("d", "e")), strict=True):
         load.take_numbers(joined, component, found)
-        live, new = load.tensors(component)
+        live, new = load.tensors(component, ())
         assert {key for key, _ in live + new} == {f"0/#{numbers.index(name)}/momentum_buffer" for name in mine}
         assert load.sources() == {"0/0": [0], "0/1": [1]}
     assert found.problems == []
@@ -59,4 +59,4 @@ def test_groups_that_cannot_be_those_that_were_saved_are_told() -> None:
         joined = loads[0].join_groups([load.groups() for load in loads], WHOLE, found)
         assert joined == [] and message in found.problems[0]
         loads[0].take_numbers(joined, component, found)
-        assert loads[0].tensors(component) == ([], [])
+        assert loads[0].tensors(component, ()) == ([], [])

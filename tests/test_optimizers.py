@@ -182,7 +182,8 @@ def reload_into_live_state(path: str) -> None:
         columns_first, turned.device_mesh, turned.placements, **about
     )
     optimizer.state[double]["exp_avg"] = optimizer.state[double]["exp_avg"].double()
-    anew = {"0.weight.exp_avg", "0.weight.exp_avg_sq", "1.weight.exp_avg_sq", "2.weight.exp_avg", "3.weight.exp_avg"}
+    anew = {f"{i}.weight.{name}" for i in (0, 1) for name in ("exp_avg", "exp_avg_sq")}
+    anew |= {"2.weight.exp_avg", "3.weight.exp_avg"}
 
     io.load_into(path, model.state_dict(), [optimizer], names, strict=True)
     for parameter, values in optimizer.state.items():
