@@ -102,6 +102,25 @@ def test_a_tokenizer_is_serialised_once_and_a_changed_config_is_seen() -> None:
     assert tokenizer.saves == 2
 
 
+def test_a_step_of_a_tokenizer_that_changed_is_seen() -> None:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a")
+    module, known = Wrapped(llama(), tokenizer=tokenizer), HuggingFace()
+
+    def processor() -> Any:
+        found, _ = known.document(module)
+        assert found is not None
+        return json.loads(unpacked(found["files"]["tokenizer.json"], ""))["post_processor"]["special_tokens"]
+
+    assert processor() == {}
+    made = tokenizers.processors.TemplateProcessing(single="b $A", special_tokens=[("b", 1)])
+    tokenizer.backend_tokenizer.post_processor = made
+    assert processor().keys() == {"b"}
+
+
 class Closed:
     """A tokenizer that can be neither referred to weakly nor compared."""
 

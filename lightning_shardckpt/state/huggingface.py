@@ -143,11 +143,17 @@ def _reference(of: Any) -> Callable[[], Any]:
         return lambda: of
 
 
+_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""Of a tokenizer of the library tokenizers, what it does before and behind its model; each gives its state as JSON."""
+
+
 def _mark(one: Any) -> Any:
     """What differs where a tokenizer has changed; what cannot be compared is equal to nothing."""
     try:
-        size = len(one) if hasattr(one, "__len__") else 0
-        return repr(one), str(getattr(one, "chat_template", None)), size
+        size, backend = len(one) if hasattr(one, "__len__") else 0, getattr(one, "backend_tokenizer", None)
+        steps = (getattr(backend, name, None) for name in _STEPS)
+        stated = [step.__getstate__() for step in steps if step is not None]
+        return repr(one), str(getattr(one, "chat_template", None)), size, stated
     except Exception:  # a class of the user's may do anything
         return object()
 
