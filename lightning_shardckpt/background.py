@@ -15,9 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 from lightning_shardckpt.errors import RankError
+from lightning_shardckpt.pending import WRITERS
 from lightning_shardckpt.ranks import Ranks, described, raisable
 from lightning_shardckpt.staging import CopiesBehind, HostMemory
 from lightning_shardckpt.threads import NoThreadError, start
@@ -58,7 +58,7 @@ class Background:
         self.waited = False
         """Whether a save had to wait for room."""
         self._begin()
-        _ALL.add(self)
+        WRITERS.add(self)
 
     def _begin(self) -> None:
         """With nothing to do: at first, and in a forked process, whose parent does what there was."""
@@ -250,21 +250,13 @@ class Background:
             raise failure
 
 
-_ALL: WeakSet[Background] = WeakSet()
-
-
 def _begin_all() -> None:
-    for background in list(_ALL):
-        background._begin()
+    for writer in list(WRITERS):
+        if isinstance(writer, Background):
+            writer._begin()
 
 
 os.register_at_fork(after_in_child=_begin_all)
-
-
-def drain_all() -> None:
-    """Wait for all saves of this process: what one saves, another one may load. Not collective; raises nothing."""
-    for background in list(_ALL):
-        background.drain()
 
 
 def _described(error: Exception) -> dict[str, Any]:

@@ -23,13 +23,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
-from lightning_shardckpt.background import Background, drain_all
+from lightning_shardckpt.background import Background
 from lightning_shardckpt.collector import resting
 from lightning_shardckpt.describing import about_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.formats.places import is_safetensors
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.mirroring import Also
+from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.pretrained.fitted import fitted_to
 from lightning_shardckpt.ranks import Ranks

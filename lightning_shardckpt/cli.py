@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.export.options import Format, OptimizerKeys, Split, make_options
+from lightning_shardckpt.storage.places import is_url
 from lightning_shardckpt.text import count_text, progress, size_text
 
 _PROG = "python -m lightning_shardckpt"
@@ -24,6 +26,8 @@ _PROG = "python -m lightning_shardckpt"
 def run(argv: Sequence[str]) -> NoReturn:
     """Run one tool as this process."""
     signal.signal(signal.SIGTERM, _terminated)  # so that what is unfinished is removed
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have what a terminal does not
     sys.exit(main(argv))
 
 
@@ -34,16 +38,25 @@ def main(argv: Sequence[str]) -> int:
     arguments: Namespace = parsed[tool]
     try:
         status = _TOOLS[tool](arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed by who started this
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # such as `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail at exit
         return 1
     except (ShardCkptError, OSError, ValueError) as error:
-        print(f"{_PROG} {tool}: {error}", file=sys.stderr)
-        return 2 if tool == "diff" else 1
+        return _failed(tool, str(error))
     except KeyboardInterrupt:
         return 130
+    except Exception as error:  # those of the libraries behind a URL are of their own classes
+        if not any(isinstance(value, str) and is_url(value) for value in vars(arguments).values()):
+            raise
+        return _failed(tool, f"{type(error).__name__}: {error}")
+
+
+def _failed(tool: str, why: str) -> int:
+    print(f"{_PROG} {tool}: {why}", file=sys.stderr)
+    return 2 if tool == "diff" else 1
 
 
 def _terminated(number: int, frame: Any) -> None:

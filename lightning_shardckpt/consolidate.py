@@ -32,6 +32,7 @@ from lightning_shardckpt.formats.detect import recognised
 from lightning_shardckpt.formats.peft import export_adapters
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import READABLE, described, did_you_mean
+from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.places import Places, file_path, is_url
 from lightning_shardckpt.storage.protocol import Contents, Outputs
@@ -121,6 +122,7 @@ def consolidate_as(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Path | str:
     """Do what ``consolidate`` does, with options that were made sense of."""
+    drain_all()
     places = Places(storage_options=storage_options)
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
@@ -128,21 +130,27 @@ def consolidate_as(
     where = where if is_url(where) else str(folder)
     suffix = ".consolidated" + (".safetensors" if options.is_file and options.format == "safetensors" else "")
     output = str(folder.with_name(folder.name + suffix)) if output_file is None else file_path(output_file)
+    if not output:
+        raise ValueError("the path for the converted checkpoint is empty")
     outputs = places.outputs(output)
+    parent = os.path.dirname(output.rstrip("/"))
+    if output_file is not None and parent and outputs.kind(os.path.join(parent, ROOT_NAME)) is not None:
+        raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
+    source = None if is_url(where) else folder
     if (folder / ROOT_NAME).exists():  # else what is wrong with the folder is said first
-        _check_output(outputs, output, folder, options)
+        _check_output(outputs, output, source, options)
     if options.format == "peft":
         export_adapters(where, output, storage_options=storage_options)
         return output if is_url(output) else Path(output)
     with ExitStack() as stack:
         if options.format == "torch":
-            source = stack.enter_context(_opened_with_torch(places, where, checkpoint_folder))
-            _check_output(outputs, output, folder, options)
-            _write_torch(source, outputs, output, options)
-            _tell_left_out(where, source)
+            opened = stack.enter_context(_opened_with_torch(places, where, checkpoint_folder))
+            _check_output(outputs, output, source, options)
+            _write_torch(opened, outputs, output, options)
+            _tell_left_out(where, opened)
         else:
             stored = stack.enter_context(_opened(places, where, checkpoint_folder))
-            _check_output(outputs, output, folder, options)
+            _check_output(outputs, output, source, options)
             _export(stored, outputs, output, options)
             _tell_left_out(where, stored)
     return output if is_url(output) else Path(output)
@@ -193,7 +201,8 @@ def _opened_with_torch(places: Places, where: str, given: str | os.PathLike[str]
 # ── what is written ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check_output(outputs: Outputs, output: str, folder: Path, options: Options) -> None:
+def _check_output(outputs: Outputs, output: str, source: Path | None, options: Options) -> None:
+    """Whether something may be written there; ``source``: the directory that is read, if it is one."""
     there = outputs.kind(output)
     if there is None:
         return
@@ -204,7 +213,7 @@ def _check_output(outputs: Outputs, output: str, folder: Path, options: Options)
         )
     if there == "file" and options.is_file:
         return
-    is_itself = not is_url(output) and folder.exists() and os.path.exists(output) and folder.samefile(output)
+    is_itself = not is_url(output) and source is not None and source.exists() and source.samefile(output)
     if options.is_file or is_itself or there != "directory" or not is_replaceable(outputs.contents(output)):
         what = "a file" if options.is_file else "a directory of an earlier export"
         raise FileExistsError(f"{output} is not {what}, so it is not replaced; choose a different path")

@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shardckpt.background import drain_all
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.function_job import FunctionJob
@@ -46,6 +45,7 @@ from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.model import Recipe, ShardedModule, rebind_optimizer
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
 from lightning_shardckpt.parallel.statistics import broadcast_statistics
+from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.pretrained.start import Pretrained, imported
 from lightning_shardckpt.ranks import Ranks

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt import checkpoint as engine
-from lightning_shardckpt.background import Background, drain_all
+from lightning_shardckpt.background import Background
 from lightning_shardckpt.describing import Party, Saving, checked_state
 from lightning_shardckpt.header import checksum
 from lightning_shardckpt.mirroring import Also
+from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.restoring import KeyMapping, Restore, whole_state
 from lightning_shardckpt.state.model import WholeNames, canonical_name

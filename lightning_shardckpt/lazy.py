@@ -18,6 +18,7 @@ from lightning_shardckpt.formats.detect import recognised
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
 from lightning_shardckpt.locate import open_checkpoint
+from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.storage.places import is_url, storage_of
 from lightning_shardckpt.storage.protocol import Storage
@@ -92,6 +93,8 @@ def load_keys(
         KeyError: listing all names that are not there with the nearest ones that are, before anything is read.
         CorruptionError: naming file, tensor and rank.
     """
+    if isinstance(keys, str):
+        raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
     wanted = list(keys)
     with open(path, verify=verify, storage_options=storage_options) as checkpoint:
         missing = [_unknown(key, checkpoint) for key in dict.fromkeys(wanted) if key not in checkpoint]
@@ -106,6 +109,8 @@ def open(
 ) -> OpenCheckpoint:
     """A checkpoint as a mapping from names to tensors that are read where they are sliced. Close it after use.
 
+    Waits for the asynchronous saves of this process.
+
     Args:
         path: see ``metadata``.
         verify: whether to compare checksums, where the format has some. A block of them is read whole.
@@ -114,6 +119,7 @@ def open(
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
+    drain_all()
     return OpenCheckpoint(os.fspath(path), verify, storage_of(path, storage_options) if is_url(path) else None)
 
 
@@ -175,7 +181,8 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             found = self._components[component]
             prefix = "" if component == "model" else f"{component}/"
             keys = {**dict(zip(found.tensors, found.tensors, strict=True)), **found.aliases}
-            self._where |= {prefix + name: (component, key) for name, key in keys.items()}
+            found_at = {prefix + name: (component, key) for name, key in keys.items()}
+            self._where = found_at | self._where  # the model's names, which may be like others, are the model's
 
     @property
     def metadata(self) -> Metadata:
@@ -264,6 +271,8 @@ def _range(item: Any, length: int, where: str) -> tuple[int, int, Any]:
         return low, max(low, high), slice(None, None, step if step > 1 else None)
     try:
         number = item.__index__()
+        if isinstance(item, bool) or "bool" in str(getattr(item, "dtype", "")):
+            raise TypeError
     except (AttributeError, TypeError):
         raise IndexError(f"{where}: only integers, slices and ... are understood, got {item!r}") from None
     if not -length <= number < length:

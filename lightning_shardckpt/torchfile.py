@@ -167,7 +167,7 @@ class Plain:
         """``value`` of types that ``weights_only=True`` allows.
 
         A path, a date, a range and the like become text; a frozenset a set, a deque a list, a namespace a dict; numpy
-        arrays become tensors. What the checkpoint does not hold is left out.
+        arrays become tensors. What the checkpoint does not hold is left out, in a list None stands for it.
         """
         if type(value) in _LOADABLE:
             return value
@@ -181,7 +181,11 @@ class Plain:
 
     def _sequence(self, value: Any, path: str) -> Any:
         of = self._key if isinstance(value, set | frozenset) else self.of
-        items = [of(item, f"{path}/{i}") for i, item in enumerate(value) if not isinstance(item, Dropped)]
+        dropped = [self._is_dropped(item, f"{path}/{i}") for i, item in enumerate(value)]
+        items = [None if gone else of(v, f"{path}/{i}") for i, (v, gone) in enumerate(zip(value, dropped, strict=True))]
+        if isinstance(value, set | frozenset):
+            items = [item for item, gone in zip(items, dropped, strict=True) if not gone]
+            self._tell_merged(len(items) - len({*items}), path)
         if type(value) in (list, tuple, set):
             return type(value)(items)
         return self._as(set(items) if isinstance(value, frozenset) else items, value, path)
@@ -199,17 +203,26 @@ class Plain:
         kept: dict[Any, Any] = {}
         for key, item in value.items():
             where = f"{path}/{key}" if path else str(key)
-            if isinstance(item, Dropped):
-                self.changed.append(f"{where}: left out, as it was when the checkpoint was saved: {item.type_name}")
-            else:
-                kept[self._key(key, where)] = self.of(item, where)
+            if not self._is_dropped(item, where):
+                new = self._key(key, where)
+                self._tell_merged(int(new in kept), path)
+                kept[new] = self.of(item, where)
         return type(value)(kept) if type(value) in (Counter, OrderedDict) else kept
+
+    def _is_dropped(self, item: Any, where: str) -> bool:
+        if isinstance(item, Dropped):
+            self.changed.append(f"{where}: left out, as it was when the checkpoint was saved: {item.type_name}")
+        return isinstance(item, Dropped)
+
+    def _tell_merged(self, count: int, path: str) -> None:
+        if count:
+            self.changed.append(f"{path}: {count} of it left out, since others have become the same")
 
     def _other(self, value: Any, path: str) -> Any:
         if isinstance(value, Namespace):
             return self._as(self._mapping(vars(value), path), value, path)
         if type(value).__module__ == "numpy":
-            return self._as(_from_numpy(value), value, path) if value.shape else value.item()
+            return self._as(_from_numpy(value), value, path) if value.shape else _number(value)
         return self._as(str(value), value, path)
 
     def _as(self, new: Any, old: Any, path: str) -> Any:
@@ -220,7 +233,16 @@ class Plain:
 
 def _from_numpy(value: Any) -> Any:
     """A tensor for an array, a list where torch has no such dtype."""
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
     try:
         return torch.from_numpy(value)
     except TypeError:
         return value.tolist()
+
+
+def _number(value: Any) -> Any:
+    """A number of Python's; one that is longer than its own loses digits."""
+    found = value.item()
+    if type(found).__module__ != "numpy":
+        return found
+    return complex(found) if found.dtype.kind == "c" else float(found)

@@ -18,15 +18,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_shardckpt import save
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.crc import PiecewiseCRC
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
+from lightning_shardckpt.state.tree import Dropped
 from lightning_shardckpt.torchfile import Plain
 from tests import tiny, zoo
 from tests.pool import ROOT, run_ranks
@@ -141,6 +144,24 @@ def test_plain_values_load_by_default_whatever_they_were() -> None:
     torch.save(Plain().of(odd), buffer)
     buffer.seek(0)
     torch.load(buffer)
+
+
+def test_nothing_moves_or_goes_without_a_word() -> None:
+    gone, plain = Dropped("torch.relu", "a function"), Plain()
+    found = plain.of(
+        {"list": [1, gone, 3], "tuple": (gone, 5), "set": {Path("a"), "a", gone}, "keys": {Path("a"): 1, "a": 2}}
+    )
+    assert found == {"list": [1, None, 3], "tuple": (None, 5), "set": {"a"}, "keys": {"a": 2}}
+    told = "\n".join(plain.changed)
+    assert "list/1: left out" in told and "tuple/0: left out" in told and told.count("left out, as it was") == 3
+    assert "set: 1 of it left out, since" in told and "keys: 1 of it left out, since" in told
+
+
+def test_numbers_of_any_size_and_byte_order_load(tmp_path: Path) -> None:
+    numbers = {"long": numpy.longdouble(1.5), "wave": numpy.clongdouble(1 + 2j), "big": numpy.array([1, 2], ">i4")}
+    save(tmp_path / "a", numbers)
+    found = torch.load(consolidate(tmp_path / "a"))
+    assert (found["long"], found["wave"], found["big"].tolist()) == (1.5, 1 + 2j, [1, 2])
 
 
 def collections_of_everything() -> Any:
@@ -264,6 +285,31 @@ def test_an_existing_output_is_not_overwritten(copy: Path, capsys: pytest.Captur
     assert output.read_text() == "mine"
     assert main(["consolidate", str(copy), "--output_file", str(copy.parent / "new" / "b.pt")]) == 0
     assert torch.load(copy.parent / "new" / "b.pt")["epoch"] == 3
+
+
+@pytest.mark.parametrize("name", ["checkpoint.index.json", "new.pt"])
+def test_an_output_inside_a_checkpoint_is_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for where in (copy, copy / ".", shutil.copytree(copy, copy.parent / "other.ckpt")):
+        before = sorted((path.name, path.read_bytes()) for path in Path(where).iterdir())
+        for more in ([], ["--format", "safetensors"]):
+            assert main(["consolidate", str(copy), "--output_file", f"{where}/{name}", "--overwrite", *more]) == 1
+            assert "lies inside a checkpoint" in capsys.readouterr().err
+        assert sorted((path.name, path.read_bytes()) for path in Path(where).iterdir()) == before
+
+
+def test_an_error_of_what_is_behind_a_url_is_a_message(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["consolidate", str(copy), "--output_file", "gs://bucket/a.pt"]) == 1
+    said = capsys.readouterr().err
+    assert "ImportError" in said and "gcsfs" in said and "Traceback" not in said
+    assert main(["consolidate", str(copy), "--output_file", ""]) == 1
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_the_command_works_without_stdout(copy: Path) -> None:
+    command = f"{sys.executable} -m lightning_shardckpt.consolidate {copy} --output_file {copy.parent}/a.pt >&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert torch.load(copy.parent / "a.pt")["epoch"] == 3
 
 
 @pytest.mark.parametrize("kind", ["data", "header", "index", "document", "root", "truncated", "deleted"])

@@ -181,6 +181,12 @@ def test_a_pattern_leaves_out_the_rest(saved: Path) -> None:
     assert [t["name"] for t in found["tensors"]["different"]] == ["double_waves"] and not found["tensors"]["same"]
 
 
+def test_a_pattern_that_nothing_matches_is_trouble(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--quick"]):
+        assert main(["diff", str(saved / "a.ckpt"), str(saved / "b.ckpt"), "--tensors", "duoble_*", *more]) == 2
+        assert "neither checkpoint has a tensor whose name matches 'duoble_*'" in capsys.readouterr().err
+
+
 # ── what is not the values ────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shardckpt import load, save, save_async, wait
+from lightning_shardckpt import load, load_keys, save, save_async, wait
+from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.functional import _ALONE
 from lightning_shardckpt.storage.local import LocalDraft
 from lightning_shardckpt.verify import verify
@@ -133,6 +134,23 @@ def test_a_save_behind_an_asynchronous_one_to_the_same_path_waits_for_it(
         save_behind(tmp_path / "a", {"m": model(), "step": step}, overwrite=True)
         wait()
         assert step_at(tmp_path / "a") == step
+
+
+def test_who_reads_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = LocalDraft.publish
+
+    def late(draft: LocalDraft) -> None:
+        time.sleep(0.2)
+        publish(draft)
+
+    save(tmp_path / "a", {"w": torch.zeros(600)})
+    monkeypatch.setattr(LocalDraft, "publish", late)
+    save_async(tmp_path / "a", {"w": torch.ones(600)}, overwrite=True)
+    ((_, found),) = load_keys(tmp_path / "a", ["trainer/w"])
+    assert found.unique().tolist() == [1]
+    save_async(tmp_path / "b", {"w": torch.full((600,), 2.0)})
+    assert torch.load(consolidate(tmp_path / "b"))["w"].unique().tolist() == [2]
+    wait()
 
 
 def test_what_is_being_written_cannot_be_cancelled(tmp_path: Path) -> None:

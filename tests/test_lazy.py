@@ -123,6 +123,16 @@ def test_names_that_are_not_there_are_told_before_anything_is_read(saved: Path) 
         checkpoint["row.float64"]
     with pytest.raises(CheckpointNotFoundError, match=f"did you mean .*{saved.name}"):
         lightning_shardckpt.open(saved.parent)
+    with pytest.raises(TypeError, match=r"several names, such as \['rows'\]"):
+        next(lightning_shardckpt.load_keys(saved, "rows"))
+
+
+def test_a_name_of_the_model_that_is_like_another_one_is_the_models(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("trainer/x", torch.zeros(500))
+    lightning_shardckpt.save(tmp_path / "a", {"model": model, "x": torch.ones(500)})
+    ((name, found),) = lightning_shardckpt.load_keys(tmp_path / "a", ["trainer/x"])
+    assert name == "trainer/x" and same(found, torch.zeros(500))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +142,8 @@ def test_names_that_are_not_there_are_told_before_anything_is_read(saved: Path) 
         (slice(None, None, -1), "steps must be positive"),
         ((0, 0, 0, 0), "too many indices"),
         ("name", "only integers"),
+        (True, "only integers"),
+        (torch.tensor(True), "only integers"),
         ((..., ...), "too many indices"),
     ],
     ids=str,

@@ -237,11 +237,12 @@ class Gan(pl.LightningModule):
         )
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
+        """As in Lightning's documentation: what the first backward left on the judge would be added to the second."""
         for optimizer, loss in zip(self.optimizers(), self.losses(*batch), strict=True):  # type: ignore[arg-type]
             self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
             self.manual_backward(loss())
             optimizer.step()
+            optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
@@ -284,6 +285,58 @@ def test_manual_optimization_equals_plain_torch() -> None:
     (expected,) = run_ranks(1, train_gan_in_plain_torch)
     for got in run_ranks(2, train_gan):
         assert_close(got, expected)
+
+
+class Changing(pl.LightningModule):
+    """Changes a parameter where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.head = where, nn.Linear(3, 2, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def change(self, where: str) -> None:
+        if where == self.where:
+            with torch.no_grad():
+                self.head.weight.mul_(0).add_(7)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.change("training_step")
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).sum()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.change("validation_step")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.change("on_train_batch_end")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(noise(), batch_size=6)
+
+    val_dataloader = train_dataloader
+
+
+def change(where: str) -> Any:
+    module = Changing(where)
+    try:
+        fit(module, ShardedStrategy())
+    except TopologyError as error:
+        return str(error)
+    return full_state(module)["head.weight"]
+
+
+def test_parameters_may_change_in_hooks_and_not_in_steps_where_that_would_be_lost() -> None:
+    for kept in run_ranks(2, change, "on_train_batch_end"):
+        assert torch.equal(kept, torch.full((2, 3), 7.0, dtype=kept.dtype))
+    for where in ("training_step", "validation_step"):
+        for told in run_ranks(2, change, where):
+            assert told.startswith("a step changed ['head.weight'], which would be lost")
 
 
 class Normed(nn.Module):

@@ -87,6 +87,11 @@ def make_options(
         function,
         add_prefix or "",
     )
+    if format == "peft" and (dtype is not None or naming != Naming() or overwrite):
+        raise ValueError(
+            "PEFT reads adapters as they were trained, under their names: format 'peft' takes no dtype, patterns or "
+            "new names; and it replaces nothing, so choose a path where nothing is"
+        )
     return Options(
         format,
         split or ("chunks" if format == "huggingface" else "one_file"),

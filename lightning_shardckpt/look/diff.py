@@ -52,6 +52,7 @@ def diff(
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
+        ValueError: if no name matches ``tensors``.
     """
     with (
         open_checkpoint(a, storage_options=storage_options) as first,
@@ -65,6 +66,8 @@ def diff(
                 found["same"] += 1
             else:
                 found[kind].append({"component": pair.component, "name": pair.name, **entry})
+        if tensors is not None and not any(found.values()):
+            raise ValueError(f"neither checkpoint has a tensor whose name matches {tensors!r} or contains it")
         return {
             "a": os.fspath(a),
             "b": os.fspath(b),

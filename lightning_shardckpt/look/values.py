@@ -112,7 +112,8 @@ class Difference:
         """The norm of the difference by that of the first tensor; None if that is 0 or no number."""
         if self._of_first in (0.0, inf) or self._squares == inf:
             return None
-        return sqrt(self._squares / self._of_first)
+        found = sqrt(self._squares) / sqrt(self._of_first)
+        return found if found < inf else None
 
 
 def _squares(values: NDArray[Any]) -> float:

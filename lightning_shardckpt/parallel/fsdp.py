@@ -15,21 +15,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.names import clean_fqn, named_modules, parameter_names, select_modules
+
+_LISTED = 5
 
 
 class StepModule(nn.Module):
-    """Runs a step of ``module`` inside its own ``forward``: hooks of ``fully_shard`` on it cover the whole step."""
+    """Runs a step of ``module`` inside its own ``forward``: hooks of ``fully_shard`` on it cover the whole step.
+
+    Raises:
+        TopologyError: from ``forward``, if the step changed a parameter that was gathered for it: that would be lost.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self._ran = False
+        self._gathered: list[Any] | None = None  # torch's FSDPParams
 
     def forward(self, step: Callable[[], Any]) -> Any:
         self._ran = True
-        # A closure, not arguments: FSDP would rebuild the containers of a batch.
-        return step()
+        before = self._versions()
+        found = step()  # a closure, not arguments: FSDP would rebuild the containers of a batch
+        changed = [name for name, version in self._versions().items() if version != before.get(name, version)]
+        if changed:
+            raise TopologyError(
+                f"a step changed {changed[:_LISTED]}{'' if len(changed) <= _LISTED else ' and others'}, which would be "
+                "lost: FSDP gathers parameters for a step and frees them behind it. Change them in a hook, such as "
+                "on_train_batch_end, where they are the sharded ones"
+            )
+        return found
+
+    def _versions(self) -> dict[str, int]:
+        """How often torch's operations have changed each gathered parameter, by name; what FSDP does is not counted."""
+        if self._gathered is None:
+            groups = (group for unit in fsdp_modules(self) for group in unit._get_fsdp_state()._fsdp_param_groups)
+            self._gathered = [param for group in groups for param in group.fsdp_params]
+        found = ((p._param_fqn, getattr(p, "_unsharded_param", None)) for p in self._gathered)
+        return {(name or "").removeprefix("module."): p._version for name, p in found if p is not None}
 
     def expect_backward(self, loss: Tensor) -> None:
         """Before a backward inside the forward (manual optimization): FSDP sees only the outputs of a forward."""
@@ -37,9 +61,13 @@ class StepModule(nn.Module):
             self._get_fsdp_state()._register_pre_backward_hook(loss)
 
     def regather(self) -> None:
-        """After a backward or an optimizer step inside the forward: the rest of the step needs the new parameters."""
+        """After a backward or an optimizer step inside the forward: the rest of the step needs the new parameters.
+
+        And where ``requires_grad`` changed, also before a backward, when ``reshard`` does nothing.
+        """
         if isinstance(self, FSDPModule):
-            self.reshard()
+            for group in self._get_fsdp_state()._fsdp_param_groups:
+                group._to_sharded()  # type: ignore[no-untyped-call]  # torch's
             self.unshard()
 
     def reset(self) -> None:
