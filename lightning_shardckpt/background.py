@@ -8,7 +8,6 @@ talks to the user: what it has to say is fetched from it, and its errors are rai
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -57,11 +56,11 @@ class Background:
         self._told: set[int] = set()  # numbers of saves whose failure was raised; this rank may learn of it later
         self.waited = False
         """Whether a save had to wait for room."""
-        self._begin()
+        self.forget()
         WRITERS.add(self)
 
-    def _begin(self) -> None:
-        """With nothing to do: at first, and in a forked process, whose parent does what there was."""
+    def forget(self) -> None:
+        """Have nothing to do: at first, and in a forked process, whose parent does what there was."""
         self._lock = threading.RLock()  # a signal handler may save, too
         self._changed = threading.Condition(self._lock)  # taken by the lock alone, see ``threads``
         self._jobs: deque[_Job] = deque()
@@ -248,15 +247,6 @@ class Background:
         """Nobody came to ask: the interpreter shows what is raised here, and leaves."""
         for failure in self._failures.values():
             raise failure
-
-
-def _begin_all() -> None:
-    for writer in list(WRITERS):
-        if isinstance(writer, Background):
-            writer._begin()
-
-
-os.register_at_fork(after_in_child=_begin_all)
 
 
 def _described(error: Exception) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def consolidate(
 ) -> Path | str:
     """Write the checkpoint in a folder for other programs, and return the path of the file or directory; or its URL.
 
-    It appears when it is complete and durable; an error leaves nothing behind.
+    It appears when it is complete and durable; an error leaves nothing behind. Waits for the asynchronous saves of this
+    process.
 
     Args:
         checkpoint_folder: a checkpoint of this package, which may be a URL, of Lightning's FSDPStrategy or
@@ -93,7 +94,8 @@ def consolidate(
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
 
     Raises:
-        ValueError: for options that do not go together, names that collide, or patterns that match nothing.
+        ValueError: for options that do not go together, names that collide, patterns that match nothing, or an output
+            inside a checkpoint.
         CheckpointNotFoundError: if the folder is no checkpoint; says what it is instead.
         FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
@@ -133,8 +135,7 @@ def consolidate_as(
     if not output:
         raise ValueError("the path for the converted checkpoint is empty")
     outputs = places.outputs(output)
-    parent = os.path.dirname(output.rstrip("/"))
-    if output_file is not None and parent and outputs.kind(os.path.join(parent, ROOT_NAME)) is not None:
+    if output_file is not None and _is_inside_a_checkpoint(outputs, output):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
     source = None if is_url(where) else folder
     if (folder / ROOT_NAME).exists():  # else what is wrong with the folder is said first
@@ -199,6 +200,12 @@ def _opened_with_torch(places: Places, where: str, given: str | os.PathLike[str]
 
 
 # ── what is written ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _is_inside_a_checkpoint(outputs: Outputs, output: str) -> bool:
+    parent = os.path.dirname(output.rstrip("/") if is_url(output) else os.path.abspath(output))
+    is_bucket = is_url(output) and parent.endswith(":/")  # whose parent is nothing
+    return not is_bucket and outputs.kind(f"{parent}/{ROOT_NAME}") is not None
 
 
 def _check_output(outputs: Outputs, output: str, source: Path | None, options: Options) -> None:

@@ -181,8 +181,8 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             found = self._components[component]
             prefix = "" if component == "model" else f"{component}/"
             keys = {**dict(zip(found.tensors, found.tensors, strict=True)), **found.aliases}
-            found_at = {prefix + name: (component, key) for name, key in keys.items()}
-            self._where = found_at | self._where  # the model's names, which may be like others, are the model's
+            for name, key in keys.items():
+                self._where.setdefault(prefix + name, (component, key))  # a name of the model's may be like another
 
     @property
     def metadata(self) -> Metadata:
@@ -269,12 +269,13 @@ def _range(item: Any, length: int, where: str) -> tuple[int, int, Any]:
         if step < 0:
             raise IndexError(f"{where}: steps must be positive, got {item}")
         return low, max(low, high), slice(None, None, step if step > 1 else None)
+    is_mask = isinstance(item, bool) or str(getattr(item, "dtype", "")).endswith("bool")  # to torch; not 0 or 1
     try:
-        number = item.__index__()
-        if isinstance(item, bool) or "bool" in str(getattr(item, "dtype", "")):
-            raise TypeError
+        number = None if is_mask else item.__index__()
     except (AttributeError, TypeError):
-        raise IndexError(f"{where}: only integers, slices and ... are understood, got {item!r}") from None
+        number = None
+    if number is None:
+        raise IndexError(f"{where}: only integers, slices and ... are understood, got {item!r}")
     if not -length <= number < length:
         raise IndexError(f"{where}: {number} is out of range")
     return number % length, number % length + 1, 0

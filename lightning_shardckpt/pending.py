@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 from weakref import WeakSet
 
@@ -12,6 +13,9 @@ class Writer(Protocol):
     def drain(self) -> None:
         """Wait until everything is done; raises nothing. Not collective."""
 
+    def forget(self) -> None:
+        """In a forked process: its parent does what there was."""
+
 
 WRITERS: WeakSet[Writer] = WeakSet()
 
@@ -20,3 +24,11 @@ def drain_all() -> None:
     """Wait for all saves of this process: what one saves, another one may load. Not collective; raises nothing."""
     for writer in list(WRITERS):
         writer.drain()
+
+
+def _forget_all() -> None:
+    for writer in list(WRITERS):
+        writer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -259,7 +259,7 @@ class Restore:
         """
         if self._objects.modules:
             put_values(self._root, self._state_dict, extra_state)
-            state = {n: v for n, v in self._state_dict.items() if isinstance(v, torch.Tensor)}
+            state = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
             load_edited(self._root, state, state, not_live(self._root, state), self._whole)
         placed = {path: self._objects.tensors[path] for path in self._fitting}
         absent, taken = {*self.missing}, list[Path]()

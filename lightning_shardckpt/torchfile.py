@@ -180,15 +180,13 @@ class Plain:
         return self._other(value, path)
 
     def _sequence(self, value: Any, path: str) -> Any:
-        of = self._key if isinstance(value, set | frozenset) else self.of
-        dropped = [self._is_dropped(item, f"{path}/{i}") for i, item in enumerate(value)]
-        items = [None if gone else of(v, f"{path}/{i}") for i, (v, gone) in enumerate(zip(value, dropped, strict=True))]
+        items = [(item, f"{path}/{i}") for i, item in enumerate(value)]
         if isinstance(value, set | frozenset):
-            items = [item for item, gone in zip(items, dropped, strict=True) if not gone]
-            self._tell_merged(len(items) - len({*items}), path)
-        if type(value) in (list, tuple, set):
-            return type(value)(items)
-        return self._as(set(items) if isinstance(value, frozenset) else items, value, path)
+            new = [self._key(item, where) for item, where in items if not self._is_dropped(item, where)]
+            self._tell_merged(len(new) - len({*new}), path)
+            return {*new} if type(value) is set else self._as({*new}, value, path)
+        kept = [None if self._is_dropped(item, where) else self.of(item, where) for item, where in items]
+        return type(value)(kept) if type(value) in (list, tuple) else self._as(kept, value, path)
 
     def _key(self, value: Any, path: str) -> Any:
         """What a set or a dict can hold."""

@@ -14,7 +14,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,8 @@ def test_an_output_inside_a_checkpoint_is_refused(name: str, copy: Path, capsys:
         for more in ([], ["--format", "safetensors"]):
             assert main(["consolidate", str(copy), "--output_file", f"{where}/{name}", "--overwrite", *more]) == 1
             assert "lies inside a checkpoint" in capsys.readouterr().err
+        with chdir(where), pytest.raises(ValueError, match=f"'{name}' lies inside a checkpoint"):
+            consolidate(copy, name, overwrite=True)
         assert sorted((path.name, path.read_bytes()) for path in Path(where).iterdir()) == before
 
 

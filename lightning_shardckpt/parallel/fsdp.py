@@ -42,8 +42,8 @@ class StepModule(nn.Module):
         if changed:
             raise TopologyError(
                 f"a step changed {changed[:_LISTED]}{'' if len(changed) <= _LISTED else ' and others'}, which would be "
-                "lost: FSDP gathers parameters for a step and frees them behind it. Change them in a hook, such as "
-                "on_train_batch_end, where they are the sharded ones"
+                "lost: FSDP gathers parameters for a step and frees them behind it. Change them between two steps, "
+                "such as in on_train_batch_end, where they are the sharded ones"
             )
         return found
 
@@ -63,7 +63,7 @@ class StepModule(nn.Module):
     def regather(self) -> None:
         """After a backward or an optimizer step inside the forward: the rest of the step needs the new parameters.
 
-        And where ``requires_grad`` changed, also before a backward, when ``reshard`` does nothing.
+        Not with ``reshard``, which does nothing before a backward, where ``requires_grad`` may have changed.
         """
         if isinstance(self, FSDPModule):
             for group in self._get_fsdp_state()._fsdp_param_groups:

@@ -21,7 +21,7 @@ from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.sources import Source, Target
 from lightning_shardckpt.staging import DTYPES
 from lightning_shardckpt.state.live import load_edited, not_live
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, model_leaves, tied_names
+from lightning_shardckpt.state.model import WholeNames, canonical_name, is_value, model_leaves, tied_names
 from lightning_shardckpt.storage.protocol import Storage
 
 
@@ -70,7 +70,7 @@ class Start:
         source, found, state_dict = self._source, self._fit, module.state_dict()
 
         def read() -> None:
-            tensors = {k: v for k, v in state_dict.items() if not is_extra_state(k)}
+            tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
             fitted = FittedSource(source, found, leaves.tensors)
             here = [(key, tensor) for key, tensor in leaves.tensors.items() if key in found.names]
