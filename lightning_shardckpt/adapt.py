@@ -1,8 +1,7 @@
-"""What of a LightningModule must be told that it is sharded? Its first values, its metrics, its optimizer toggles."""
+"""What of a LightningModule must be told that it is sharded: its metrics, and how it clips gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,20 +25,6 @@ class _GatherOver:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
         return self
-
-
-def regather_on_toggle(module: pl.LightningModule, regather: Callable[[], None]) -> None:
-    """Make toggle_optimizer reach the gathered parameters: it changes ``requires_grad`` of the sharded ones."""
-
-    def regathering(change: Callable[..., None]) -> Callable[..., None]:
-        def changed(*args: Any, **kwargs: Any) -> None:
-            change(*args, **kwargs)
-            regather()
-
-        return changed
-
-    for name in ("toggle_optimizer", "untoggle_optimizer"):
-        setattr(module, name, regathering(getattr(type(module), name).__get__(module)))
 
 
 def refuse_clipping_of_stages(module: pl.LightningModule) -> None:

@@ -338,6 +338,7 @@ class ShardCkptIO(CheckpointIO):
         strict: bool,
         weights_only: bool | None = None,
         pick_rank: Callable[[Any], int] | None = None,
+        regroup: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> engine.Loaded:
         """Load straight into live tensors: a sharded checkpoint of any topology, or one of another format.
 
@@ -351,6 +352,7 @@ class ShardCkptIO(CheckpointIO):
             strict: raise one MismatchError for all differences instead of loading the rest.
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
+            regroup: see ``loading.Live``.
         """
         drain_all()
         with resting():
@@ -359,7 +361,7 @@ class ShardCkptIO(CheckpointIO):
             extra_state = frozenset(canonical_name(k) for k, v in state_dict.items() if is_value(k, v))
             adapters = adapter_tensors(self._module, leaves.tensors) if self._module is not None else frozenset[str]()
             fitting = partial(fitted_to, module=self._module or nn.Module(), live=leaves, whole=self.names)
-            live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting)
+            live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting, regroup=regroup)
             loaded = engine.load(
                 os.fspath(path),
                 live,

@@ -15,10 +15,8 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric import wrappers
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
@@ -57,16 +55,18 @@ __all__ = ["ShardCkptIO", "ShardedStrategy"]
 
 
 class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
-    """Trains what Fabric sets up under any mix of replicated data parallel, FSDP2, tensor and pipeline parallel.
+    """Trains what Fabric sets up under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
     ``fabric.setup`` cuts a module that was built like any other. An optimizer that was built before gets the parameters
     that the module has afterwards. Initial weights are the same on every topology.
+
+    Sharded parameters act as whole tensors, as the Trainer's ``ShardedStrategy`` describes it.
 
     Each rank saves its slices with ``fabric.save``, in the format of the Trainer's ``ShardedStrategy`` and of
     ``lightning_shardckpt.save``: each loads the other's model and optimizers. Keys belong together as there.
 
     Args:
-        data_parallel_shard_size: Processes over which FSDP2 shards; ``"auto"`` takes those that the others leave.
+        data_parallel_shard_size: Processes that shard parameters (FSDP); ``"auto"`` takes those that the others leave.
         data_parallel_replicate_size: Replicas of the sharded model (HSDP).
         tensor_parallel_size: Processes that compute one layer together.
         pipeline_parallel_size: Processes over which the layers are distributed. Steps run by ``run_step`` then. It and
@@ -215,7 +215,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         slots = meta_slots(module)
         values = next((d for d in self._deferred if any(d.knows(owner, name) for owner, name in slots)), None)
         wanted, self._pretrained = self._pretrained, None
-        record = self._cut(module, values, wanted)
+        record = self._cut(module, values, wanted, is_called=True)
         self._sharded.append(record)
         return _Forward(record, self)
 
@@ -248,16 +248,17 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         """Gradients are final when this returns. Collective: every rank of the world must call it."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        for record in self._sharded:
-            record.gradients.begin()
-        super().backward(tensor, module, *args, **kwargs)
         stepped, self._stepped = self._stepped, None
+        with ExitStack() as stack:
+            if stepped is None:
+                for record in self._sharded:
+                    stack.enter_context(record.gradients.backward())
+            super().backward(tensor, module, *args, **kwargs)
         if stepped is not None:
             stepped.backward()
-            self.reshard()  # a stage may have had nothing to go back through
         for record in self._sharded:
-            if record.gradients.finish():
-                broadcast_statistics(record.step.module, self.meshes.data_parallel_group)
+            if not record.gradients.is_blocked:
+                broadcast_statistics(record.root, self.meshes.data_parallel_group)
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, module: nn.Module | None = None, *, scale: float = 1.0
@@ -289,7 +290,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
 
         scaler = getattr(self.precision, "scaler", None)
         factor = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else 1.0
-        steps = PipelinedSteps(record.step.module, pipeline, self.root_device, lambda: factor * scale, job_of)
+        steps = PipelinedSteps(record.root, pipeline, self.root_device, lambda: factor * scale, job_of)
         self._running, self._stepped = record, None
         try:
             with _in_backward() if pipeline.backward_early else nullcontext():
@@ -304,8 +305,6 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
             self._running = None
         if train and output is not None:
             self._stepped = steps
-        else:
-            self.reshard()
         return output
 
     def _record_of(self, module: nn.Module | None) -> ShardedModule:
@@ -320,15 +319,10 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
             )
         return record
 
-    @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        self.reshard()
-        return super().optimizer_step(optimizer, **kwargs)
-
     def reshard(self) -> None:
-        """Free gathered parameters; before anything reads them outside a forward. No communication."""
+        """Free what FSDP2 has gathered, where a module has applied it by itself. No communication."""
         for record in self._sharded:
-            reshard(record.step)
+            reshard(record.root)
 
     @override
     def clip_gradients_norm(
@@ -434,12 +428,12 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def _all(self) -> nn.Module:
         """All modules that were set up, as one."""
         objects = Objects()
-        objects.modules |= {(number,): record.step.module for number, record in enumerate(self._sharded)}
+        objects.modules |= {(number,): record.root for number, record in enumerate(self._sharded)}
         return objects.root
 
     def _whole(self, objects: Objects) -> WholeNames:
         """Names of the whole modules, also on a stage that has parts of them."""
-        records = {id(record.step.module): record for record in self._sharded}
+        records = {id(record.root): record for record in self._sharded}
         names, ties = set[str](), list[tuple[str, ...]]()
         for path, prefix in objects.prefixes.items():
             record = records.get(id(objects.modules[path]))
@@ -450,11 +444,6 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
                 names |= {prefix + name for name in objects.modules[path].state_dict()}
         return WholeNames(frozenset(names), tuple(ties))
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register("sharded", cls, description="Sharded training and checkpoints", override=True)
-
 
 class _Forward(nn.Module):
     """Runs the forward of a module that was cut, under the hooks of FSDP."""
@@ -462,7 +451,7 @@ class _Forward(nn.Module):
     def __init__(self, record: ShardedModule, strategy: ShardedStrategy) -> None:
         super().__init__()
         self.__dict__["record"] = record  # not a submodule: Fabric has the module itself
-        self.__dict__[WRAPPED] = record.step.module
+        self.__dict__[WRAPPED] = record.root
         self._strategy = strategy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -470,13 +459,13 @@ class _Forward(nn.Module):
         if record.pipeline is not None:
             if self._strategy._running is not record:
                 raise TopologyError(
-                    f"{type(record.step.module).__name__} is a pipeline, of which this rank has a part: call it in a "
+                    f"{type(record.root).__name__} is a pipeline, of which this rank has a part: call it in a "
                     "function of the batch, by fabric.strategy.run_step(function, batch)"
                 )
-            return record.step.module(*args, **kwargs)
-        found = record.step(partial(record.step.module, *args, **kwargs))
+            return record.root(*args, **kwargs)
+        found = record.run(partial(record.root, *args, **kwargs))
         if not torch.is_grad_enabled():  # no backward will follow
-            reshard(record.step)
+            reshard(record.root)
         return found
 
 
@@ -499,7 +488,4 @@ class _HeldBackward(_BackwardSyncControl):
         record = module.__dict__.get("record")
         if not isinstance(record, ShardedModule):
             raise TypeError(f"{type(module).__name__} was not set up by fabric.setup")
-        return record.gradients.hold() if enabled and self._strategy._accumulate_unsharded else nullcontext()
-
-
-ShardedStrategy.register_strategies(STRATEGY_REGISTRY)
+        return record.gradients.blocked() if enabled and self._strategy._accumulate_unsharded else nullcontext()

@@ -32,7 +32,8 @@ class Live:
     of the parameter. ``whole``: of all pipeline stages. ``adapters``: keys of ``model`` that PEFT made for adapters.
     ``fitting``: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
     ``placed``: tensors of the user's to fill, by key of trainer state. ``like``: how such state is laid out that is not
-    there yet. ``remedy``: how to load in spite of differences.
+    there yet. ``remedy``: how to load in spite of differences. ``regroup``: gets the trainer's state, without tensors,
+    before the optimizers are compared, and may change their param groups.
     """
 
     model: Leaves
@@ -45,6 +46,7 @@ class Live:
     placed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     remedy: str = "Set strict_loading=False on the LightningModule"
+    regroup: Callable[[Mapping[str, Any]], None] | None = None
 
 
 class Load:
@@ -196,6 +198,8 @@ class Load:
                 "validate, test and predict can use it, and training can begin with it: "
                 "ShardedStrategy(pretrained=path). To resume training, save with save_weights_only=False."
             )
+        if self._live.regroup is not None:
+            self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
         component = self._components.get("optimizer")
         if len(document) != len(live):
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.parallel.deferred import DeferredInit
+from lightning_shardckpt.parallel.gathered_values import all_gathered
 from lightning_shardckpt.parallel.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.model import Recipe, ShardedModule, shard
 from lightning_shardckpt.parallel.rng import same_rng
@@ -130,7 +130,7 @@ class OnMesh:
         )
 
     def _new_meshes(self) -> Meshes:
-        return build_meshes(resolve_topology(self.world_size, **self._sizes), self.root_device.type)
+        return build_meshes(resolve_topology(self.world_size, **self._sizes), self.root_device.type, self._timeout_s)
 
     def _new_ranks(self) -> Ranks:
         """Those who save and load together."""
@@ -145,9 +145,12 @@ class OnMesh:
 
     # --- modules ---
 
-    def _cut(self, module: nn.Module, values: DeferredInit | None, wanted: Pretrained | None) -> ShardedModule:
+    def _cut(
+        self, module: nn.Module, values: DeferredInit | None, wanted: Pretrained | None, *, is_called: bool = False
+    ) -> ShardedModule:
         """Cut a module in place and give it its first values, or those it is to begin with.
 
+        ``is_called``: whether it will be, itself, and not only modules inside it.
         Collective: every rank of the world must call it.
         """
         with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
@@ -160,6 +163,7 @@ class OnMesh:
                     values=values,
                     copy_slice=copy_slice,
                     loaded=start.names,
+                    is_called=is_called,
                 )
             start.fill(module, WholeNames(record.state_names, record.state_ties), self._ranks)
         return record
@@ -181,7 +185,9 @@ class OnMesh:
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Over the data-parallel group by default."""
-        return _all_gather_ddp_if_available(tensor, group=self._data_parallel(group), sync_grads=sync_grads)
+        if self._apart:
+            return tensor
+        return all_gathered(tensor, self._data_parallel(group), sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._apart:

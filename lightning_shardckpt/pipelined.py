@@ -18,6 +18,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.function_job import FunctionJob
 from lightning_shardckpt.job import LightningJob
 from lightning_shardckpt.parallel.pipeline import Pipeline
+from lightning_shardckpt.parallel.sharding.held import HeldGradients
 
 
 class PipelinedSteps:
@@ -93,8 +94,7 @@ class PipelinedSteps:
                 f"the gradient of the loss is {scale.item():g}, but this pipeline_schedule has run its backward passes "
                 f'with {self._assumed.item():g}: something scales the loss. Use pipeline_schedule="gpipe".'
             )
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._pipeline.add(self._gradients)
         self._gradients.clear()
 
     def reset(self) -> None:
@@ -120,7 +120,7 @@ class PipelinedSteps:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Gradients made inside are kept for `backward`: Lightning sets gradients to zero between step and backward."""
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        parameters = [p for p in self._module.parameters() if p.requires_grad and p not in HeldGradients.of_leaf]
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_stages, regather_on_toggle
+from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_stages
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import TopologyError
@@ -49,7 +49,8 @@ from lightning_shardckpt.parallel.model import (
 )
 from lightning_shardckpt.parallel.replicas import check_batch
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
-from lightning_shardckpt.parallel.statistics import broadcast_statistics
+from lightning_shardckpt.parallel.sharding.values import check_state_of_shards
+from lightning_shardckpt.parallel.statistics import broadcast_statistics, synchronize_batch_norms
 from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.preemption import Ending, Preemption, save_behind_exception
 from lightning_shardckpt.preflight import check_room, state_bytes, tensor_bytes
@@ -58,6 +59,7 @@ from lightning_shardckpt.ranks import Ranks, is_of_a_collective
 from lightning_shardckpt.resume import (
     Continuation,
     Place,
+    keep_groups,
     load_checkpoint,
     save_checkpoint,
 )
@@ -66,6 +68,7 @@ from lightning_shardckpt.state.live import load_edited, not_live, parameter_name
 from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.position import make_resumable
+from lightning_shardckpt.storage.places import is_url
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
 
@@ -73,11 +76,15 @@ _RECORD = "_shardckpt_record"  # on the LightningModule: a second Trainer must f
 
 
 class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
-    """Trains one LightningModule under any mix of replicated data parallel, FSDP2, tensor and pipeline parallel.
+    """Trains one LightningModule under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
     The module is an ordinary one: layers built in ``__init__`` or ``configure_model``, steps unchanged. One that
     cuts itself in ``configure_model`` with ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, as for
     Lightning's ModelParallelStrategy, is left as it is. Initial weights are the same on every topology.
+
+    Sharded parameters are DTensors that act as whole tensors in steps, hooks and optimizers; see ``parallel.sharding``.
+    Each layer's are gathered at once while it runs, and freed until the backward, as FSDP does it. Every rank must read
+    and change them alike. Where the shard axis has size 1, parameters are plain tensors, and gradients are averaged.
 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is cut.
@@ -87,7 +94,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     each; see "Several nodes" in the README.
 
     Args:
-        data_parallel_shard_size: Processes over which FSDP2 shards; ``"auto"`` takes those that the others leave.
+        data_parallel_shard_size: Processes that shard parameters (FSDP); ``"auto"`` takes those that the others leave.
         data_parallel_replicate_size: Replicas of the sharded model (HSDP).
         tensor_parallel_size: Processes that compute one layer together.
         pipeline_parallel_size: Processes over which the layers are distributed, each with some of them. See "Pipelines"
@@ -198,12 +205,12 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self._meshes: Meshes | None = None
         self._sharded: ShardedModule | None = None
         self._deferred: DeferredInit | None = None
-        self._manual_step = False
         self._preemption = Preemption()
         self._pipelined: PipelinedSteps | None = None
         self._ranks = Ranks.alone()
         self._ending = Ending.NONE
         self._continuation: Continuation | None = None
+        self._restored = False
         self._loaded: tuple[dict[str, Any], frozenset[str]] | None = None
 
     # --- what it is ---
@@ -249,6 +256,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self.lightning_module._device_mesh = self._meshes.user
         self._go_behind()
         self._ending = Ending.NONE
+        self._restored = False
 
     def _meet(self) -> Ranks:
         """Those that run, validate, … together; called by the launcher, before any code of the user's runs."""
@@ -292,12 +300,10 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self._continuation = self._loaded = None
         self._sharded = self._found() or self._shard()
         self._pipelined = self._pipeline_of(self._sharded)
-        if not self.lightning_module.automatic_optimization:
-            regather_on_toggle(self.lightning_module, self.regather)
-        self.model = self.sharded.step
+        self.model = self.lightning_module
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # FSDP2 and DTensor need version counters: no_grad instead
+            loop.inference_mode = False  # DTensors need version counters: no_grad instead
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -306,6 +312,25 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._check_room(trainer)
         self.barrier()
+        self._restore(trainer)
+
+    def _restore(self, trainer: pl.Trainer) -> None:
+        """Load the checkpoint of a fit, so that ``on_fit_start`` sees it, as on one process.
+
+        What Lightning itself has still to find, such as "hpc", it loads behind that hook.
+        """
+        connector = trainer._checkpoint_connector
+        assert isinstance(self._launcher, ResolvingLauncher)
+        path = self._launcher.resumes_from or (connector._ckpt_path if connector._user_managed else None)
+
+        def is_there() -> bool:
+            given = path is not None and (is_url(path) or os.path.lexists(path))
+            return given or connector._hpc_resume_path is not None
+
+        if trainer.state.fn == TrainerFn.FITTING and self._ranks.step("looking for a checkpoint", is_there, any):
+            connector._restore_modules_and_callbacks(None if path is None else os.fspath(path))
+            keep_groups(trainer)
+            self._restored = True
 
     def _check_room(self, trainer: pl.Trainer) -> None:
         """Collective: a stage of a pipeline knows only its own part of the model."""
@@ -327,6 +352,8 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def _shard(self) -> ShardedModule:
         assert self.lightning_module is not None
         module = self.precision_plugin.convert_module(self.lightning_module)
+        if self._layer_sync is not None and self._trainer().state.fn == TrainerFn.FITTING:
+            synchronize_batch_norms(module, self.meshes.data_parallel_group, self.root_device)
         wanted, phase = self._pretrained, "deciding whether weights to begin with are needed"
         if wanted is not None and not self._ranks.step(phase, self._begins_anew, any):
             wanted = None
@@ -428,18 +455,8 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         if self._pipelined is not None:
-            output = self._pipelined.training_step(self.precision_plugin.train_step_context, args, kwargs)
-            if output is None:  # no backward will follow
-                self.reshard()
-            return output  # type: ignore[no-any-return]
-        self._manual_step = manual = not self.lightning_module.automatic_optimization
-        try:
-            output = self._run_step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
-        finally:
-            self._manual_step = False
-        if manual or output is None:  # no backward will follow
-            self.reshard()
-        return output  # type: ignore[no-any-return]
+            return self._pipelined.training_step(self.precision_plugin.train_step_context, args, kwargs)  # type: ignore[no-any-return]
+        return self._run_step("training_step", self.precision_plugin.train_step_context(), args, kwargs)  # type: ignore[no-any-return]
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -466,17 +483,12 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def _run_step(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
         step = partial(getattr(self.lightning_module, name), *args, **kwargs)
         with context:
-            return self.sharded.step(step)
+            return self.sharded.run(step)
 
     def reshard(self) -> None:
-        """Free gathered parameters; before anything reads parameters outside a step. No communication."""
+        """Free what FSDP2 has gathered, where the module has applied it by itself. No communication."""
         if self._sharded is not None:
-            reshard(self._sharded.step)
-
-    def regather(self) -> None:
-        """In a step with manual optimization, let its rest see what changed. Collective if it is one."""
-        if self._manual_step:
-            self.sharded.step.regather()
+            reshard(self._sharded.root)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -484,16 +496,14 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         plugin, module, sharded = self.precision_plugin, self.lightning_module, self.sharded
         assert module is not None
         loss = plugin.pre_backward(closure_loss, module)
-        sharded.gradients.begin()
-        if self._manual_step:
-            sharded.step.expect_backward(loss)
-        plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._pipelined is not None:
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
             self._pipelined.backward()
-            self.reshard()  # a stage may have had nothing to go back through
-        if sharded.gradients.finish():
+        else:
+            with sharded.gradients.backward():
+                plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if not sharded.gradients.is_blocked:
             broadcast_statistics(module, self.meshes.data_parallel_group)  # autograd needed them until now
-        self.regather()
         return plugin.post_backward(loss, module)
 
     @contextmanager
@@ -502,15 +512,13 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         if not self._accumulate_unsharded:
             yield
             return
-        with self.sharded.gradients.hold():
+        with self.sharded.gradients.blocked():
             yield
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self.checkpoint_io.waiting_between(optimizer, closure) as gradients:
-            output = super().optimizer_step(optimizer, gradients, model, **kwargs)
-        self.regather()
-        return output
+            return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
@@ -550,7 +558,6 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def on_exception(self, exception: BaseException) -> None:
         if self._sharded is not None:
             self._sharded.gradients.reset()
-            self._sharded.step.reset()
         if self._pipelined is not None:
             self._pipelined.reset()
         self._ending = Ending.LEFT
@@ -567,17 +574,12 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("sharded", cls, description="Sharded training and checkpoints", override=True)
-
     # --- checkpoints ---
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
+        return not self._restored
 
     @property
     @override
@@ -618,6 +620,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """By parameter FQN; the tensors are this rank's shards."""
         assert self.lightning_module is not None
+        check_state_of_shards(optimizer)
         return optimizer_state(optimizer, parameter_names(self.lightning_module, self._names))
 
     @override
@@ -676,6 +679,3 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-
-ShardedStrategy.register_strategies(StrategyRegistry)

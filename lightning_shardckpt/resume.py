@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -97,6 +99,7 @@ def load_checkpoint(
         strict=module.strict_loading,
         weights_only=weights_only,
         pick_rank=place.source_rank,
+        regroup=partial(_regroup, trainer),
     )
     put_values(module, state_dict, loaded.extra_state)
     checkpoint = loaded.trainer
@@ -108,6 +111,25 @@ def load_checkpoint(
         if any(states):  # a loader of the user's has a state of its own
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
     return checkpoint, rank_state
+
+
+def _regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    """Give the optimizers the param groups that BaseFinetuning had made of layers that it had unfrozen."""
+    for callback in _finetuning(trainer):
+        saved = state.get("callbacks", {}).get(callback.state_key)
+        if saved is not None:
+            callback.load_state_dict(saved)
+            callback.on_fit_start(trainer, trainer.lightning_module)
+
+
+def keep_groups(trainer: pl.Trainer) -> None:
+    """After callbacks have their state: BaseFinetuning would undo the hyper-parameters that were loaded."""
+    for callback in _finetuning(trainer):
+        callback._restarting = False
+
+
+def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
 class Continuation:

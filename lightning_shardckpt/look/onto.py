@@ -226,7 +226,7 @@ class Onto:
         self._names: dict[str, list[str]] = {key: [key] for key in self._model.tensors}
         for alias, of in self._model.aliases.items():
             self._names[of].append(alias)
-        self._on_mesh = any(spec.layout.axes for spec in self._model.tensors.values())
+        self._tells_buffers = any(spec.layout.axes or spec.pinned for spec in self._model.tensors.values())
         self._styles = self._planned()
         self._stages = self._staged()
         self._note_what_is_assumed()
@@ -273,8 +273,8 @@ class Onto:
         return Aim(Layout(axes, tuple(cuts)), holders)
 
     def _is_parameter(self, spec: TensorSpec) -> bool:
-        if self._on_mesh:
-            return bool(spec.layout.axes)
+        if self._tells_buffers:
+            return bool(spec.shape) and not spec.pinned
         return bool(spec.shape) and not spec.dtype.startswith(_NOT_FLOATING)
 
     def _tensor_cut(self, key: str, spec: TensorSpec) -> tuple[int, int] | None:
@@ -321,8 +321,8 @@ class Onto:
 
     def _note_what_is_assumed(self) -> None:
         specs = self._model.tensors.values()
-        if not self._on_mesh and self._model.tensors:
-            self.notes.append("No tensor was saved on a mesh: all floating tensors with dims are taken for parameters.")
+        if not self._tells_buffers and self._model.tensors:
+            self.notes.append("Nothing tells buffers from parameters: floating tensors with dims are taken for those.")
         if self.sizes["tensor"] > 1 and not self.plan:
             if any(self._tensor_cut(key, spec) for key, spec in self._model.tensors.items()):
                 self.notes.append("Tensor parallelism is taken to cut the dims that it cut when this was saved.")

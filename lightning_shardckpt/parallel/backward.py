@@ -10,9 +10,8 @@ leaves that a Python autograd function uses together with an input: its backward
 What it costs: autograd keeps a microbatch's activations until the second part, and with non-reentrant activation
 checkpointing both parts recompute, each once. With the reentrant kind torch raises in the first part.
 
-FSDP2 reduces and reshards in the first part, when it has no gradients yet. There parameters must stay unsharded from
-the first forward to the last second part (neither reshard after forward nor after backward), without gradient sync;
-then the last microbatch's backward, an ordinary one with sync after all second parts, reduces everything.
+Sharded parameters are gathered once for all passes, as copies that are leaves of autograd; their gradients are reduced
+when all second parts are done (``sharding.units.KeptGathers``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.fsdp import StepModule
 from lightning_shardckpt.parallel.gates import Gate, Gates, Stub, add_gate
 from lightning_shardckpt.parallel.gradients import GradientSync, sharing_groups
 from lightning_shardckpt.parallel.mesh import Meshes
@@ -100,7 +99,7 @@ class Stages:
         return [(here[name], groups[ranks[name]]) for name in sorted(here) if len(ranks[name]) > 1]
 
     def pipeline(
-        self, step: StepModule, gradients: GradientSync, device: torch.device, *, keep_gathered: bool
+        self, root: nn.Module, gradients: GradientSync, device: torch.device, *, keep_gathered: bool
     ) -> Pipeline:
         """Put gates in front of all modules; returns what runs steps of them."""
         gates = Gates(self.plan.layers)
@@ -110,17 +109,17 @@ class Stages:
             owned = bool(stages & self._own)
             module = self.modules[name] if owned else self.twins[name]
             add_gate(module, Gate(gates, name, places[name], Stub(self.twins[name], name), owned=owned))
-        common = [m for name, m in step.module.named_modules() if not _inside(clean_fqn(name), places)]
+        common = [m for name, m in root.named_modules() if not _inside(clean_fqn(name), places)]
         topology = self.meshes.topology
         return Pipeline(
-            step,
+            root,
             gates,
             self.plan,
             self.schedule,
             self.meshes,
             device,
-            before_backward=lambda last: gradients.before_backward(last=last),
-            splits=keep_gathered,
+            gradients,
+            keep_gathered=keep_gathered,
             microbatches=self.recipe.microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
             common=common,

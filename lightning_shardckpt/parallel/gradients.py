@@ -1,146 +1,155 @@
-"""Which gradients does FSDP2 leave unreduced, and how do they become right?
+"""The gradients of one sharded module: when they are reduced, and what is missing after that.
 
-Four kinds: partial sums over the tensor axis (a norm that sees only this rank's heads), parameters outside FSDP (0-dim
-ones, modules that the user cut without it), parameters that several pipeline stages hold, and DTensor gradients in
-another layout than their parameter.
-Each backward's contribution is reduced exactly once, also when gradients accumulate.
+Sharded parameters reduce theirs as autograd goes through the gather, replicated ones when a backward ends. What remains
+are those that several pipeline stages hold, each with the gradient of its own part.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.parallel.clip import local
-from lightning_shardckpt.parallel.fsdp import StepModule, fsdp_modules
+from lightning_shardckpt.parallel.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.replicas import check_gradients
+from lightning_shardckpt.parallel.sharding.held import HeldGradients
+from lightning_shardckpt.parallel.sharding.plain_gradients import PlainGradients
+from lightning_shardckpt.parallel.sharding.sharded_tensor import ShardedTensor
+from lightning_shardckpt.parallel.sharding.units import KeptGathers
 
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """One parameter's missing all-reduce: its gradient becomes the sum over ``group`` times ``scale``."""
-
-    parameter: nn.Parameter
-    group: dist.ProcessGroup
-    scale: float
+Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
 
 
 class GradientSync:
     """Finishes the gradients of one sharded module; one instance lives as long as its parameters.
 
     Args:
-        step: the module's step module, in its sharded state.
-        partial: names of parameters whose gradients are partial sums over the tensor axis.
+        root: the module, sharded.
+        held: where the gradients of its sharded parameters accumulate.
+        partial: names of plain parameters whose gradients are partial sums over the tensor axis.
         shared: parameters that several pipeline stages hold, with the group of their ranks, in the same order on all.
-        keep_gathered: whether FSDP keeps parameters gathered between the backward passes that make up one.
     """
 
     def __init__(
         self,
-        step: StepModule,
+        root: nn.Module,
         meshes: Meshes,
-        partial: Iterable[str],
         device: torch.device,
+        held: HeldGradients,
         *,
-        shared: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
-        keep_gathered: bool = False,
+        partial: Iterable[str] = (),
+        shared: Shared = (),
     ) -> None:
-        self._step = step
-        self._keep_gathered = keep_gathered
-        self._device = device
+        self._root, self._device, self._held, self._shared = root, device, held, shared
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
-        self._reductions = _missing_reductions(step, meshes, frozenset(partial))
-        self._reductions += [_Reduction(parameter, group, 1.0) for parameter, group in shared]
-        self._held = False
+        self._plain = _plain_gradients(root, meshes, frozenset(partial))
+        self._fsdp = list(fsdp_modules(root))
+        self._blocked = self._checked = False
         self._before: dict[nn.Parameter, Tensor | None] = {}
-        self._checked = False
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Inside, backward passes only accumulate: nothing is communicated until one outside it."""
-        self._set_held(True)
+    def blocked(self) -> Iterator[None]:
+        """Inside, `backward` only accumulates."""
+        self._blocked = True
         try:
             yield
         finally:
-            self._set_held(False)
+            self._blocked = False
 
-    def before_backward(self, *, last: bool) -> None:
-        """Call before each of several backward passes that make up one; FSDP reduces in the last."""
-        for module in fsdp_modules(self._step):
-            module.set_requires_gradient_sync(last and not self._held, recurse=False)
-            module.set_is_last_backward(last)
-            if self._keep_gathered:
-                module.set_reshard_after_backward(last, recurse=False)
+    @property
+    def is_blocked(self) -> bool:
+        return self._blocked
 
-    def begin(self) -> None:
-        """Call before a backward: sets aside gradients that are already reduced."""
-        for parameter in self._parameters():
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward, after which gradients are final, unless it is one that only accumulates."""
+        for module in self._fsdp:
+            module.set_requires_gradient_sync(not self._blocked, recurse=False)
+        with self.hold(self._blocked):
+            yield
+        if not self._blocked:
+            self._held.reduce()
+            self._check()
+
+    @contextmanager
+    def hold(self, enabled: bool = True) -> Iterator[None]:
+        """Inside, backward passes make no communication."""
+        with ExitStack() as stack:
+            stack.enter_context(self._held.hold(enabled))
+            for plain in self._plain:
+                stack.enter_context(plain.hold(enabled))
+            yield
+
+    def begin_passes(self) -> None:
+        """Before passes over a pipeline: sets aside the shared gradients that are reduced already."""
+        for parameter, _ in self._shared:
             if parameter not in self._before:
                 self._before[parameter], parameter.grad = parameter.grad, None
 
-    def finish(self) -> bool:
-        """Call after a backward: reduces what came in since the last time; False if held, which does nothing.
+    def finish_passes(self, kept: KeptGathers) -> None:
+        """After all backward passes of a step over a pipeline, made inside `hold`: as after `backward`.
 
         Collective: every rank of the world must call it.
         """
-        if self._held:
-            return False
-        for parameter in self._step.parameters():
-            grad = parameter.grad
-            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-                parameter.grad = grad.redistribute(placements=parameter.placements)
-        buckets: dict[tuple[dist.ProcessGroup, float, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-        for item in self._reductions:
-            if item.parameter.requires_grad:
-                buckets[item.group, item.scale, item.parameter.dtype].append(item.parameter)
-        for (group, scale, _), parameters in buckets.items():
-            _reduce(parameters, group, scale, self._device)
+        with self.hold():
+            kept.reduce()
+        if self._blocked:
+            return
+        self._held.reduce()
+        for plain in self._plain:
+            plain.reduce()
+        self._reduce_shared()
+        self._check()
+
+    def _reduce_shared(self) -> None:
+        """Collective: every rank of the pipeline must call it."""
+        together: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+        for parameter, group in self._shared:
+            if parameter.requires_grad:
+                together[group, parameter.dtype].append(parameter)
+        for (group, _), parameters in together.items():
+            _sum(parameters, group, self._device)
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
         self._before.clear()
+
+    def _check(self) -> None:
         if not self._checked and self._tensor_group is not None:
             self._checked = True
-            check_gradients(self._step.module, self._tensor_group, self._device)
-        return True
+            check_gradients(self._root, self._tensor_group, self._device)
 
     def reset(self) -> None:
         """Forget a backward that did not finish."""
         self._before.clear()
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (item.parameter for item in self._reductions)
-
-    def _set_held(self, held: bool) -> None:
-        self._held = held
-        for module in fsdp_modules(self._step):
-            module.set_requires_gradient_sync(not held, recurse=False)
+        self._held.drop()
 
 
-def _missing_reductions(step: StepModule, meshes: Meshes, partial: frozenset[str]) -> list[_Reduction]:
-    """The all-reduces that nobody else does; a partial sum outside FSDP has two, tensor first."""
+def _plain_gradients(root: nn.Module, meshes: Meshes, partial: frozenset[str]) -> list[PlainGradients]:
+    """What nobody else reduces: partial sums over the tensor axis, and means over batches where nothing is sharded."""
+    managed = {id(p) for module in fsdp_modules(root) for p in _parameters(module) if isinstance(p, DTensor)}
+    managed |= {id(p) for p in root.parameters() if isinstance(p, ShardedTensor)}
+    others = {name: p for name, p in root.named_parameters() if id(p) not in managed}
     ranks = meshes.topology.data_parallel
-    managed = _managed(step)
     found = []
-    seen: set[nn.Parameter] = set()
-    for name, parameter in step.module.named_parameters(remove_duplicate=False):
-        if parameter in seen:
-            continue
-        if name in partial and meshes.topology.tensor > 1:
-            found.append(_Reduction(parameter, meshes.tensor_group, 1.0))
-            seen.add(parameter)
-        if id(parameter) not in managed and ranks > 1:
-            found.append(_Reduction(parameter, meshes.data_parallel_group, 1.0 / ranks))
-            seen.add(parameter)
+    if meshes.topology.tensor > 1:
+        some = [p for name, p in others.items() if name in partial]
+        found += [PlainGradients(some, meshes.tensor_group, 1.0, at_once=True)] if some else []
+    if ranks > 1 and others:
+        found.append(PlainGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks))
+    return found
+
+
+def _parameters(module: Any) -> Iterator[nn.Parameter]:
+    found: Iterator[nn.Parameter] = module.parameters()
     return found
 
 
@@ -163,19 +172,8 @@ def sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[froz
     return groups
 
 
-def _managed(step: StepModule) -> set[int]:
-    """Ids of the parameters that FSDP reduces: the DTensors below any module it was applied to."""
-    return {
-        id(parameter)
-        for module in step.modules()
-        if isinstance(module, FSDPModule)
-        for parameter in module.parameters()
-        if isinstance(parameter, DTensor)
-    }
-
-
 @torch.no_grad()
-def _reduce(parameters: list[nn.Parameter], group: dist.ProcessGroup, scale: float, device: torch.device) -> None:
+def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
     """All-reduce the gradients as one tensor; a gradient that no rank has stays None."""
     some_missing = any(p.grad is None for p in parameters)
     grads = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad).contiguous() for p in parameters]
@@ -191,4 +189,4 @@ def _reduce(parameters: list[nn.Parameter], group: dist.ProcessGroup, scale: flo
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         target = local(parameter.grad)
-        target.copy_(total.view(target.shape) * scale)
+        target.copy_(total.view(target.shape))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.peers import READ_TIMEOUT_S, build_peers
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the root mesh, outermost first; ranks are laid out row-major."""
@@ -80,7 +81,7 @@ class Meshes:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh for ``fully_shard``: two axes for HSDP, else one. A size of 1 is meant: it makes DTensors."""
+        """The mesh that rows are sharded over: two axes for HSDP, else one. A size of 1 is meant: it makes DTensors."""
         return self.root["replicate", "shard"] if self.topology.replicate > 1 else self.root["shard"]
 
     @property
@@ -108,9 +109,13 @@ class Meshes:
         return self.root.get_group("tensor")
 
 
-def build_meshes(topology: Topology, device_type: str) -> Meshes:
-    """The meshes of ``topology``. Collective: every rank of the world must call it."""
+def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:
+    """The meshes of ``topology``. Collective: every rank of the world must call it.
+
+    ``timeout_s``: how long a rank that asks for a value of a sharded tensor waits for the others, at most 300.
+    """
     root = init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
+    build_peers(root, min(timeout_s, READ_TIMEOUT_S))
     plain = (topology.pipeline, topology.data_parallel, topology.tensor)
     named = init_device_mesh(device_type, plain, mesh_dim_names=("pipeline", "data_parallel", "tensor_parallel"))
     return Meshes(topology, root, named["data_parallel", "tensor_parallel"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.cutting import PipelineRecipe, Stages, cut_stages
-from lightning_shardckpt.parallel.fsdp import (
-    StepModule,
-    checkpoint_activations,
-    choose_units,
-    fsdp_modules,
-    reshard,
-    shard_module,
-)
+from lightning_shardckpt.parallel.fsdp import choose_units, fsdp_modules, has_own_parameters, other_units, reshard
 from lightning_shardckpt.parallel.gradients import GradientSync
 from lightning_shardckpt.parallel.materialize import (
     CopySlice,
@@ -39,6 +32,11 @@ from lightning_shardckpt.parallel.materialize import (
 from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.names import clean_fqn, named_modules, parameter_names, select_modules, tied_state
 from lightning_shardckpt.parallel.pipeline import Pipeline
+from lightning_shardckpt.parallel.sharding.held import HeldGradients
+from lightning_shardckpt.parallel.sharding.parameters import hand_over, shard_parameters
+from lightning_shardckpt.parallel.sharding.peers import peers_of
+from lightning_shardckpt.parallel.sharding.step_cache import step_cache
+from lightning_shardckpt.parallel.sharding.units import Unit, make_unit
 from lightning_shardckpt.parallel.tensor import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.unknown import Unknown
 
@@ -66,7 +64,7 @@ class ShardedModule:
     """A module that was cut, and what its users need to know.
 
     Attributes:
-        step: runs steps of the module under the hooks of FSDP.
+        root: the module.
         pipeline: runs steps over all stages; None without pipeline parallelism.
         ties: the names of each tied parameter, canonical first, over all stages.
         canonical_names: every parameter name as registered, on any stage → its clean canonical FQN.
@@ -78,7 +76,7 @@ class ShardedModule:
     """
 
     meshes: Meshes
-    step: StepModule
+    root: nn.Module
     gradients: GradientSync
     pipeline: Pipeline | None
     ties: list[list[str]]
@@ -89,13 +87,18 @@ class ShardedModule:
     elsewhere: frozenset[nn.Parameter] = frozenset()
     holders: dict[Tensor, int] = field(default_factory=dict)
 
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step of the module; what it needs of parameters twice is gathered once."""
+        with step_cache():
+            return step()
+
     def holds(self, root: nn.Module) -> bool:
         """Whether ``root`` has the parameters that were cut; False if it was built anew since.
 
         Raises:
             TopologyError: if it has some of them and others.
         """
-        reshard(self.step)
+        reshard(self.root)
         mine = set(self.replaced.values())
         strangers = [name for name, parameter in root.named_parameters() if parameter not in mine]
         if strangers and is_parallel(root):
@@ -121,18 +124,19 @@ def shard(
     values: FirstValues | None = None,
     copy_slice: CopySlice,
     loaded: Collection[str] = (),
+    is_called: bool = False,
 ) -> ShardedModule:
     """Cut ``root`` in place, unless the user already did, and give it its first values.
 
     ``values`` knows the first values of parameters on the meta device. ``loaded``: clean FQNs of parameters and buffers
-    that the caller will fill; none is computed for them.
+    that the caller will fill; none is computed for them. ``is_called``: whether ``root`` itself will be, and not only
+    modules inside it.
     Collective: every rank of the world must call it.
     """
     names = parameter_names(root)
     ties = [tie for tie in names if len(tie) > 1]
     before = dict(root.named_parameters(remove_duplicate=False))
     state = frozenset(clean_fqn(name) for name in root.state_dict()), tuple(tied_state(root))
-    step = StepModule(root)
     broadcast_weights(root, device)
     if meshes.topology.pipeline > 1 and is_parallel(root):
         raise TopologyError(
@@ -140,36 +144,34 @@ def shard(
             "a tensor_parallel_plan and fsdp_units instead."
         )
     stages = cut_stages(root, meshes, recipe.pipeline, device)
-    plan = TensorPlan()
+    plan, held = TensorPlan(), HeldGradients()
+    home = torch.device("cpu") if recipe.cpu_offload else device
     skip, slots, buffers = unfilled(root, loaded)
     first_values: Iterable[Value] = ()
     if not is_parallel(root):
         plan = _cut_tensors(root, meshes, recipe, ties)
-        units, checkpointed = _choose(root, recipe)
+        units, recomputed = _choose(root, recipe)
         if stages is not None:
             stages.hollow_out(root)
         first_values = values.replay(root, skip_foreign=True, skip=skip) if values is not None else ()
-        _cut_parameters(step, meshes, recipe, units, checkpointed)
+        _shard_parameters(root, meshes, plan, home)
+        _make_units(root, meshes, recipe, units, recomputed, held, device, is_called=is_called)
     elif values is not None:
         first_values = values.replay(root, skip_foreign=True, skip=skip)
-    _materialize(step, ties, torch.device("cpu") if recipe.cpu_offload else device, device)
+    _materialize(root, ties, home, device)
     here = {(id(module), name) for module in root.modules() for name in module._parameters}
     slots = [(m, n) for m, n in slots if (id(m), n) in here or values is None or not values.knows(m, n)]
     fill(slots, first_values, copy_slice)
     fill_buffers(root, buffers)
-    _free(before, dict(root.named_parameters(remove_duplicate=False)))
-    return _record(step, meshes, recipe, plan, stages, names, state, before, device)
-
-
-def _free(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
-    """Take the memory from parameters that were replaced; an optimizer may hold them until `rebind_optimizer`."""
-    for name, old in before.items():
-        if old is not after.get(name) and not old.is_meta:
-            old.data = old.data.new_empty(0)
+    after = dict(root.named_parameters(remove_duplicate=False))
+    here_now = {old: after[name] for name, old in before.items() if name in after}  # a tied one may be elsewhere, too
+    for old in dict.fromkeys(before.values()):
+        hand_over(old, here_now.get(old))
+    return _record(root, meshes, recipe, plan, stages, names, state, before, held, device)
 
 
 def _record(
-    step: StepModule,
+    root: nn.Module,
     meshes: Meshes,
     recipe: Recipe,
     plan: TensorPlan,
@@ -177,29 +179,22 @@ def _record(
     names: list[list[str]],
     state: tuple[frozenset[str], tuple[tuple[str, ...], ...]],
     before: dict[str, nn.Parameter],
+    held: HeldGradients,
     device: torch.device,
 ) -> ShardedModule:
-    root = step.module
     after = dict(root.named_parameters(remove_duplicate=False))
     clean = [[clean_fqn(name) for name in tie] for tie in names]
     shared = stages.shared_parameters(after, names) if stages is not None else []
-    gradients = GradientSync(
-        step,
-        meshes,
-        _partial_names(root, plan),
-        device,
-        shared=shared,
-        keep_gathered=recipe.keeps_gathered(meshes),
-    )
+    gradients = GradientSync(root, meshes, device, held, partial=_partial_names(root, plan), shared=shared)
     pipeline = None
     if stages is not None:
-        pipeline = stages.pipeline(step, gradients, device, keep_gathered=recipe.keeps_gathered(meshes))
+        pipeline = stages.pipeline(root, gradients, device, keep_gathered=recipe.keeps_gathered(meshes))
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     replaced = {old: after[name] for name, old in before.items() if name in after}
     return ShardedModule(
         meshes,
-        step,
+        root,
         gradients,
         pipeline,
         [tie for tie in clean if len(tie) > 1],
@@ -287,20 +282,55 @@ def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.M
     return [modules[name] for name in units], [modules[name] for name in names]
 
 
-def _cut_parameters(
-    step: StepModule, meshes: Meshes, recipe: Recipe, units: list[nn.Module], checkpointed: list[nn.Module]
+def _shard_parameters(root: nn.Module, meshes: Meshes, plan: TensorPlan, home: torch.device) -> None:
+    """Over the data axes, unless neither they nor a tensor axis shard anything: then parameters stay plain."""
+    topology = meshes.topology
+    if topology.tensor == 1 and topology.shard == 1:
+        return
+    over = meshes.fsdp if topology.data_parallel > 1 else None
+    group = meshes.tensor_group if topology.tensor > 1 else None
+    shard_parameters(root, over, meshes.root, home, partial=_partial_names(root, plan), partial_group=group)
+
+
+def _make_units(
+    root: nn.Module,
+    meshes: Meshes,
+    recipe: Recipe,
+    units: list[nn.Module],
+    recomputed: list[nn.Module],
+    held: HeldGradients,
+    device: torch.device,
+    *,
+    is_called: bool,
 ) -> None:
-    """Those of them that this rank's stages hold."""
-    here = set(step.modules())
-    checkpoint_activations([module for module in checkpointed if module in here])
-    if any(True for _ in step.parameters()):
-        shard_module(
-            step,
-            [module for module in units if module in here],
-            meshes.fsdp,
-            reshard_after_forward=not recipe.keeps_gathered(meshes),
-            cpu_offload=recipe.cpu_offload,
+    """Of the modules that this rank's stages hold."""
+    names = {module: clean_fqn(name) for name, module in root.named_modules()}
+    compiled = {m._orig_mod: m for m in names if type(m).__name__ == "OptimizedModule"}
+    wrapped = {m for outer in compiled for m in (outer, *outer.modules())} | set(compiled.values())
+    peers = peers_of(meshes.root["shard"]) if meshes.topology.shard > 1 else None
+    gathers = meshes.topology.pipeline > 1 or any(isinstance(p, DTensor) for p in root.parameters())
+    chosen = {module: "reshard" for module in units if module in names}
+    if gathers:
+        others = other_units(root, list(chosen), is_called=is_called)
+        chosen |= dict.fromkeys(others.values(), "keep")
+        for outer in others.values():
+            inside = [m for m in outer.modules() if m not in chosen and has_own_parameters(m)]
+            chosen |= dict.fromkeys((m for m in inside if m not in wrapped), "inner")
+    else:
+        chosen.clear()
+    chosen |= {module: chosen.get(module, "inner") for module in recomputed if module in names}
+    for module, kind in chosen.items():
+        unit = Unit(
+            names[module],
+            peers.register(names[module]) if peers is not None else 0,
+            device,
+            held,
+            reshard=kind == "reshard" and not recipe.keeps_gathered(meshes),
+            recompute=module in recomputed,
+            inner=kind == "inner",
+            takes_plain=meshes.topology.pipeline > 1,
         )
+        make_unit(compiled.get(module, module), unit)
 
 
 def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str]) -> list[str]:
@@ -314,16 +344,16 @@ def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str
     return units
 
 
-def _materialize(step: StepModule, ties: list[list[str]], device: torch.device, rest: torch.device) -> None:
+def _materialize(root: nn.Module, ties: list[list[str]], device: torch.device, rest: torch.device) -> None:
     """Give memory to what has none, parameters on ``device``; everything else goes to the device ``rest``."""
-    if meta_slots(step.module):
-        allocate(step, device)
-        retie(step.module, ties)
-    _move_rest(step.module, rest)
+    if meta_slots(root) or any(buffer.is_meta for buffer in root.buffers()):
+        allocate(root, device)
+        retie(root, ties)
+    _move_rest(root, rest)
 
 
 def _move_rest(root: nn.Module, device: torch.device) -> None:
-    """Move buffers and plain parameters; FSDP and TP placed the others where they belong."""
+    """Move buffers and plain parameters; sharded ones are where they belong."""
     for module in root.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -7,8 +7,8 @@ each *microbatch*, the last stage runs the whole step per microbatch, and backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.effects import results_unknown
-from lightning_shardckpt.parallel.fsdp import StepModule
 from lightning_shardckpt.parallel.gates import Gates, Pass
+from lightning_shardckpt.parallel.gradients import GradientSync
 from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.microbatch import Results, copied, samples_in, split_batch
 from lightning_shardckpt.parallel.names import named_modules
@@ -27,6 +27,8 @@ from lightning_shardckpt.parallel.outcome import Packed, agree, broadcast_packed
 from lightning_shardckpt.parallel.replicas import fingerprint
 from lightning_shardckpt.parallel.rng import draw_seed, rng_mark, seeded_rng
 from lightning_shardckpt.parallel.schedule import Op, Schedule
+from lightning_shardckpt.parallel.sharding.step_cache import step_cache
+from lightning_shardckpt.parallel.sharding.units import KeptGathers
 from lightning_shardckpt.parallel.soundness import Soundness
 from lightning_shardckpt.parallel.stages import StagePlan
 from lightning_shardckpt.parallel.step import Job, Step, Stored
@@ -39,9 +41,10 @@ class Pipeline:
     """Runs steps of one module over the stages of this rank's pipeline.
 
     Args:
-        step: the module's step module.
-        before_backward: told before each backward whether it is the last one of the step.
-        splits: whether a schedule may put off gradients of weights: FSDP must keep parameters gathered meanwhile.
+        root: the module.
+        gradients: reduces them when all passes are done.
+        keep_gathered: whether to gather parameters once for all passes. Only then may a schedule put off gradients of
+            weights.
         microbatches: into how many a batch is cut, if it has so many samples.
         loss_of: see the module's docstring.
         common: the modules that every stage has.
@@ -49,31 +52,32 @@ class Pipeline:
 
     def __init__(
         self,
-        step: StepModule,
+        root: nn.Module,
         gates: Gates,
         plan: StagePlan,
         schedule: Schedule,
         meshes: Meshes,
         device: torch.device,
+        gradients: GradientSync,
         *,
-        before_backward: Callable[[bool], None],
-        splits: bool,
+        keep_gathered: bool,
         microbatches: int,
         loss_of: LossOf,
         common: Sequence[nn.Module],
     ) -> None:
         self.common = common
-        self._module, self._gates, self._plan, self._schedule = step, gates, plan, schedule
-        self._before_backward, self._microbatches, self._loss_of = before_backward, microbatches, loss_of
-        self._splits = splits
+        self._gates, self._plan, self._schedule = gates, plan, schedule
+        self._gradients, self._microbatches, self._loss_of = gradients, microbatches, loss_of
+        self._keeps = keep_gathered
+        self._kept = KeptGathers()
         self._group, self._device = meshes.pipeline_group, device
         self._data_group = meshes.data_parallel_group if meshes.topology.data_parallel > 1 else None
         self._rank = meshes.pipeline_rank
         self._transport = Transport(schedule, self._group, self._rank, device)
         self._last = schedule.stages - 1
-        here = named_modules(step.module)
+        here = named_modules(root)
         self._layers = {name: here[name] for name in plan.layers}
-        self._soundness = Soundness(step.module, plan, rest_runs_once=loss_of == "batch")
+        self._soundness = Soundness(root, plan, rest_runs_once=loss_of == "batch")
         self._now: Step | None = None
 
     @property
@@ -97,7 +101,8 @@ class Pipeline:
         Raises:
             Exception: the first failure of any stage, on every rank of the pipeline.
         """
-        self._now = None
+        self._now, self._kept = None, KeptGathers()
+        parameters = self._soundness.parameter_marks()
         now = self._prepare(job, scale)
         operations = self._schedule.operations(self._rank, len(now.batches))
         if not (job.train and self.backward_early):
@@ -108,13 +113,15 @@ class Pipeline:
         def work() -> Packed | None:
             self._run(now, operations)
             self._soundness.check_buffers(now, before)
+            self._soundness.check_parameters(now, parameters)
             if not self.has_last_stage:
                 return None
             if not self._whole(job):
                 self._finish(now)
             return packed(job.report(now.outputs), self._group, self._device)
 
-        report = agree(f"running {job.name}", work, self._group, self._device)
+        with self._passes():
+            report = agree(f"running {job.name}", work, self._group, self._device)
         self._transport.flush()
         self._now = now if job.train and not self.backward_early else None
         source = dist.get_global_rank(self._group, self._schedule.rank_of(self._last))
@@ -136,12 +143,32 @@ class Pipeline:
         def work() -> None:
             self._run(now, [op for op in operations if op.kind != "forward"], first=finish)
 
-        agree(f"the backward of {now.job.name}", work, self._group, self._device)
+        self._gradients.begin_passes()
+        with self._passes():
+            agree(f"the backward of {now.job.name}", work, self._group, self._device)
         self._transport.flush()
+        self._gradients.finish_passes(self._kept)
+
+    def add(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """In place of `backward`, where `forward` ran the backward passes already and made these gradients.
+
+        Collective: every rank of the world must call it.
+        """
+        self._gradients.begin_passes()
+        for parameter, gradient in found:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._gradients.finish_passes(self._kept)
 
     def reset(self) -> None:
         """Forget a step that did not finish."""
         self._now = self._gates.running = None
+        self._kept = KeptGathers()
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Around passes that make up a step: what they need of parameters, and what becomes of their gradients."""
+        with self._gradients.hold(), self._kept.used() if self._keeps else nullcontext():
+            yield
 
     # --- before the first pass ---
 
@@ -198,7 +225,8 @@ class Pipeline:
     # --- passes ---
 
     def _pass(self, this: Pass, step: Callable[[], Any]) -> None:
-        self._module(lambda: self._gates.run(this, step))
+        with step_cache():
+            self._gates.run(this, step)
 
     def _run(self, now: Step, operations: Sequence[Op], *, first: Callable[[Step], None] | None = None) -> None:
         """Run ``first``, then the operations in order.
@@ -211,7 +239,7 @@ class Pipeline:
                 first(now)
         except Exception as error:
             failure = error
-        for number, op in enumerate(operations):
+        for op in operations:
             if failure is not None:
                 self._discard(op)
                 continue
@@ -221,16 +249,14 @@ class Pipeline:
                 elif op.kind == "backward_weight":
                     self._finish_weights(now, [(op.stage, op.microbatch)])
                 else:
-                    later = {o.stage for o in operations[number + 1 :] if o.kind in ("backward", "backward_input")}
-                    self._backward_one(now, op, last=not later & now.with_gradients)
+                    self._backward_one(now, op)
             except Exception as error:
                 failure = error
                 self._send(op, None)
         if failure is not None:
             self._transport.flush()
             raise failure
-        if any(op.kind != "forward" for op in operations):
-            self._reduce(now)
+        self._finish_weights(now, list(now.rests))
 
     def _discard(self, op: Op) -> None:
         with suppress(PeerFailed):
@@ -269,13 +295,11 @@ class Pipeline:
         if now.job.train or stage == self._last:
             entered = dict(zip(sorted(incoming), this.entered, strict=True))
             now.stored[stage, microbatch] = Stored(entered, outputs)
-            if any(t.requires_grad for t in outputs):
-                now.with_gradients.add(stage)
         tensors = zip(carry, outputs, strict=False)
         facts = (this.random_left,) if now.draws else ()
         self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, facts))
 
-    def _backward_one(self, now: Step, op: Op, *, last: bool) -> None:
+    def _backward_one(self, now: Step, op: Op) -> None:
         stage, microbatch = op.stage, op.microbatch
         stored = now.stored.pop((stage, microbatch))
         gradients: list[Tensor | None]
@@ -289,30 +313,15 @@ class Pipeline:
             gradients = now.gradients[microbatch]
         pairs = [(o, g) for o, g in zip(stored.outputs, gradients, strict=True) if o.requires_grad and g is not None]
         if pairs:  # else the loss does not depend on this part
-            if last:  # FSDP reduces in here what all passes have made
-                self._finish_weights(now, list(now.rests))
-            self._tell_backward(now, last=last)
             outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
             tokens = [entry.token for entry in stored.entered.values() if entry is not None]
-            if op.kind == "backward_input" and self._splits and tokens and not last:
+            if op.kind == "backward_input" and self._keeps and tokens:
                 now.rests[stage, microbatch] = backward_input(outputs, grads, tokens)
             else:
                 torch.autograd.backward(outputs, grads)
         entered = {p: entry.grad for p, entry in stored.entered.items() if entry is not None}
         tensors = {p: (grad, False) for p, grad in entered.items() if grad is not None}
         self._send(op, Message(tensors))
-
-    def _tell_backward(self, now: Step, *, last: bool) -> None:
-        self._before_backward(last)
-        now.unreduced = not last
-
-    def _reduce(self, now: Step) -> None:
-        """If the backward that was to be the last did not come: one of nothing, in which FSDP reduces the others."""
-        self._finish_weights(now, list(now.rests))
-        if now.unreduced:
-            self._tell_backward(now, last=True)
-            (nothing,) = self._module(lambda: (torch.zeros((), device=self._device, requires_grad=True) * 1,))
-            nothing.backward()
 
     def _finish_weights(self, now: Step, places: Sequence[tuple[int, int]]) -> None:
         for place in places:
@@ -336,6 +345,5 @@ class Pipeline:
 
     def _finish_backward(self, now: Step) -> None:
         assert now.loss is not None and now.results is not None and now.scale is not None
-        self._tell_backward(now, last=not now.with_gradients)
         torch.autograd.backward([now.loss], [now.scale.to(now.loss.dtype)])
         now.gradients = now.results.gradients()

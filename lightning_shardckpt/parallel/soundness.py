@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shardckpt.errors import TopologyError
@@ -21,6 +23,7 @@ class Soundness:
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
+        self._root = root
         self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers = [
             (f"{name}.{key}", module, key)
@@ -70,6 +73,29 @@ class Soundness:
             raise TopologyError(
                 f"{changed[0]} is a buffer that training changes in a layer or before the layers, where it sees "
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
+            )
+
+    @torch.no_grad()
+    def parameter_marks(self) -> Tensor:
+        """A number for each parameter of this rank that changes when its values do."""
+        parts = [p._local_tensor if isinstance(p, DTensor) else p.data for p in self._root.parameters()]
+        kinds = [torch.complex128 if part.is_complex() else torch.float64 for part in parts]
+        sums = [part.sum(dtype=kind).abs() for part, kind in zip(parts, kinds, strict=True)]
+        return torch.stack(sums).nan_to_num() if sums else torch.zeros(0)
+
+    def check_parameters(self, now: Step, before: Tensor) -> None:
+        """After the passes.
+
+        Raises:
+            TopologyError: for a parameter that the step itself changes.
+        """
+        differ = (self.parameter_marks() != before).tolist()
+        changed = [name for (name, _), differs in zip(self._root.named_parameters(), differ, strict=True) if differs]
+        if changed:
+            raise TopologyError(
+                f"{now.job.name} changes {changed[0]}. In a pipeline, parts of a step run once for each microbatch, "
+                "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
+                "on_train_batch_start."
             )
 
     def _sees_whole(self, name: str) -> bool:

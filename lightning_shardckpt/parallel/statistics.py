@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from lightning_shardckpt.errors import TopologyError
 
 
 def running_statistics(root: nn.Module) -> list[Tensor]:
@@ -28,3 +30,22 @@ def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
     dist.broadcast(flat, group=group, group_src=0)
     for buffer, values in zip(statistics, torch.split(flat, [b.numel() for b in statistics]), strict=True):
         buffer.copy_(values.view_as(buffer))
+
+
+def synchronize_batch_norms(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let the batch norms inside ``root`` normalize over the batches of all ranks, as ``sync_batchnorm=True`` asks for.
+
+    They are torch's, which run on GPUs only; that part has not been run by this project.
+
+    Raises:
+        TopologyError: on CPUs, if there are batch norms.
+    """
+    norms = [name for name, module in root.named_modules() if isinstance(module, _BatchNorm)]
+    if not norms:
+        return
+    if device.type == "cpu":
+        raise TopologyError(
+            f"Trainer(sync_batchnorm=True): torch.nn.SyncBatchNorm, which would take the place of {norms[0]}, does not "
+            "run on CPUs. Use GPUs, or a norm that does not depend on the batch, such as GroupNorm."
+        )
+    nn.SyncBatchNorm.convert_sync_batchnorm(root, group)  # type: ignore[no-untyped-call]  # torch's

@@ -51,8 +51,6 @@ class Step:
         draws: whether it draws random numbers before its layers.
         carries: for each stage of this rank, the positions of the arguments that cross the boundary behind it.
         stored: by stage and microbatch.
-        with_gradients: the stages of this rank that gradients flow through.
-        unreduced: whether FSDP has yet to reduce gradients.
         rests: backward passes whose gradients of weights are put off.
         outputs: what whole runs of the step returned, with their shares.
         results: of the layers, for the rest of the step.
@@ -67,8 +65,6 @@ class Step:
     draws: bool = False
     carries: dict[int, tuple[int, ...]] = field(default_factory=dict)
     stored: dict[tuple[int, int], Stored] = field(default_factory=dict)
-    with_gradients: set[int] = field(default_factory=set)
-    unreduced: bool = False
     rests: dict[tuple[int, int], Rest] = field(default_factory=dict)
     outputs: list[tuple[Any, float]] = field(default_factory=list)
     loss: Tensor | None = None

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.adapters import has_adapters, reach_through
@@ -42,6 +44,9 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
 }
 """The styles that have a name, spelled as Hugging Face transformers does; ``replicate`` and PARTIAL cut nothing."""
+
+_EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts")
+"""Styles that transformers has for all experts of a layer together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
         return TensorPlan(apply=plan)
     modules = named_modules(root)
     if isinstance(plan, str):
-        named = _matched(modules, _hf_plan(root, size), root, strict=False)
+        named = _matched(modules, _without_experts(_hf_plan(root, size)), root, strict=False)
     else:
         named = _matched(modules, plan, root, strict=True)
     named |= _tied_styles(modules, named, ties)
@@ -92,9 +97,37 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         outcome = plan.apply(root, mesh)
         if isinstance(outcome, Mapping):
             raise TopologyError("a callable tensor_parallel_plan must cut the module itself and return None")
-        return
+    else:
+        _apply_styles(root, plan.styles, mesh)
+    for module in root.modules():
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            module.register_forward_hook(_differentiable_once)
+
+
+def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: refuse second derivatives, parts of which torch's DTensor loses on the way to plain tensors."""
+
+    def check(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise TopologyError(
+                f"a backward with create_graph=True went through {type(module).__name__}, which tensor_parallel_plan "
+                "cuts: torch's DTensor loses parts of second derivatives. Leave its module out of "
+                "tensor_parallel_plan, or train without tensor parallelism."
+            )
+
+    for value in output if isinstance(output, tuple | list) else (output,):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(check)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _apply_styles(root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     modules = named_modules(root)
-    for fqn, style in plan.styles.items():
+    for fqn, style in styles.items():
+        if is_parametrized(modules[fqn]) or "weight_orig" in modules[fqn]._parameters:
+            raise TopologyError(
+                f"tensor_parallel_plan: the weight of {fqn} is computed from other parameters (a parametrization, "
+                "weight or spectral norm, pruning), which cannot be cut. Leave that module out of the plan."
+            )
         try:
             parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
         except NotImplementedError as error:
@@ -130,6 +163,27 @@ def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
             '"net.blocks.*.down": "rowwise"}, or a function of (module, tensor_mesh).'
         )
     return plan
+
+
+def _without_experts(plan: dict[str, Style]) -> dict[str, Style]:
+    """A model's own plan for all but its experts, which stay whole on each tensor rank.
+
+    What else cannot be cut is refused, with the plan that leaves the layers around it out.
+    """
+    experts = tuple(pattern for pattern, style in plan.items() if style in _EXPERTS)
+    kept = {p: style for p, style in plan.items() if not any(p == e or p.startswith(f"{e}.") for e in experts)}
+    unknown = {
+        p for p, style in kept.items() if isinstance(style, str) and style not in (*STYLES, PARTIAL, "replicate")
+    }
+    if unknown:
+        around = {p.rpartition(".")[0] for p in unknown}
+        rest = {p: s for p, s in kept.items() if not any(p == a or p.startswith(f"{a}.") for a in around)}
+        named = ", ".join(f"{p} ({kept[p]})" for p in sorted(unknown))
+        raise TopologyError(
+            f'tensor_parallel_plan="auto": the model\'s own plan has styles that nothing here can cut: {named}. Leave '
+            f"out the layers around them: tensor_parallel_plan={rest!r}"
+        )
+    return kept
 
 
 def _hf_models(root: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,53 @@
+"""Gather plain tensors of all ranks, with gradients: what ``self.all_gather`` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _AllGather(torch.autograd.Function):
+    """A tensor of each rank → all of them, stacked. torch's own has no backward for parts of all processes on gloo."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.detach().contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _SumOfParts.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
+
+
+class _SumOfParts(torch.autograd.Function):
+    """A part for each rank, from each rank → the sum of those for this rank."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = parts.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllGather.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
+
+
+def all_gathered(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
+    """The tensors of all ranks of ``group``, stacked in front. Collective.
+
+    Args:
+        tensor: of the same shape on all ranks.
+        group: whose ranks take part.
+        sync_grads: whether the gradient of a rank's tensor is the sum of those that all ranks have of it.
+    """
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        found: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch's
+    return found

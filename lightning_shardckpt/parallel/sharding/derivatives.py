@@ -1,0 +1,98 @@
+"""Hooks on sharded tensors, and gradients with respect to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.parallel.sharding.kinds import name_of
+from lightning_shardckpt.parallel.sharding.sharded_tensor import (
+    Function,
+    as_torch,
+    is_alike,
+    is_sharded,
+    like,
+    rows_like,
+    sharded,
+)
+from lightning_shardckpt.parallel.sharding.values import whole
+
+
+def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By edges of the graph in place of tensors: hooks of users run inside, where tensors must act as ever."""
+    if func is not torch.autograd.grad and func is not torch.autograd.backward:
+        with as_torch():
+            return func(*args, **kwargs)
+    outputs, *rest = args
+    given = rest.pop(0) if func is torch.autograd.grad and rest else kwargs.pop("inputs", None)
+    inputs = () if given is None else tuple(given.values() if isinstance(given, dict) else given)
+    if func is torch.autograd.grad and any(not t.requires_grad for t in inputs):
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
+    materialize = kwargs.pop("materialize_grads", False)
+    kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize
+    if func is torch.autograd.backward:
+        del kwargs["allow_unused"]
+    with as_torch():
+        edges = [get_gradient_edge(t) if is_sharded(t) else t for t in inputs]
+        heads = [_total(t) for t in outputs]
+    if func is torch.autograd.backward:
+        return func(heads, *rest, **kwargs, **({"inputs": edges} if given is not None else {}))
+    found = func(heads, edges, *rest, **kwargs)
+    with as_torch():
+        found = [_of_input(g, t) for g, t in zip(found, inputs, strict=True)]
+        if materialize:
+            found = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+    return tuple(found)
+
+
+def _of_input(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+    if not is_sharded(tensor) or not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(tensor, DTensor)
+    if gradient.placements != tensor.placements:  # such as a partial sum
+        gradient = gradient.redistribute(placements=tensor.placements)
+    return sharded(gradient)
+
+
+def _total(output: Any) -> Any:
+    """A number that is sharded, such as a 0-dim parameter, as a plain one."""
+    return whole(output, "backward") if is_sharded(output) else output
+
+
+def register_hook(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, hook = args
+    with as_torch():
+        return func(tensor, wrapped_hook(tensor, hook, after=name_of(func) != "register_hook"))
+
+
+def wrapped_hook(tensor: Tensor, hook: Function, *, after: bool) -> Function:
+    """A hook that gets the gradient of all batches, sharded, and may return a plain one.
+
+    Args:
+        tensor: whose hook it is.
+        after: for a hook that is called with the tensor itself, after its gradient has been accumulated.
+    """
+    if after:
+
+        def accumulated(leaf: Tensor) -> None:
+            with torch._C._EnableTorchFunction():
+                if leaf.grad is not None:
+                    hook(leaf)
+
+        return accumulated
+
+    def changed(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # other tensors that were gathered together have one
+            return None
+        with torch._C._EnableTorchFunction():
+            found: Tensor | None = hook(sharded(gradient) if isinstance(gradient, DTensor) else gradient)
+        if found is None or not isinstance(gradient, DTensor):
+            return found
+        with as_torch():
+            return found if is_alike(found, gradient) else like(gradient, rows_like(found, gradient, "a hook"))
+
+    return changed

@@ -1,0 +1,177 @@
+"""Sort the functions of torch by what they mean for a tensor that is sharded. Pure: knows names only.
+
+What is in no list is a function of whole tensors, which is always right. The lists say where less is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+
+class Kind(Enum):
+    """What a function needs of sharded arguments."""
+
+    METADATA = auto()
+    """Shapes, types and flags, the same for the whole tensor and its shards."""
+    ACCESSOR = auto()
+    """Of an attribute that the class defines itself."""
+    AUTOGRAD = auto()
+    """Hooks and gradients of the tensor itself."""
+    HOOK = auto()
+    """Registers a hook on the tensor's gradient."""
+    EXAMPLE = auto()
+    """Sharded arguments but the first give a shape, dtype or device."""
+    LIKE = auto()
+    """Makes a tensor of the same layout."""
+    RANDOM = auto()
+    """Draws values; what one process would draw."""
+    ELEMENTWISE = auto()
+    """Each element by itself, or with those at its place."""
+    REDUCTION = auto()
+    """One number of all elements."""
+    LISTS = auto()
+    """Elementwise, on lists of tensors."""
+    LIST_REDUCTION = auto()
+    """One number of each tensor of a list."""
+    ADDRESS = auto()
+    """The address of memory."""
+    TEXT = auto()
+    """How the tensor is shown."""
+    WHOLE = auto()
+    """Everything else."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_METADATA = _words(
+    """
+    shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad grad_fn
+    is_floating_point is_complex is_signed is_conj is_neg element_size itemsize nbytes is_cuda is_cpu is_meta
+    is_sparse is_quantized is_mkldnn is_nested is_xla is_xpu is_mps is_ipu is_hpu is_vulkan is_mtia is_maia
+    is_contiguous stride storage_offset names has_names output_nr _version retains_grad is_inference is_shared
+    is_pinned get_device _backward_hooks _post_accumulate_grad_hooks _base requires_grad_ __len__ is_same_size
+    __hash__ __dir__ _is_view is_coalesced _is_zerotensor is_nonzero_static result_type can_cast is_tensor
+    is_storage _has_compatible_shallow_copy_type is_distributed is_inference_mode_enabled is_set_to
+    """
+)
+_AUTOGRAD = _words(
+    """
+    backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn
+    """
+)
+_HOOKS = _words(
+    """
+    register_hook register_post_accumulate_grad_hook
+    """
+)
+_EXAMPLES = _words(
+    """
+    type_as view_as expand_as reshape_as
+    """
+)
+_LIKE = _words(
+    """
+    zeros_like ones_like full_like empty_like
+    """
+)
+_RANDOM = _words(
+    """
+    rand_like randn_like randint_like uniform_ normal_ bernoulli_ random_ exponential_ log_normal_ cauchy_
+    geometric_ trunc_normal_ kaiming_uniform_ kaiming_normal_ kaiming_uniform kaiming_normal xavier_uniform_
+    xavier_normal_ orthogonal_ sparse_
+    """
+)
+_ELEMENTWISE = _words(
+    """
+    add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder pow float_power neg
+    negative abs absolute sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin
+    cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid logit clamp clip clamp_min clamp_max
+    maximum minimum fmax fmin where lerp addcmul addcdiv eq ne lt le gt ge greater greater_equal less less_equal
+    not_equal logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
+    isfinite isinf isnan isposinf isneginf nan_to_num floor ceil round trunc fix frac copysign hypot xlogy
+    masked_fill clone detach contiguous to type float double half bfloat16 int long short char byte bool cpu
+    cuda copy zero fill alias positive ldexp nextafter heaviside deg2rad rad2deg digamma lgamma i0 sinc relu
+    real imag conj resolve_conj resolve_neg conj_physical angle constant
+    """
+)
+_OPERATORS = _words(
+    """
+    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv rfloordiv
+    ifloordiv mod rmod imod pow rpow ipow neg abs pos eq ne lt le gt ge and rand iand or ror ior xor rxor ixor
+    invert lshift rlshift ilshift rshift rrshift irshift
+    """
+)
+_REDUCTIONS = _words(
+    """
+    sum mean norm vector_norm amax amin max min any all count_nonzero nansum
+    """
+)
+_ADDRESS = _words(
+    """
+    data_ptr storage untyped_storage _typed_storage set_ share_memory_ __dlpack__
+    """
+)
+_TEXT = _words(
+    """
+    __repr__ __str__
+    """
+)
+_IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS if name.startswith("i") and name != "invert")
+
+
+@cache
+def kind_of(func: Callable[..., Any]) -> Kind:
+    """What ``func``, as ``__torch_function__`` gets it, needs."""
+    name = name_of(func)
+    if getattr(func, "__module__", None) == "torch.autograd":
+        return Kind.AUTOGRAD
+    if name in _METADATA:
+        return Kind.METADATA
+    if name in ("data", "grad"):
+        return Kind.ACCESSOR
+    if name in _AUTOGRAD:
+        return Kind.AUTOGRAD
+    for kind, names in (
+        (Kind.HOOK, _HOOKS),
+        (Kind.EXAMPLE, _EXAMPLES),
+        (Kind.LIKE, _LIKE),
+        (Kind.RANDOM, _RANDOM),
+        (Kind.ADDRESS, _ADDRESS),
+        (Kind.TEXT, _TEXT),
+    ):
+        if name in names:
+            return kind
+    if name in ("_foreach_norm", "_foreach_max"):
+        return Kind.LIST_REDUCTION
+    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return Kind.LISTS
+    if name in _REDUCTIONS:
+        return Kind.REDUCTION
+    if name.removesuffix("_") in _ELEMENTWISE or (name.startswith("__") and name.strip("_") in _OPERATORS):
+        return Kind.ELEMENTWISE
+    return Kind.WHOLE
+
+
+@cache
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a function or, for the accessors of one, of a property."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(func.__self__.__name__)  # type: ignore[attr-defined]  # of a property of Tensor
+    return str(name)
+
+
+@cache
+def writes_first(func: Callable[..., Any]) -> bool:
+    """Whether the function changes its first argument."""
+    name = name_of(func)
+    if name in _IN_PLACE_OPERATORS or name == "__setitem__":
+        return True
+    if name.startswith("__"):
+        return False
+    return name.endswith("_") and name not in ("requires_grad_", "retain_grad_", "detach_")

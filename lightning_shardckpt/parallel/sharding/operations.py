@@ -1,0 +1,244 @@
+"""What functions of torch do with sharded tensors, by `kinds.Kind`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.derivatives import differentiate, register_hook
+from lightning_shardckpt.parallel.sharding.kinds import Kind, name_of, writes_first
+from lightning_shardckpt.parallel.sharding.placement import local_part
+from lightning_shardckpt.parallel.sharding.reductions import reduce, reduce_each
+from lightning_shardckpt.parallel.sharding.sharded_tensor import (
+    HANDLERS,
+    LEAF,
+    Function,
+    as_torch,
+    is_alike,
+    is_sharded,
+    like,
+    local_of,
+    mapped,
+    refuse_leaf,
+    rows_like,
+    sharded,
+    tensors_in,
+)
+from lightning_shardckpt.parallel.sharding.values import check_same, drawn_alike, is_same_everywhere, where_is, whole
+from lightning_shardckpt.parallel.sharding.views import on_wholes
+
+
+def _accessor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of ``data`` or ``grad``, by another way than the attribute."""
+    tensor, *value = args
+    if func.__name__ == "__get__":
+        return getattr(tensor, name_of(func))
+    return setattr(tensor, name_of(func), *(value or [None]))
+
+
+def _as_it_is(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with as_torch():
+        return func(*args, **kwargs)
+
+
+def _example(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, *others = args
+    if is_sharded(first):
+        return on_wholes(func, args, kwargs)
+    with as_torch():
+        return func(first, *(_stand_in(t) if is_sharded(t) else t for t in others), **kwargs)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _made_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (tensor, *rest), kwargs = args, dict(kwargs)
+    gradient = kwargs.pop("requires_grad", False)
+    with as_torch():
+        return like(tensor, func(tensor._local_tensor, *rest, **kwargs)).requires_grad_(gradient)
+
+
+def _random(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank draws the whole tensor and keeps its rows."""
+    tensor = args[0]
+    if not is_sharded(tensor):
+        return on_wholes(func, args, kwargs)
+    name, where = name_of(func), where_is(tensor)
+    in_place, gradient = writes_first(func), kwargs.pop("requires_grad", False)
+    with as_torch(), drawn_alike(where, tensor.device, name), torch.no_grad():
+        drawn = func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
+        if kwargs.get("generator") is not None:  # one of the user's
+            check_same(drawn, where, name)
+    if not in_place:
+        return like(tensor, local_part(drawn, where).clone()).requires_grad_(gradient)
+    with as_torch():
+        refuse_leaf(tensor, func)
+        with torch.no_grad():
+            tensor._local_tensor.copy_(local_part(drawn, where))
+        increment_version(tensor)
+        return tensor
+
+
+def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with as_torch():
+        tensors = list(tensors_in(args, kwargs))
+        first = next(t for t in tensors if is_sharded(t))
+        target = kwargs.get("out", args[0] if writes_first(func) else None)
+        if target is not None:
+            return _written(func, args, kwargs, target, tensors)
+        name = name_of(func)
+        if name in ("cpu", "cuda", "to") and (moved := _moved(func, args, kwargs)) is not None:
+            return moved
+        with_history = torch.is_grad_enabled() and name != "detach" and any(t.requires_grad for t in tensors)
+        plain = [t for t in tensors if not is_alike(t, first)]
+        if with_history:
+            return on_wholes(func, args, kwargs) if plain else _with_history(func, args, kwargs)
+        if any(isinstance(t, DTensor) or t.ndim or t.requires_grad for t in plain):
+            return on_wholes(func, args, kwargs)
+        if any(not is_same_everywhere(t, where_is(first), name) for t in plain):
+            return on_wholes(func, args, kwargs)
+        return _on_locals(func, args, kwargs, first)
+
+
+def _with_history(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As torch's DTensor does it; elementwise operations on tensors that are laid out alike are right there."""
+    found = func(*args, **kwargs)
+    return tuple(map(sharded, found)) if isinstance(found, tuple) else sharded(found)
+
+
+def _on_locals(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], example: DTensor) -> Any:
+    found = func(*mapped(args, local_of), **mapped(kwargs, local_of))
+    if isinstance(found, tuple):
+        return tuple(like(example, part) for part in found)
+    if not isinstance(found, Tensor):
+        return found
+    same = next((t for t in tensors_in(args, kwargs) if is_sharded(t) and t._local_tensor is found), None)
+    return like(example, found) if same is None else same
+
+
+def _moved(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What ``cpu``, ``cuda`` and ``to`` give if that is on another device: the whole tensor there, since it is read."""
+    tensor = args[0]
+    examples = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, Tensor)]
+    if not is_sharded(tensor) or any(map(is_sharded, examples)):
+        replaced = mapped(args[1:], lambda t: _stand_in(t) if is_sharded(t) else t)
+        keywords = mapped(kwargs, lambda t: _stand_in(t) if is_sharded(t) else t)
+        if not is_sharded(tensor):
+            return func(tensor, *replaced, **keywords)  # type: ignore[no-any-return]  # a Tensor
+        return _elementwise(func, (tensor, *replaced), keywords) if examples else None
+    empty = tensor._local_tensor.new_empty(0)
+    device = func(empty, *args[1:], **kwargs).device
+    if device == empty.device:
+        if examples:
+            kind = func(empty, *args[1:], **kwargs).dtype
+            return _elementwise(Tensor.to, (tensor, kind), {})  # type: ignore[no-any-return]
+        return None
+    return func(whole(tensor, name_of(func)), *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def _written(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tensor, tensors: list[Tensor]
+) -> Any:
+    """An elementwise change of ``target``: the first argument, or ``out``."""
+    name, history = name_of(func), torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if not isinstance(target, DTensor) or not is_sharded(target):
+        return on_wholes(func, args, kwargs)
+    refuse_leaf(target, func)
+    if history and "out" not in kwargs and all(is_alike(t, target) for t in tensors):
+        return _with_history(func, args, kwargs)
+    if history or any(
+        not is_alike(t, target) and (is_sharded(t) or (t.numel() != 1 and t.shape != target.shape)) for t in tensors
+    ):
+        return on_wholes(func, args, kwargs)
+    where = where_is(target)
+
+    def rows(value: Tensor) -> Tensor:
+        if is_alike(value, target):
+            return value._local_tensor  # type: ignore[attr-defined,no-any-return]  # so it is a DTensor
+        check_same(value, where, name)
+        if value.ndim == 0 or value.shape != target.shape:
+            return value.reshape(()).to(target.device) if value.device != target.device and value.ndim else value
+        return local_part(value.to(target.device), where)
+
+    func(*mapped(args, rows), **mapped(kwargs, rows))
+    increment_version(target)
+    return target
+
+
+def _lists(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each tensor of a list with those at its place in the others."""
+    with as_torch():
+        name = name_of(func)
+        tensors = list(tensors_in(args, kwargs))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            if writes_first(func):
+                raise RuntimeError(LEAF)
+            return on_wholes(func, args, kwargs)
+        lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+        targets = [next((t for t in row if is_sharded(t)), None) for row in zip(*lists, strict=False)]
+        if writes_first(func):
+            targets = [row[0] if is_sharded(row[0]) else None for row in zip(*lists, strict=False)]
+        found = func(*(_list_of_rows(a, targets, name) for a in args), **mapped(kwargs, local_of))
+        if name.startswith(("_fused_", "_amp_")) or found is None or writes_first(func):
+            return args[0] if found is not None else None
+        return type(found)(
+            part if target is None else like(target, part) for part, target in zip(found, targets, strict=True)
+        )
+
+
+def _list_of_rows(value: Any, targets: Sequence[DTensor | None], what: str) -> Any:
+    """A list of tensors as far as this rank's results depend on them."""
+    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Tensor):
+        return mapped(value, local_of)
+    rows = []
+    for tensor, target in zip(value, [*targets, *[None] * (len(value) - len(targets))], strict=False):
+        if target is None:
+            rows.append(whole(tensor, what) if is_sharded(tensor) else tensor)
+        elif not isinstance(tensor, DTensor) and tensor.numel() == 1 and target.numel() != 1:
+            rows.append(tensor)
+        else:
+            rows.append(rows_like(tensor, target, what))
+    return rows
+
+
+def _address(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise TopologyError(
+        f"{name_of(func)} asks for the memory of a sharded tensor of shape {tuple(args[0].shape)}, of which this rank "
+        "has some rows. Code that works on memory itself (kernels of its own, 8-bit optimizers) can't run on it: give "
+        "it tensor.full_tensor(), train without sharding (data_parallel_shard_size=1), or use another optimizer."
+    )
+
+
+def _extreme_or_reduction(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``max`` of two tensors is elementwise; that of one is a reduction."""
+    if name_of(func) in ("max", "min") and len(list(tensors_in(args, {**kwargs, "out": None}))) == 2:
+        return _elementwise(func, args, kwargs)
+    return reduce(func, args, kwargs)
+
+
+HANDLERS.update(
+    {
+        Kind.ACCESSOR: _accessor,
+        Kind.METADATA: _as_it_is,
+        Kind.AUTOGRAD: differentiate,
+        Kind.HOOK: register_hook,
+        Kind.EXAMPLE: _example,
+        Kind.LIKE: _made_like,
+        Kind.RANDOM: _random,
+        Kind.ELEMENTWISE: _elementwise,
+        Kind.REDUCTION: _extreme_or_reduction,
+        Kind.LISTS: _lists,
+        Kind.LIST_REDUCTION: reduce_each,
+        Kind.ADDRESS: _address,
+        Kind.TEXT: lambda func, args, kwargs: repr(args[0]),
+        Kind.WHOLE: on_wholes,
+    }
+)

@@ -1,0 +1,134 @@
+"""Replace the parameters of a module by sharded ones, so that whoever held the old ones finds the new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.derivatives import wrapped_hook
+from lightning_shardckpt.parallel.sharding.gather import PARTIAL
+from lightning_shardckpt.parallel.sharding.placement import placements_of, rows_of, spec_over
+from lightning_shardckpt.parallel.sharding.sharded_tensor import ShardedTensor, sharded
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter of before: whoever still holds it gets the sharded one that took its place."""
+
+    _replacement: nn.Parameter | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*_current(tuple(args)), **_current(kwargs or {}))
+
+    @property
+    def data(self) -> Tensor:
+        """That of the sharded parameter."""
+        return _current(self).data  # type: ignore[no-any-return]  # of a Tensor
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _current(self).data = value
+
+
+def _current(value: Any) -> Any:
+    if isinstance(value, ReplacedParameter):
+        if value._replacement is None:
+            raise TopologyError(
+                "this parameter is on another pipeline stage. Reach parameters through the module, not through "
+                "references from before it was sharded, and only those that the module has on this stage."
+            )
+        return value._replacement
+    if isinstance(value, list | tuple):
+        return type(value)(map(_current, value))
+    if isinstance(value, dict):
+        return {key: _current(item) for key, item in value.items()}
+    return value
+
+
+def shard_parameters(
+    root: nn.Module,
+    data_mesh: DeviceMesh | None,
+    root_mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    partial: Iterable[str] = (),
+    partial_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Put sharded parameters in the place of those of ``root``.
+
+    Args:
+        root: its parameters are plain, or DTensors that a tensor-parallel plan made; with values or on the meta device.
+        data_mesh: over whose last axis rows are cut, of those with dims; None only takes over DTensors as they are.
+        root_mesh: of which ``data_mesh`` is a part.
+        device: of the shards.
+        partial: names of parameters whose gradients are partial sums over the ranks of ``partial_group``.
+    """
+    partial, new = frozenset(partial), dict[nn.Parameter, nn.Parameter]()
+    for prefix, module in root.named_modules():
+        for name, old in list(module._parameters.items()):
+            if old is None or (not isinstance(old, DTensor) and (data_mesh is None or old.ndim == 0)):
+                continue
+            if old not in new:
+                new[old] = _sharded(old, data_mesh, root_mesh, device)
+            if (f"{prefix}.{name}" if prefix else name) in partial:
+                new[old].__dict__[PARTIAL] = partial_group
+            module._parameters[name] = new[old]
+        if isinstance(module, nn.RNNBase):
+            module.__dict__["_flat_weights"] = [module._parameters.get(n) for n in module._flat_weights_names]
+
+
+def _sharded(
+    old: nn.Parameter, data_mesh: DeviceMesh | None, root_mesh: DeviceMesh, device: torch.device
+) -> nn.Parameter:
+    spec = spec_over(old, data_mesh, root_mesh) if data_mesh is not None else old._spec  # type: ignore[attr-defined]
+    where = placements_of(spec.mesh, tuple(spec.placements))
+    with torch.no_grad():
+        part = old._local_tensor if isinstance(old, DTensor) else old.detach()
+        if where.shard is not None:
+            start, stop = rows_of(part.shape[0], where.shard)
+            part = part[start:stop]
+        if part.is_meta:
+            local = torch.empty(part.shape, dtype=part.dtype, device=device)
+        else:
+            local = part.to(device, copy=True, memory_format=torch.contiguous_format)
+        made = sharded(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]  # torch's
+    leaf: Any = made.requires_grad_(old.requires_grad)
+    leaf._is_param = True  # how torch knows a parameter of another class
+    return leaf  # type: ignore[no-any-return]  # nn.Parameter by what it says of itself
+
+
+def hand_over(old: nn.Parameter, leaf: nn.Parameter | None) -> None:
+    """Give a parameter's attributes and hooks to the one that took its place on this rank, if any, and free its memory.
+
+    Whoever still holds the old one gets the new one.
+    """
+    if type(old) is not nn.Parameter or old is leaf:
+        return
+    if leaf is not None:
+        leaf.__dict__.update({k: v for k, v in vars(old).items() if k not in vars(leaf)})
+        _hand_over_hooks(old, leaf)
+    old.grad = None
+    if not old.is_meta:
+        old.data = old.data.new_empty(0)
+    old.__class__ = ReplacedParameter
+    old.__dict__["_replacement"] = leaf
+
+
+def _hand_over_hooks(old: nn.Parameter, leaf: nn.Parameter) -> None:
+    """In the same dictionaries, since handles of hooks remove them from there."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, name)
+        if hooks:
+            if isinstance(leaf, ShardedTensor):
+                for number, hook in hooks.items():
+                    hooks[number] = wrapped_hook(leaf, hook, after=name != "_backward_hooks")
+            setattr(leaf, name, hooks)

@@ -1,0 +1,266 @@
+"""The ranks that hold the shards of a tensor, and collectives among them that notice when the ranks disagree.
+
+Ranks that run different code (a layer that only one of them uses, ``if rank == 0: print(weight.norm())``) enter
+different collectives. Matched by their order, these would mix tensors in silence, or wait for each other. So every
+gather for a module carries a mark of what it is for, compared when it is done; and what user code reads by hand goes
+over a process group of its own, announced before with the line of code that asks.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them under a condition only
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shardckpt.errors import RankError, TopologyError
+
+MARK_BYTES = 8
+READ_TIMEOUT_S = 300.0
+_FRAMEWORKS = ("torch.", "lightning_shardckpt.parallel.sharding.")
+_STILL_WAITING = "Operation timed out!"  # what torch says of a collective that goes on
+_LOOK_S = 2.0  # a rank that has waited so long looks whether another one waits elsewhere
+_TEXT_BYTES = 240
+_known: dict[DeviceMesh, Peers] = {}
+
+
+@dataclass(slots=True)
+class Peers:
+    """The ranks of one axis of a mesh. Groups are kept by name, so that nothing outlives their destruction.
+
+    Attributes:
+        group_name: of the group for what all ranks do alike: gathers for modules, reductions of gradients.
+        reads_name: of the group for what user code asks for.
+        timeout_s: how long a read waits for the other ranks.
+    """
+
+    group_name: str
+    reads_name: str
+    timeout_s: float = READ_TIMEOUT_S
+    _purposes: list[str] = field(default_factory=list)
+    _trail: int = 0
+    _reads_done: int = 0
+    _notices: Store | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _group(self.group_name)
+
+    @property
+    def reads(self) -> dist.ProcessGroup:
+        return _group(self.reads_name)
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+    # --- what all ranks do alike ---
+
+    def register(self, purpose: str) -> int:
+        """A number for what collectives are for. Every rank must register the same purposes in the same order."""
+        self._purposes.append(purpose)
+        return len(self._purposes) - 1
+
+    def mark(self, number: int, kind: str) -> bytes:
+        """What `check_marks` compares, after noting that a collective of this kind for that purpose begins here."""
+        self._trail = zlib.crc32(f"{kind}{number}".encode(), self._trail)
+        return struct.pack("<iI", number, self._trail)
+
+    def check_marks(self, marks: Sequence[bytes]) -> None:
+        """Compare the marks of all ranks, in their order.
+
+        Raises:
+            TopologyError: if they differ, on every rank.
+        """
+        if all(mark == marks[0] for mark in marks):
+            return
+        purposes = [self._purposes[struct.unpack("<iI", mark)[0]] for mark in marks]
+        what = "; ".join(f"rank {rank}: {purpose}" for rank, purpose in zip(self.ranks, purposes, strict=True))
+        if len(set(purposes)) == 1:
+            what += ", after different modules before that"
+        raise TopologyError(
+            f"the ranks gather parameters of different modules at a time: {what}. All ranks that share parameters must "
+            "run the same modules in the same order: control flow that depends on a rank, its batch or its random "
+            "numbers (layers that are dropped at random) must decide alike on all of them."
+        )
+
+    def refuse_gradients(self, purpose: str) -> None:
+        """Raises TopologyError, on a rank that has reduced gradients with those of another module."""
+        raise TopologyError(
+            f"the ranks reduce gradients of different modules at a time; rank {dist.get_rank()} those of {purpose}. "
+            "Losses must depend on the same modules on all ranks: add 0 * output.sum() for what a batch does not need."
+        )
+
+    def wait(self, work: dist.Work | None, purpose: str) -> None:
+        """Wait for a collective that all ranks enter.
+
+        Raises:
+            TopologyError: if a rank waits in a read that this one does not make, on both.
+        """
+        self._wait(work, purpose, number=None)
+
+    # --- what user code asks for ---
+
+    def share(self, what: str, values: Sequence[float]) -> list[list[float]]:
+        """The numbers of every rank, each on all of them, for what the line of user code that runs asks for.
+
+        Raises:
+            TopologyError: on every rank, if the ranks ask for different things.
+            RankError: if some rank does not ask within the timeout.
+        """
+        wide = len(values) > _INLINE
+        found = self._announce(what, [float(len(values)), *(() if wide else values)])
+        if not wide:
+            return [numbers[1 : 1 + len(values)] for numbers in found]
+        own = torch.tensor(values, dtype=torch.float64)
+        return [part.tolist() for part in self.gather_read(own, what).view(self.size, -1)]
+
+    def announce(self, what: str, *facts: float) -> list[list[float]]:
+        """Say to the others what is read here, and hear what they read; raises as `share` does."""
+        return self._announce(what, facts)
+
+    def gather_read(self, flat: Tensor, what: str) -> Tensor:
+        """The flat tensors of all ranks behind each other, after an `announce`. Collective."""
+        group = self.reads if flat.device.type == "cpu" else self.group
+        found = flat.new_empty(self.size * flat.numel())
+        work = dist.all_gather_single(found, flat.contiguous(), group=group, async_op=True)
+        self._wait(work, what, number=self._reads_done)
+        return found
+
+    def broadcast_read(self, flat: Tensor, what: str) -> None:
+        """Give every rank the first one's tensor, in host memory, after an `announce`. Collective."""
+        work = dist.broadcast(flat, group=self.reads, group_src=0, async_op=True)
+        self._wait(work, what, number=self._reads_done)
+
+    def _announce(self, what: str, numbers: Sequence[float]) -> list[list[float]]:
+        self._reads_done += 1
+        line = calling_line()
+        marks = [float(self._reads_done), float(zlib.crc32(line.encode())), float(zlib.crc32(what.encode()))]
+        own = torch.zeros(len(marks) + 1 + _INLINE, dtype=torch.float64)
+        own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
+        found = own.new_empty(self.size * own.numel())
+        work = dist.all_gather_single(found, own, group=self.reads, async_op=True)
+        self._wait(work, f"{what} ({line})", number=self._reads_done)
+        every = found.view(self.size, -1).tolist()
+        if any(one[: len(marks)] != every[0][: len(marks)] for one in every):
+            self._refuse(f"{what} ({line})")
+        return [one[len(marks) :] for one in every]
+
+    def _refuse(self, what: str) -> None:
+        own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        text = what.encode()[:_TEXT_BYTES]
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        found = own.new_empty(self.size * _TEXT_BYTES)
+        dist.all_gather_single(found, own, group=self.reads)
+        said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found.view(self.size, -1)]
+        each = "; ".join(f"rank {rank}: {one}" for rank, one in zip(self.ranks, said, strict=True))
+        raise TopologyError(f"the ranks ask for values of different sharded tensors at a time: {each}. {_ADVICE}")
+
+    def _wait(self, work: dist.Work | None, what: str, *, number: int | None) -> None:
+        """``number`` of the read that this is; None for what is none."""
+        assert work is not None  # this rank is in the group
+        begun = time.monotonic()
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError as error:
+                if _STILL_WAITING not in str(error):
+                    raise
+            self._look_around(what, number)
+            if number is not None and time.monotonic() - begun > self.timeout_s:
+                raise RankError(
+                    f"rank {dist.get_rank()} asks for {what}, but within {self.timeout_s:g} s not all of the ranks "
+                    f"{self.ranks} did. {_ADVICE}"
+                )
+
+    def _look_around(self, what: str, number: int | None) -> None:
+        """Whether one rank waits in a read while another, which has not come to it, waits for that rank elsewhere."""
+        store = self._store()
+        if number is not None:
+            store.set(f"read/{number}/{self.rank}", f"rank {dist.get_rank()} asks for {what}")
+            conflict = f"conflict/{number}"
+            if store.check([conflict]):
+                raise TopologyError(f"{store.get(conflict).decode()}. {_ADVICE}")
+            return
+        following = self._reads_done + 1
+        asked = [f"read/{following}/{rank}" for rank in range(self.size)]
+        waiting = next((key for key in asked if store.check([key])), None)
+        if waiting is not None:
+            said = f"{store.get(waiting).decode()}, while rank {dist.get_rank()} waits for it in {what}"
+            store.set(f"conflict/{following}", said)
+            raise TopologyError(f"{said}. {_ADVICE}")
+
+    def _store(self) -> Store:
+        if self._notices is None:
+            # while one thread waits with a client of a TCPStore, no other thread can use that client
+            own: Any = c10d._get_default_store()
+            self._notices = PrefixStore(f"shardckpt-reads-{self.reads_name}", own.clone())
+        return self._notices
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]  # a GroupName is a str
+
+
+_INLINE = 4  # numbers that travel with an announcement
+_ADVICE = (
+    "A value of a sharded tensor is computed by all ranks together, so all of them must ask for it, on the same line, "
+    "not only rank zero: read it on every rank, and print or log it on one"
+)
+
+
+def build_peers(mesh: DeviceMesh, timeout_s: float = READ_TIMEOUT_S) -> None:
+    """Make the groups for reads on every axis of ``mesh``, a mesh of the world.
+
+    Collective: every rank of the world must call it.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None
+    ranks = mesh.mesh
+    for dim, name in enumerate(names):
+        if ranks.shape[dim] == 1 or name == "pipeline":
+            continue
+        own = mesh[name]
+        for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
+            group = dist.new_group(row, backend="gloo", timeout=timedelta(seconds=4 * timeout_s))
+            if dist.get_rank() in row:
+                _known[own] = Peers(own.get_group().group_name, group.group_name, timeout_s)
+
+
+def peers_of(mesh: DeviceMesh) -> Peers:
+    """The ranks of a mesh of one axis, alike for the same mesh."""
+    found = _known.get(mesh)
+    if found is None:
+        found = _known[mesh] = Peers(mesh.get_group().group_name, mesh.get_group().group_name)
+    return found
+
+
+def calling_line() -> str:
+    """The line of code, outside of torch and this folder, that runs now; as ``file:number``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not f"{frame.f_globals.get('__name__', '')}.".startswith(_FRAMEWORKS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

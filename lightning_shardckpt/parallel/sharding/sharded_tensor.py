@@ -1,0 +1,230 @@
+"""A DTensor that acts as the whole tensor, whoever uses it: parameters, their gradients, the state of optimizers.
+
+torch's DTensor leaves much to its users: it refuses operations with plain tensors, gives norms of a shard as if they
+were those of the tensor, loses what is assigned to ``data``. Here
+
+* an operation with plain tensors, and any that needs more than one element at a time, sees the whole tensor, through
+  autograd; the result is a plain tensor;
+* elementwise operations on tensors that are sharded alike stay sharded, without communication;
+* numbers (sums, norms, comparisons) are those of the whole tensor, the same on every rank;
+* in-place operations, also on views, change the shards; what the ranks write must be the same on all of them;
+* what is drawn into a tensor is what one process would draw.
+
+So every rank must do the same with it at the same time; ``peers`` notices when they don't.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.held import HeldGradients
+from lightning_shardckpt.parallel.sharding.kinds import Kind, kind_of
+from lightning_shardckpt.parallel.sharding.placement import DATA_AXES, local_part
+from lightning_shardckpt.parallel.sharding.values import Scatter, check_same, where_is, whole
+
+Function = Callable[..., Any]
+Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Kind, Handler] = {}
+"""What functions of torch do with sharded tensors, by what they need of them; filled by `operations`."""
+
+as_torch = torch._C.DisableTorchFunctionSubclass
+LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
+_held: MutableMapping[Tensor, HeldGradients] = HeldGradients.of_leaf
+
+
+class ShardedTensor(DTensor):
+    """See the module's docstring. Made of a DTensor by `sharded`."""
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not args and "tensor" in kwargs:  # so torch.nn.init does it
+            args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}
+        return HANDLERS[kind_of(func)](func, tuple(args), kwargs)
+
+    @property
+    def data(self) -> ShardedTensor:
+        """The tensor without history, over the same memory."""
+        with as_torch():
+            return like(self, self._local_tensor.detach())
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Another memory, as it is if it is laid out alike, else that of the rows of a whole tensor."""
+        with as_torch():
+            if value.shape != self.shape:
+                raise TopologyError(
+                    f"a tensor of shape {tuple(value.shape)} was assigned to the data of a sharded one of shape "
+                    f"{tuple(self.shape)}; a sharded tensor keeps its shape"
+                )
+            rows = rows_like(value, self, "an assignment to data")
+            found = like(self, rows.detach())
+            _data.__set__(self, found)
+            self._local_tensor, self._spec = found._local_tensor, found._spec
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, averaged over all batches."""
+        if self in _held:
+            _held[self].reduce()
+        with as_torch():
+            found = _grad.__get__(self)
+            return None if found is None else sharded(found)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self in _held:
+            _held[self].reduce()
+        with as_torch():
+            if value is not None and not is_alike(value, self):
+                if value.shape != self.shape:
+                    raise RuntimeError(
+                        f"assigned grad has data of a different size: {tuple(value.shape)} for a parameter of shape "
+                        f"{tuple(self.shape)}"
+                    )
+                value = like(self, rows_like(value, self, "an assignment to grad").clone())
+            _grad.__set__(self, value)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """All elements, as a plain tensor. Collective: every rank that has a shard must call it."""
+        with as_torch():
+            return whole(self, "full_tensor")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]  # it is one
+        with as_torch(), torch.no_grad():
+            found = like(self, self._local_tensor.clone())
+            found.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            found._is_param = True  # how torch knows a parameter of another class
+        memo[id(self)] = found
+        if self.grad is not None:
+            found.grad = self.grad.detach().clone()
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warnings.warn(
+            "a sharded tensor is being pickled, with the rows of this rank alone. For a file of whole tensors, call "
+            "lightning_shardckpt.full_state_dict(module) on all ranks and save what it returns, or consolidate a "
+            "checkpoint.",
+            stacklevel=2,
+        )
+        kind, self.__class__ = self.__class__, DTensor  # type: ignore[assignment]  # as torch pickles it
+        try:
+            with as_torch():
+                return DTensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            self.__class__ = kind
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self._spec.placements}, "
+            f"rows of this rank={self._local_tensor})"
+        )
+
+
+def sharded(tensor: Tensor) -> ShardedTensor:
+    """The DTensor itself, as a ShardedTensor from now on."""
+    if type(tensor) is DTensor:
+        tensor.__class__ = ShardedTensor  # its slots are the same
+    assert isinstance(tensor, ShardedTensor)
+    return tensor
+
+
+def like(tensor: DTensor, local: Tensor) -> ShardedTensor:
+    """A tensor that is laid out like another one, with these rows."""
+    spec = tensor._spec
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype != local.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    return sharded(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]  # torch's
+
+
+def is_sharded(value: object) -> bool:
+    """Whether it is one of ours, also where somebody else made it; not so the activations of a tensor-parallel plan."""
+    if isinstance(value, ShardedTensor):
+        return True
+    return isinstance(value, DTensor) and not {*DATA_AXES}.isdisjoint(value.device_mesh.mesh_dim_names or ())
+
+
+def is_alike(value: Tensor, tensor: DTensor) -> bool:
+    """Whether both are sharded in the same way."""
+    if not isinstance(value, DTensor):
+        return False
+    one, other = value._spec, tensor._spec
+    if one is other:
+        return True
+    return value.shape == tensor.shape and one.placements == other.placements and one.mesh == other.mesh
+
+
+def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:
+    """This rank's rows of a tensor that is sharded like ``tensor``, in another way, or not at all."""
+    if is_alike(value, tensor):
+        return value._local_tensor  # type: ignore[attr-defined,no-any-return]  # so it is a DTensor
+    where = where_is(tensor)
+    if isinstance(value, DTensor):
+        value = whole(value, what)
+    else:
+        check_same(value, where, what)
+    return local_part(value.to(tensor.device), where).clone()
+
+
+def scattered(value: Tensor, tensor: DTensor) -> ShardedTensor:
+    """A plain tensor, the same on all ranks, laid out like ``tensor``; with its history."""
+    return sharded(Scatter.apply(value, tensor))  # type: ignore[no-untyped-call]  # torch's
+
+
+def refuse_leaf(target: Tensor, func: Function) -> None:
+    """Raise what autograd raises if a leaf that needs a gradient is to be changed; the initializers may do that."""
+    of_initializers = getattr(func, "__module__", None) == "torch.nn.init"
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf and not of_initializers:
+        raise RuntimeError(LEAF)
+
+
+def local_of(value: Tensor) -> Tensor:
+    """This rank's rows of what is sharded."""
+    return value._local_tensor if isinstance(value, DTensor) and is_sharded(value) else value
+
+
+def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The tensors among arguments, also in lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value, {})
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values(), {})
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """An argument with its tensors replaced."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        found = [mapped(item, change) for item in value]
+        return type(value)(*found) if hasattr(value, "_fields") else _same_container(value, found)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _same_container(value: Any, found: list[Any]) -> Any:
+    """Also for the named tuples of torch's own, such as that of ``max`` with a dim."""
+    return found if type(value) is list else type(value)(found)

@@ -1,0 +1,231 @@
+"""What a sharded tensor is as a whole: its elements, one number of all of them, whether ranks agree about one.
+
+Collective, all of it: every rank that has a shard must call, with the same tensors in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.gather import Gather, GatherPlan
+from lightning_shardckpt.parallel.sharding.peers import Peers, peers_of
+from lightning_shardckpt.parallel.sharding.placement import Placements, local_part, placements_of
+
+_agreed: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()  # plain tensors: version and placements
+
+
+def where_is(tensor: DTensor) -> Placements:
+    """How a tensor is sharded."""
+    return placements_of(tensor._spec.mesh, tuple(tensor._spec.placements))
+
+
+def holders(where: Placements) -> list[Peers]:
+    """The ranks of every axis that a tensor is laid out on, also of those that only replicate it."""
+    found = [peers for peers in (where.shard, where.replicate) if peers is not None]
+    return found + [peers for peers, _ in _model_axes(where)]
+
+
+def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True) -> Tensor:
+    """All elements, in memory of their own; with history, if ``tensor`` has one and gradients are enabled.
+
+    Args:
+        tensor: sharded.
+        what: is asked for, in messages.
+        on_model_axes: False leaves it cut as a tensor-parallel plan did, as a DTensor.
+    """
+    where = where_is(tensor)
+    if where.shard is not None:
+        where.shard.announce(f"{what} of a tensor of shape {tuple(tensor.shape)}")
+    plan = GatherPlan([tensor], tensor.device, what, None)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        found: Tensor = Gather.apply(plan, None, tensor)[0]  # type: ignore[no-untyped-call]  # torch's
+    else:
+        found = plan.gather([tensor._local_tensor])[0]
+    if on_model_axes and isinstance(found, DTensor):
+        for peers, _ in _model_axes(where):
+            peers.announce(f"{what} of a tensor of shape {tuple(tensor.shape)}")
+        replicated = [Replicate()] * found.device_mesh.ndim
+        found = found.redistribute(placements=replicated).to_local(grad_placements=replicated)
+    return found
+
+
+def combined(tensors: Sequence[DTensor], what: str, powers: Sequence[float], values: Sequence[float]) -> list[float]:
+    """The sum, the norm, the maximum or the minimum of all elements of each tensor, from those of the shards.
+
+    Args:
+        tensors: laid out alike.
+        what: is asked for, in messages.
+        powers: of norms, 1 for a sum, infinite for a maximum, negative infinite for a minimum.
+        values: those of this rank's elements.
+    """
+    where = where_is(tensors[0])
+    axes = [where.shard] if where.shard is not None else []
+    axes += [peers for peers, is_cut in _model_axes(where) if is_cut]
+    found = list(values)
+    for peers in axes:
+        every = peers.share(f"{what} of a tensor of shape {tuple(tensors[0].shape)}", found)
+        found = [_joined(list(parts), power) for parts, power in zip(zip(*every, strict=True), powers, strict=True)]
+    return found
+
+
+def _joined(parts: list[float], power: float) -> float:
+    values = torch.tensor(parts, dtype=torch.float64)
+    if power == 1:
+        return float(values.sum())
+    if power == math.inf:
+        return float(values.amax())
+    if power == -math.inf:
+        return float(values.amin())
+    return float(torch.linalg.vector_norm(values, power))
+
+
+class MeanOfGradients(torch.autograd.Function):
+    """A value that is the same on all ranks; its gradient becomes the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, where: Placements) -> Tensor:
+        ctx.where = where
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        where: Placements = ctx.where
+        found = gradient.clone()
+        for peers in (where.shard, where.replicate):
+            if peers is not None:
+                dist.all_reduce(found, group=peers.group)
+        return found / where.batches, None
+
+
+class Scatter(torch.autograd.Function):
+    """A plain tensor, the same on all ranks → its shards, laid out like another tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, like: DTensor) -> DTensor:
+        ctx.placements = like.placements
+        local = local_part(value.detach(), where_is(like)).clone()
+        return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None]:
+        if gradient.placements != ctx.placements:
+            gradient = gradient.redistribute(placements=ctx.placements)
+        return whole(gradient, "gradients"), None
+
+
+def differentiable_sum(tensor: DTensor, what: str) -> Tensor:
+    """The sum of all elements, with history. Without a part for NaN in what other ranks have not got."""
+    where = where_is(tensor)
+    for peers in holders(where):
+        peers.announce(f"{what} of a tensor of shape {tuple(tensor.shape)}")
+    replicated, summed = [Replicate()] * tensor.device_mesh.ndim, tensor.sum()
+    assert isinstance(summed, DTensor)
+    total = summed.redistribute(placements=replicated).to_local(grad_placements=replicated)
+    found: Tensor = MeanOfGradients.apply(total, where)  # type: ignore[no-untyped-call]  # torch's
+    return found
+
+
+def is_same_everywhere(value: Tensor, where: Placements, what: str) -> bool:
+    """Whether a plain tensor is equal, to the bit, on all ranks that hold parts of a tensor that is sharded so."""
+    known = _agreed.get(value)
+    mark = (value._version, id(where))
+    if known == mark:
+        return True
+    content = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    own = float(zlib.crc32(content.tobytes()))
+    same = True
+    for peers in holders(where):
+        every = peers.share(f"{what} with a tensor of shape {tuple(value.shape)}", [own])
+        same = same and all(numbers == [own] for numbers in every)
+        own = float(same and own)  # so that the ranks of the next axis decide alike
+    if same:
+        _agreed[value] = mark
+    return same
+
+
+def check_same(value: Tensor, where: Placements, what: str) -> None:
+    """Refuse a plain tensor that is to be written into a sharded one, and is another on other ranks.
+
+    Raises:
+        TopologyError: on every rank.
+    """
+    if not is_same_everywhere(value, where, what):
+        raise TopologyError(
+            f"{what} writes a tensor of shape {tuple(value.shape)} into a sharded one, and its values differ between "
+            "the ranks: each would write its own into its shard. Compute it alike on all ranks: average what depends "
+            "on a batch (self.all_gather, self.trainer.strategy.reduce), and seed what is drawn."
+        )
+
+
+def check_state_of_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state of sharded parameters that is not sharded and differs between the ranks, such as that of their rows.
+
+    Raises:
+        TopologyError: on every rank.
+    """
+    for parameter, values in optimizer.state.items():
+        if not isinstance(parameter, DTensor) or type(parameter) is DTensor or not isinstance(values, dict):
+            continue
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim == 0:
+                continue
+            if not is_same_everywhere(value, where_is(parameter), "the state of an optimizer"):
+                raise TopologyError(
+                    f"{name!r}, of shape {tuple(value.shape)}, in the state of {type(optimizer).__name__} for a "
+                    f"parameter of shape {tuple(parameter.shape)}, differs between the ranks: it belongs to their rows "
+                    "alone, so that no checkpoint could be resumed on another topology. Use an optimizer that makes "
+                    "its state of the parameter (torch.zeros_like(p)), or train with data_parallel_shard_size=1."
+                )
+
+
+@contextmanager
+def drawn_alike(where: Placements, device: torch.device, what: str) -> Iterator[None]:
+    """Inside, the ranks draw what the first of them draws; who would have drawn others then gets its state back."""
+    cuda = device.type == "cuda"
+    own = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    state = own.clone()
+    differs = False
+    for peers in holders(where):
+        mark = float(zlib.crc32(state.numpy().tobytes()))
+        if any(numbers != [mark] for numbers in peers.share(f"{what} of random numbers", [mark])):
+            peers.broadcast_read(state, what)
+    differs = not torch.equal(own, state)
+    if differs:
+        _set_rng_state(state, device)
+    try:
+        yield
+    finally:
+        if differs:
+            _set_rng_state(own, device)
+
+
+def _set_rng_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _model_axes(where: Placements) -> list[tuple[Peers, bool]]:
+    """The ranks of the tensor-parallel axes, and whether they cut."""
+    mesh = where.model_mesh
+    if mesh is None:
+        return []
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    axes = zip(names, where.model, mesh.shape, strict=True)
+    return [
+        (peers_of(mesh if mesh.ndim == 1 else mesh[name]), not placement.is_replicate())
+        for name, placement, size in axes
+        if size > 1
+    ]

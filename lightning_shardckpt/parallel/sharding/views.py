@@ -1,0 +1,125 @@
+"""Functions of whole tensors: run on what is gathered; what they write there, now or by a view, reaches the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.parallel.sharding.kinds import Kind, kind_of, name_of, writes_first
+from lightning_shardckpt.parallel.sharding.placement import local_part
+from lightning_shardckpt.parallel.sharding.sharded_tensor import (
+    Function,
+    as_torch,
+    is_sharded,
+    like,
+    mapped,
+    refuse_leaf,
+    scattered,
+    tensors_in,
+)
+from lightning_shardckpt.parallel.sharding.values import check_same, where_is, whole
+
+
+class ShardView(Tensor):
+    """A plain tensor over the memory of what was gathered, such as ``weight[0]``; changing it changes the shards."""
+
+    _origin: Origin
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kind_of(func) in (Kind.METADATA, Kind.AUTOGRAD, Kind.HOOK):
+            with as_torch():
+                return func(*args, **(kwargs or {}))
+        return on_wholes(func, tuple(args), kwargs or {})
+
+
+@dataclass(slots=True)
+class Origin:
+    """A sharded tensor, what was gathered of it, and when."""
+
+    of: DTensor
+    gathered: Tensor
+    version: int
+
+    def refresh(self) -> None:
+        """Gather again into the same memory, if the shards have changed."""
+        if self.version != self.of._local_tensor._version:
+            with torch.no_grad():
+                self.gathered.copy_(whole(like(self.of, self.of._local_tensor.detach()), "a view"))
+            self.version = self.of._local_tensor._version
+
+    def store(self, what: str) -> None:
+        """Take over into the shards what was written into the memory, with its history if there is one."""
+        where = where_is(self.of)
+        check_same(self.gathered.detach(), where, what)
+        if torch.is_grad_enabled() and self.gathered.requires_grad:
+            self.of.copy_(scattered(self.gathered, self.of))
+        else:
+            with torch.no_grad():
+                self.of._local_tensor.copy_(local_part(self.gathered.detach(), where))
+            increment_version(self.of)
+        self.version = self.of._local_tensor._version
+
+
+def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on gathered tensors. What it writes into their memory reaches the shards."""
+    with as_torch():
+        name = name_of(func)
+        written = [*tensors_in(args[:1] if writes_first(func) else (), {}), *tensors_in((kwargs.get("out"),), {})]
+        for target in written:
+            refuse_leaf(target._origin.of if isinstance(target, ShardView) else target, func)
+        with_activations = any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors_in(args, kwargs))
+        origins: dict[int, Origin] = {}
+        wholes: dict[int, Tensor] = {}
+
+        def gathered(value: Tensor) -> Tensor:
+            if id(value) in wholes:
+                return wholes[id(value)]
+            if isinstance(value, ShardView):
+                origin = value._origin
+                origin.refresh()
+                found = value.as_subclass(Tensor)
+            elif isinstance(value, DTensor) and is_sharded(value):
+                version = value._local_tensor._version
+                found = whole(value, name, on_model_axes=bool(written) or not with_activations)
+                if torch.is_grad_enabled() and any(value is target for target in written):
+                    found = found.clone()  # so that autograd lets it be changed, with history
+                origin = Origin(value, found, version)
+            else:
+                return value
+            wholes[id(value)] = found
+            if not isinstance(found, DTensor):
+                origins[_memory(found)] = origin
+            return found
+
+        result = func(*mapped(args, gathered), **mapped(kwargs, gathered))
+        themselves: dict[int, Tensor] = {}
+        for target in written:
+            found = wholes.get(id(target))
+            if found is not None:
+                origins[_memory(found)].store(name)
+                themselves[id(found)] = target
+        return mapped(result, lambda t: themselves[id(t)] if id(t) in themselves else _connected(t, origins))
+
+
+def _connected(value: Tensor, origins: dict[int, Origin]) -> Tensor:
+    """A result over the memory of something gathered, as a view of the shards."""
+    origin = origins.get(_memory(value)) if type(value) is Tensor else None
+    if origin is not None:
+        value.__class__ = ShardView
+        value._origin = origin  # type: ignore[attr-defined]  # it is one now
+    return value
+
+
+def _memory(value: Tensor) -> int:
+    if isinstance(value, DTensor) or value.layout != torch.strided:
+        return 0
+    return int(value.untyped_storage()._cdata)
