@@ -39,6 +39,11 @@ def _kind(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     return tensor._spec.device_mesh, tuple(tensor._spec.placements)
 
 
+def acts_as_whole(tensor: torch.Tensor) -> bool:
+    """Whether code that uses the tensor sees all of it: not so torch's own DTensors, of which it may see the rows."""
+    return type(tensor) is not DTensor
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that this rank holds of a tensor, detached; shares storage with it."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
@@ -88,12 +93,14 @@ def new_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     meta = tensor._spec.tensor_meta
     assert meta is not None
     spec = tensor._spec if meta.dtype == dtype else replace(tensor._spec, tensor_meta=meta._replace(dtype=dtype))
-    return DTensor(staging.new_like(tensor._local_tensor, dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+    found: torch.Tensor = DTensor(staging.new_like(tensor._local_tensor, dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+    found.__class__ = type(tensor)  # one that acts as a whole tensor, or torch's own
+    return found
 
 
 def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether ``found`` is what ``new_like`` would give, with values: of the same types, shape, device and layout."""
-    kind = DTensor if isinstance(tensor, DTensor) else torch.Tensor
+    kind = type(tensor) if isinstance(tensor, DTensor) else torch.Tensor
     if not isinstance(found, torch.Tensor) or type(found) is not kind:
         return False
     if isinstance(found, DTensor) and isinstance(tensor, DTensor) and _kind(found) != _kind(tensor):

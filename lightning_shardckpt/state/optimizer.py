@@ -21,7 +21,7 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.header import shown
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.geometry import is_like, new_like
+from lightning_shardckpt.state.geometry import acts_as_whole, is_like, new_like
 from lightning_shardckpt.state.merging import add_value
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.snapshot import Leaves
@@ -44,6 +44,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         StateError: if the optimizer has a parameter that the model does not have, or state of no parameter.
     """
     _check_keys(optimizer)
+    _check_own_entries(optimizer)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
@@ -67,6 +68,21 @@ def _check_keys(optimizer: Optimizer) -> None:
             )
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise StateError(f"{of} state that is no dict with texts as keys, for a parameter of {tuple(key.shape)}")
+
+
+def _check_own_entries(optimizer: Optimizer) -> None:
+    """Refuse what an optimizer keeps besides the state of parameters, and what it does when it is loaded."""
+    kind = type(optimizer)
+    own_saving = kind.state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks
+    entries = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})) if own_saving else []
+    own_loading = (*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks)
+    if entries or own_loading:
+        what = f"the entries {entries} in its state_dict" if entries else "hooks on load_state_dict"
+        raise StateError(
+            f"{kind.__name__} has {what}, which a sharded checkpoint does not keep, so that a resumed run would be "
+            "another one. Keep such values in optimizer.param_groups, which are saved, or save them in "
+            "on_save_checkpoint and take them back in on_load_checkpoint."
+        )
 
 
 def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, Any]]:
@@ -101,6 +117,12 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
 
 def _name(param: str | int) -> str:
     return param if isinstance(param, str) else f"#{param}"
+
+
+def _as_pruned(name: str, known: Container[str]) -> str:
+    """The name in the optimizer of what torch.nn.utils.prune had pruned; in the saved model it has its own name."""
+    pruned = f"{name}_orig"
+    return pruned if name not in known and pruned in known else name
 
 
 class StoredOptimizer:
@@ -178,7 +200,8 @@ class OptimizerLoad:
                 for a, b in zip(live, stored.groups, strict=True):
                     self._stored_name.update(zip(a, b, strict=True))
         else:
-            self._stored_name = {i: renamed.get(names[i], names[i]) for group in live for i in group}
+            known = {param for group in stored.groups for param in group}
+            self._stored_name = {i: _as_pruned(renamed.get(names[i], names[i]), known) for group in live for i in group}
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
 
     def compare(
@@ -209,7 +232,7 @@ class OptimizerLoad:
     ) -> None:
         for key in self._stored.tensors.get(name, {}).values():
             spec = component.tensors[key] if component is not None else None
-            if spec is not None and spec.shape != tuple(param.shape) and isinstance(param, DTensor):
+            if spec is not None and spec.shape != tuple(param.shape) and not acts_as_whole(param):
                 what = f"shape {spec.shape} of state for a sharded parameter of {tuple(param.shape)}"
                 differences.add(f"optimizer {self.number}: {key}", what)
 
@@ -293,7 +316,7 @@ class OptimizerLoad:
                         tensor, found = there, live
                     else:
                         tensor, found = new_like(param, dtype), new
-                elif isinstance(param, DTensor):
+                elif not acts_as_whole(param):
                     continue
                 else:
                     tensor, found = torch.empty(spec.shape, dtype=dtype, device=param.device), new
