@@ -1,0 +1,195 @@
+"""What sharded parameters do that one process has no twin for: errors, copies, files, references from before."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy, full_state_dict
+from lightning_shardckpt.parallel.sharding.sharded_tensor import ShardedTensor
+from tests.pool import run_ranks
+from tests.twins.base import Natural
+
+pytestmark = pytest.mark.slow
+
+
+class Does(Natural):
+    """Calls a function behind the first batch."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function, self.found = function, None
+        self.kept = next(self.net.parameters())  # a reference from before it is sharded
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index == 0:
+            self.found = self.function(self)
+
+
+def under_fsdp(function: Callable[[Any], Any], **options: Any) -> Any:
+    pl.seed_everything(0, verbose=False)
+    module = Does(function)
+    pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ShardedStrategy(timeout_s=20),
+        plugins=[ShardCkptIO()],
+        precision="64-true",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    ).fit(module)
+    return module.found
+
+
+def read_on_one_rank(module: Any) -> None:
+    if dist.get_rank() == 0:
+        module.net.head.weight.norm().item()
+    else:
+        module.net.scale.sum().item()
+
+
+def write_what_differs(module: Any) -> None:
+    with torch.no_grad():
+        module.net.head.weight.copy_(torch.full((5, 8), float(dist.get_rank()), dtype=torch.float64))
+
+
+def ask_for_memory(module: Any) -> None:
+    module.net.head.weight.data_ptr()
+
+
+def assign_another_shape(module: Any) -> None:
+    module.net.head.weight.data = torch.zeros(3, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (read_on_one_rank, "rank 0: norm of a tensor of shape (5, 8) ("),
+        (write_what_differs, "its values differ between the ranks"),
+        (ask_for_memory, "data_ptr asks for the memory of a sharded tensor of shape (5, 8)"),
+        (assign_another_shape, "a sharded tensor keeps its shape"),
+    ],
+)
+def test_what_ranks_cannot_do_apart_is_refused(function: Callable[[Any], Any], said: str) -> None:
+    for outcome in run_ranks(2, under_fsdp, function, expect_errors=True, timeout_s=90, grace_s=30):
+        assert outcome.error is not None
+        assert outcome.error.type == "TopologyError"
+        assert said in outcome.error.message
+
+
+def keep(module: Any) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.save(module.net.head.state_dict(), io.BytesIO())
+    told = [str(w.message) for w in caught if "full_state_dict" in str(w.message)]
+    whole, copied = full_state_dict(module.net), copy.deepcopy(module.net.head)
+    file = io.BytesIO()
+    torch.save(whole, file)
+    file.seek(0)
+    same = torch.equal(torch.load(file)["head.weight"], module.net.head.weight)
+    with torch.no_grad():
+        copied.weight.zero_()
+    output = copied(torch.ones(2, 8, dtype=torch.float64))
+    plain = nn.Linear(8, 5, dtype=torch.float64)
+    plain.load_state_dict({"weight": whole["head.weight"], "bias": whole["head.bias"]})
+    x = torch.ones(2, 8, dtype=torch.float64)
+    return (
+        len(told),
+        same,
+        {type(v) for v in whole.values()},
+        (output.sum() - 2 * copied.bias.sum()).item(),
+        torch.equal(plain(x), module.net.head(x)),
+    )
+
+
+def test_modules_can_be_copied_called_and_kept_whole_outside_of_steps() -> None:
+    for told, same, kinds, difference, called in run_ranks(2, under_fsdp, keep):
+        assert (told > 0, same, kinds, called) == (True, True, {Tensor}, True)
+        assert abs(difference) < 1e-12
+
+
+def use_views(module: Any) -> Any:
+    weight = module.net.head.weight
+    with torch.no_grad():
+        before = weight.full_tensor().clone()
+        row = weight[1]
+        row.mul_(2)
+        weight.view(-1)[:3] = 7
+        weight.data[4].zero_()
+        module.kept.fill_(3)  # what took its place
+    expected = before
+    expected[1] *= 2
+    expected.view(-1)[:3] = 7
+    expected[4] = 0
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        weight[0] = 1
+    return torch.equal(weight.full_tensor(), expected), next(module.net.parameters()).mean().item(), type(weight)
+
+
+def test_views_and_references_from_before_change_the_shards() -> None:
+    assert run_ranks(2, under_fsdp, use_views) == [(True, 3.0, ShardedTensor)] * 2
+
+
+def differentiate_twice(module: Any) -> Any:
+    weight = module.net.head.weight
+    x = torch.arange(16, dtype=torch.float64).view(2, 8) / 16 + dist.get_rank()
+    loss = (x @ weight.t()).pow(3).mean()
+    (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), weight)
+
+    whole = weight.full_tensor().detach().requires_grad_()
+    every = [torch.arange(16, dtype=torch.float64).view(2, 8) / 16 + rank for rank in range(2)]
+    mean = sum((x @ whole.t()).pow(3).mean() for x in every) / 2
+    (one,) = torch.autograd.grad(mean, whole, create_graph=True)
+    (two,) = torch.autograd.grad(one.square().sum(), whole)
+    off = (first.detach() - one.detach()).abs().max().item()
+    return off, ((second.full_tensor() - two).abs().max() / two.abs().max()).item()
+
+
+def test_gradients_of_any_order_are_those_of_the_mean_loss() -> None:
+    for first, second in run_ranks(2, under_fsdp, differentiate_twice):
+        assert first < 1e-12
+        assert second < 1e-12
+
+
+def test_lightning_knows_the_strategy_by_name_after_an_import_of_the_package() -> None:
+    code = """
+import sys
+import lightning_shardckpt
+assert not {"torch", "lightning"} & set(sys.modules)
+import lightning
+options = {"accelerator": "cpu", "devices": 1, "strategy": "sharded"}
+for found in (lightning.Trainer(logger=False, **options), lightning.Fabric(**options)):
+    print(type(found.strategy).__name__)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout.split()[-2:] == ["ShardedStrategy"] * 2, found.stderr
+
+
+def train_with_batch_norm() -> None:
+    module = Natural()
+    module.net.add_module("batch_norm", nn.BatchNorm1d(4))
+    strategy = ShardedStrategy()
+    pl.Trainer(accelerator="cpu", strategy=strategy, sync_batchnorm=True, logger=False, max_epochs=1).fit(module)
+
+
+def test_batch_norms_that_cannot_be_synchronized_are_refused() -> None:
+    (outcome,) = run_ranks(1, train_with_batch_norm, expect_errors=True)
+    assert outcome.error.type == "TopologyError"
+    assert "would take the place of net.batch_norm, does not run on CPUs" in outcome.error.message

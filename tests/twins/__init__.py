@@ -1,0 +1,1 @@
+"""Training code as people write it, to be run on one process under plain Lightning, and sharded."""

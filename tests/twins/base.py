@@ -1,0 +1,146 @@
+"""What the pieces of training code have in common: a small network, its data, and a register of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+WIDTH, CLASSES, BATCH, STEPS = 8, 5, 16, 4
+PLAN = {"**layers.*.a": "colwise", "**layers.*.b": "rowwise"}
+M = TypeVar("M", bound=type)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.gelu(self.a(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Layers, something around them, a parameter of the module itself."""
+
+    def __init__(self, features: int = 6, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.embed = nn.Linear(features, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def dataset() -> TensorDataset:
+    """Inputs, classes, noise, tokens."""
+    generator = torch.Generator().manual_seed(1)
+    count = BATCH * STEPS
+    return TensorDataset(
+        torch.randn(count, 6, generator=generator, dtype=torch.float64),
+        torch.randint(CLASSES, (count,), generator=generator),
+        torch.randn(count, 6, generator=generator, dtype=torch.float64),
+        torch.randint(7, (count, 4), generator=generator),
+    )
+
+
+class Natural(pl.LightningModule):
+    """Learns to classify; ``seen`` are numbers that must be the same on every rank, and on one process."""
+
+    lr = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.build()
+
+    def build(self) -> None:
+        self.net = Net()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def loader(self) -> DataLoader[Any]:
+        """Rank r of n gets rows r, r + n, … of the rows that one process has in a batch."""
+        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset(), shuffle=False, **place)
+        return DataLoader(dataset(), batch_size=BATCH // place["num_replicas"], sampler=sampler)
+
+    train_dataloader = loader
+
+
+class Manual(Natural):
+    """The same by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of code.
+
+    Attributes:
+        module: makes the LightningModule.
+        options: of the Trainer; ``callbacks`` makes them.
+        refused: by topology, what an error must say instead.
+        compiles: whether it uses torch.compile, which fails on tensor-parallel modules.
+        tolerance: relative, in float64; rounding differs where sums have another order.
+    """
+
+    name: str
+    module: Callable[[], pl.LightningModule]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    tolerance: float = 1e-10
+    compiles: bool = False
+
+
+CASES: dict[str, Case] = {}
+TENSOR_PARALLEL = ("tp2", "fsdp2 x tp2")
+SECOND_DERIVATIVES = dict.fromkeys(TENSOR_PARALLEL, "a backward with create_graph=True went through Linear")
+COMPUTED_WEIGHTS = dict.fromkeys(TENSOR_PARALLEL, "is computed from other parameters")
+
+
+def case(
+    name: str | None = None,
+    *,
+    refused: Mapping[str, str] | None = None,
+    tolerance: float = 1e-10,
+    compiles: bool = False,
+    **options: Any,
+) -> Callable[[M], M]:
+    """Register a class of module."""
+
+    def register(module: M) -> M:
+        key = name or module.__name__
+        assert key not in CASES, key
+        CASES[key] = Case(key, module, options, refused or {}, tolerance, compiles)
+        return module
+
+    return register

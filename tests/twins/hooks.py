@@ -1,0 +1,178 @@
+"""Hooks on gradients and modules, registered before a module is sharded and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.twins.base import Natural, case
+
+
+@case()
+class ScalesByHook(Natural):
+    def on_fit_start(self) -> None:
+        for p in (self.net.layers[0].a.weight, self.net.head.weight, self.net.scale):
+            p.register_hook(lambda g: g * 0.1)
+
+
+@case()
+class MasksByHook(Natural):
+    """Registered in ``__init__``, as gradient masks of pruned or adapted weights are."""
+
+    def build(self) -> None:
+        super().build()
+        for p in (self.net.layers[1].b.weight, self.net.head.weight, self.net.embed.bias):
+            mask = (torch.arange(p.numel()) % 2).view_as(p)
+            p.register_hook(lambda g, mask=mask: g * mask.to(g))
+
+
+@case()
+class ClampsByHook(Natural):
+    """Not linear: it must see the gradient of all batches."""
+
+    def build(self) -> None:
+        super().build()
+        self.handles = [p.register_hook(lambda g: g.clamp(-1e-2, 1e-2)) for p in self.net.parameters()]
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 2:
+            for handle in self.handles[::2]:
+                handle.remove()
+
+
+@case()
+class ReadsInHook(Natural):
+    def on_fit_start(self) -> None:
+        self.norms: dict[str, float] = {}
+        for name, p in self.net.head.named_parameters():
+            p.register_hook(lambda g, name=name: self.norms.update({name: g.norm().item()}))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += [self.norms["weight"], self.norms["bias"]]
+
+
+@case(accumulate_grad_batches=2)
+class HooksWhileItAccumulates(Natural):
+    def build(self) -> None:
+        super().build()
+        for p in self.net.layers[0].parameters():
+            p.register_hook(lambda g: g.sign() * 1e-2)
+
+    def on_after_backward(self) -> None:
+        self.seen += [p.grad.norm().item() for p in self.net.head.parameters()]
+
+
+@case()
+class EditsAfterAccumulation(Natural):
+    def on_fit_start(self) -> None:
+        def halve(p: Tensor) -> None:
+            p.grad.mul_(0.5)
+
+        for p in self.net.parameters():
+            p.register_post_accumulate_grad_hook(halve)
+
+
+@case()
+class StepsInBackward(Natural):
+    """One optimizer for each parameter, which steps when its gradient is there."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def on_fit_start(self) -> None:
+        def step(optimizer: torch.optim.Optimizer) -> Any:
+            def hook(p: Tensor) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return hook
+
+        for p in self.net.parameters():
+            p.register_post_accumulate_grad_hook(step(torch.optim.SGD([p], lr=0.1)))
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@case()
+class WatchesModules(Natural):
+    """Forward hooks that change what passes, and backward hooks that look at it."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.layers[0].register_forward_pre_hook(lambda m, args: (args[0] * 1.1,))
+        self.net.layers[1].register_forward_hook(lambda m, args, out: out * 0.9)
+        self.net.head.register_forward_hook(lambda m, args, out: out + m.weight.sum())
+        self.net.layers[0].register_full_backward_hook(self.watch)
+
+    def watch(self, module: nn.Module, grad_in: Any, grad_out: Any) -> None:
+        total = self.all_gather(grad_out[0].square().sum()).sum()
+        self.calls = getattr(self, "calls", 0) + int(total > 0)
+
+    def on_train_end(self) -> None:
+        self.seen.append(float(self.calls))
+
+
+@case()
+class WatchesEveryModule(Natural):
+    def on_fit_start(self) -> None:
+        self.handle = nn.modules.module.register_module_forward_hook(self.count)
+
+    def count(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.calls = getattr(self, "calls", 0) + int(isinstance(module, nn.Linear))
+
+    def on_train_end(self) -> None:
+        self.handle.remove()
+        self.seen.append(float(self.calls))
+
+
+@case()
+class PenalizesInBackward(Natural):
+    """LightningModule.backward, done in its own way."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 0.5).backward()
+        sum(1e-2 * p.square().sum() for p in self.net.head.parameters()).backward()
+
+
+@case()
+class ZeroesNanInHook(Natural):
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                torch.nan_to_num(p.grad, nan=0.0, posinf=0.0, neginf=0.0, out=p.grad)
+                p.grad.data.clamp_(-0.05, 0.05)
+
+
+@case(gradient_clip_val=0.1)
+class ClipsAutomatically(Natural): ...
+
+
+@case()
+class ConfiguresClipping(Natural):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.net.layers.parameters(), 0.05)
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="value")
+
+
+@case(accumulate_grad_batches=2, gradient_clip_val=0.2)
+class AccumulatesAutomatically(Natural): ...
+
+
+@case()
+class OverridesTheStep(Natural):
+    """Learning rates that warm up by hand, and an optimizer step of its own."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure=closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (index + 2)
+
+    def optimizer_zero_grad(self, epoch: int, index: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)

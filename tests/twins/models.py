@@ -1,0 +1,327 @@
+"""Kinds of models: recurrent, convolutional, attention, contrastive, diffusion, codebooks, reparametrized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from tests.twins.base import CLASSES, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case
+
+
+@case()
+class Recurrent(Natural):
+    """Speech-like: LSTM, GRU, cells in a loop."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(7, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(2 * WIDTH, WIDTH, batch_first=True)
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.gru(self.lstm(self.embed(batch[3]))[0])[0]
+        h = c = x.new_zeros(len(x), WIDTH)
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+        return F.cross_entropy(self.head(h), batch[1])
+
+
+@case()
+class Convolutional(Natural):
+    def build(self) -> None:
+        self.body = nn.Sequential(nn.Conv1d(1, 5, 3, padding=1), nn.GroupNorm(5, 5), nn.ReLU(), nn.Conv1d(5, 3, 2))
+        self.head = nn.Linear(15, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.head(self.body(batch[0][:, None]).flatten(1)), batch[1])
+
+
+@case()
+class Attentive(Natural):
+    """torch's transformer layers, in training and, on their fast path, in evaluation."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(7, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.pool = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.query = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.encoder(self.embed(batch[3]))
+        x = self.pool(self.query.expand(len(x), -1, -1), x, x)[0][:, 0]
+        return F.cross_entropy(self.head(x), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
+        self.eval()
+        with torch.no_grad():
+            tokens = torch.arange(7, device=batch[3].device)[None]
+            self.seen.append(float(self.encoder(self.embed(tokens)).sum()))
+        self.train()
+
+
+@case()
+class Recomputed(Natural):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = self.net.embed(batch[0])
+        x = checkpoint(self.net.layers[0], x, use_reentrant=False)
+        x = checkpoint(self.net.layers[1], x, use_reentrant=True)
+        return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+
+
+@case()
+class Contrastive(Natural):
+    """CLIP-like: two towers, negatives of all batches, a temperature that is clamped."""
+
+    def build(self) -> None:
+        self.image, self.text = Net(classes=4), Net(classes=4)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        a, b = F.normalize(self.image(batch[0]), dim=1), F.normalize(self.text(batch[2]), dim=1)
+        every = [self.all_gather(x, sync_grads=True).reshape(-1, 4) for x in (a, b)]
+        logits = self.logit_scale.exp() * every[0] @ every[1].t()
+        labels = torch.arange(len(logits))
+        self.seen.append(self.logit_scale.item())
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.logit_scale.data = torch.clamp(self.logit_scale.data, 0, 1.02)
+
+
+@case()
+class SimSiam(Natural):
+    def build(self) -> None:
+        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.predictor = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        z1, z2 = self.encoder(batch[0]), self.encoder(batch[2])
+        p1, p2 = self.predictor(z1), self.predictor(z2)
+        return -(F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()) / 2
+
+
+@case()
+class MomentumContrast(Natural):
+    """MoCo: a slow encoder, a queue of its outputs."""
+
+    def build(self) -> None:
+        self.query, self.key = Net(classes=4), Net(classes=4)
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+        self.register_buffer("queue", F.normalize(torch.randn(4, 32), dim=0))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    @torch.no_grad()
+    def remembered(self, batch: list[Tensor]) -> Tensor:
+        for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        return F.normalize(self.key(batch[2]), dim=1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        k, q = self.remembered(batch), F.normalize(self.query(batch[0]), dim=1)
+        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone()], 1) / 0.2
+        with torch.no_grad():  # in the order that one process has
+            every = self.all_gather(k)
+            every = every.transpose(0, 1).reshape(-1, 4) if every.ndim == 3 else every
+            self.queue[:, int(self.pointer) : int(self.pointer) + len(every)] = every.t()
+            self.pointer.copy_((self.pointer + len(every)) % 32)
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+
+@case()
+class Diffusion(Natural):
+    """Denoising, with a shadow of the weights for sampling."""
+
+    def build(self) -> None:
+        self.net = Net(features=7, classes=6)
+        self.shadow = Net(features=7, classes=6).requires_grad_(False)
+        self.shadow.load_state_dict(self.net.state_dict())
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        t = (batch[3][:, :1].to(batch[0].dtype) + 1) / 8
+        noisy = (1 - t).sqrt() * batch[0] + t.sqrt() * batch[2]
+        return F.mse_loss(self.net(torch.cat([noisy, t], 1)), batch[2])
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            ones = torch._foreach_mul(list(self.shadow.parameters()), 0.9)
+            new = torch._foreach_add(ones, list(self.net.parameters()), alpha=0.1)
+            torch._foreach_copy_(list(self.shadow.parameters()), new)
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            x = torch.ones(2, 6, dtype=self.net.scale.dtype)
+            for step in range(3):
+                x = x - 0.1 * self.shadow(torch.cat([x, torch.full_like(x[:, :1], step / 3)], 1))
+        self.seen.append(float(x.sum()))
+
+
+@case()
+class Codebook(Natural):
+    """VQ-VAE: codes that follow means of what was assigned to them, in a parameter without gradients."""
+
+    def build(self) -> None:
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.codes = nn.Embedding(5, 4)
+        self.codes.weight.requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        z = self.encoder(batch[0])
+        nearest = torch.cdist(z, self.codes.weight).argmin(1)
+        with torch.no_grad():
+            chosen = F.one_hot(nearest, 5).to(z.dtype)
+            sums = self.all_gather(chosen.t() @ z).reshape(-1, 5, 4).sum(0)
+            counts = self.all_gather(chosen.sum(0)).reshape(-1, 5).sum(0)
+            self.codes.weight.data[counts > 0] = (0.5 * self.codes.weight + 0.5 * sums / counts[:, None])[counts > 0]
+        quantized = z + (self.codes(nearest) - z).detach()
+        return F.mse_loss(self.decoder(quantized), batch[0]) + F.mse_loss(z, self.codes(nearest).detach())
+
+
+@case(refused=COMPUTED_WEIGHTS)
+class Reparametrized(Natural):
+    """Weight and spectral norm, old and new, orthogonal matrices."""
+
+    def build(self) -> None:
+        super().build()
+        parametrizations.weight_norm(self.net.embed)
+        parametrizations.spectral_norm(self.net.layers[0].a)
+        parametrizations.orthogonal(self.net.layers[1].b)
+        parametrize.register_parametrization(self.net.head, "weight", Symmetric())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w - w.mean(0)
+
+
+@case(refused=COMPUTED_WEIGHTS)
+class ReparametrizedByHooks(Natural):
+    def build(self) -> None:
+        super().build()
+        torch.nn.utils.spectral_norm(self.net.layers[0].b)
+        torch.nn.utils.spectral_norm(self.net.head)
+
+
+@case()
+class ListsOfParameters(Natural):
+    def build(self) -> None:
+        super().build()
+        self.gates = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.tensor(0.5))])
+        self.tables = nn.ParameterDict({"a": torch.randn(3, WIDTH), "empty": torch.zeros(0, 4)})
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.features(batch[0]) * self.gates[0] + self.gates[1] * self.tables["a"][batch[1] % 3]
+        return F.cross_entropy(self.bilinear(x, x) + self.tables["empty"].sum(), batch[1])
+
+
+@case()
+class UnusedAtTimes(Natural):
+    """Parts that some steps do not use: their parameters must not decay."""
+
+    def build(self) -> None:
+        super().build()
+        self.extra = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
+        self.never = nn.Linear(3, 3)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = self.net.features(batch[0])
+        return F.cross_entropy(self.net.head(x) + self.extra[index % 2](x), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(float(sum(p.grad is None for p in self.parameters())))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3, weight_decay=0.5)
+
+
+@case()
+class UncertaintyOfTasks(Natural):
+    """Weights of losses that are learned."""
+
+    def build(self) -> None:
+        super().build()
+        self.log_sigma = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        out = self.net(batch[0])
+        losses = torch.stack([F.cross_entropy(out, batch[1]), out.square().mean()])
+        self.seen += self.log_sigma.detach().exp().tolist()
+        return (losses * (-self.log_sigma).exp() + self.log_sigma).sum()
+
+
+@case()
+class Distills(Natural):
+    """A frozen teacher, kept in evaluation mode, and a loss on features."""
+
+    def build(self) -> None:
+        self.net, self.teacher = Net(), Net()
+        self.teacher.requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.teacher.eval()
+        wanted = self.teacher.features(batch[0])
+        got = self.net.features(batch[0])
+        return F.mse_loss(got, wanted) + F.kl_div(
+            self.net.head(got).log_softmax(1), self.teacher.head(wanted).softmax(1), reduction="batchmean"
+        )
+
+
+@case(refused={"hsdp": "the forward of net writes a tensor of shape (7, 8) into a sharded one"})
+class RescalesRows(Natural):
+    """An embedding whose forward changes its weight, in the rows that the rank's batch has."""
+
+    def build(self) -> None:
+        self.net = nn.Embedding(7, WIDTH, max_norm=0.5)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.head(self.net(batch[3]).mean(1)), batch[1])
+
+
+@case(refused=dict.fromkeys(("fsdp2", "replicas", "hsdp"), "is sparse. Make the module without sparse=True"))
+class SparseGradients(Natural):
+    def build(self) -> None:
+        self.net = nn.Embedding(7, WIDTH, sparse=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.head(self.net(batch[3]).mean(1)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+@case(compiles=True)
+class CompiledLayers(Natural):
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.compile(backend="aot_eager")
+
+
+@case(compiles=True)
+class CompiledNet(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net = torch.compile(self.net, backend="aot_eager")
+
+
+@case(compiles=True)
+class CompiledHead(Natural):
+    """Compiled in a part of a unit, and under another name."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.head = torch.compile(self.net.head, backend="aot_eager")

@@ -1,0 +1,145 @@
+"""Run pieces of code on one process, sharded, and resumed; in the ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+from tests.twins import callbacks, changes, hooks, manual, models, optimizers, reads
+from tests.twins.base import CASES, PLAN, TENSOR_PARALLEL, Case
+
+__all__ = ["CASES", "TOPOLOGIES", "Found", "difference", "fits", "run", "twins"]
+MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers)  # they register the cases
+
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "fsdp2": (2, {}),
+    "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
+    "tp2": (2, {"data_parallel_shard_size": 1, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
+    "pp2": (2, {"data_parallel_shard_size": 1, "pipeline_parallel_size": 2}),
+    "hsdp": (4, {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}),
+    "fsdp2 x tp2": (4, {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
+}
+"""How many ranks, and the arguments of the strategy."""
+
+
+@dataclass
+class Found:
+    """What a run left behind, or the error that it ended with."""
+
+    state: dict[str, Tensor]
+    seen: list[float]
+    error: str = ""
+
+
+class SavesAfterOneEpoch(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def fits(case: Case, topology: str) -> bool:
+    """Whether the module has what the tensor-parallel plan cuts, and nothing that torch cannot run so."""
+    if topology not in TENSOR_PARALLEL:
+        return True
+    if case.compiles:
+        return False
+    names = [name for name, _ in case.module().named_modules()]
+    return all(fnmatch.filter(names, pattern.removeprefix("*")) for pattern in PLAN)
+
+
+def twins(names: Sequence[str], folder: Path | None = None, *, resume: bool = False) -> dict[str, Found]:
+    """On one process, under Lightning's own strategy.
+
+    Args:
+        folder: for the checkpoints after one epoch.
+        resume: whether to begin with those, for one more epoch.
+    """
+    return {name: _run(CASES[name], "auto", 1, folder and folder / f"{name}.ckpt", resume) for name in names}
+
+
+def run(names: Sequence[str], topology: str, folder: Path | None = None, *, resume: bool = False) -> dict[str, Found]:
+    """Sharded; ``folder`` and ``resume`` as for `twins`."""
+    found = {}
+    ranks, arguments = TOPOLOGIES[topology]
+    for name in names:
+        strategy = ShardedStrategy(**arguments, timeout_s=30)
+        path = folder and folder / name
+        found[name] = _run(CASES[name], strategy, ranks, path, resume, plugins=[ShardCkptIO()])
+    return found
+
+
+def difference(found: Found, expected: Found, tolerance: float) -> str:
+    """Where two runs differ, in words; nothing if they don't."""
+    if found.error:
+        return found.error
+    if found.state.keys() != expected.state.keys():
+        return f"only one of them has {sorted(found.state.keys() ^ expected.state.keys())}"
+    for name, value in expected.state.items():
+        got = found.state[name]
+        if got.shape != value.shape or got.dtype != value.dtype:
+            return f"{name} is {got.dtype} {tuple(got.shape)}, not {value.dtype} {tuple(value.shape)}"
+        largest = float(value.double().abs().max()) if value.numel() else 0.0
+        off = float((got.double() - value.double()).abs().max()) if value.numel() else 0.0
+        if not off <= tolerance * max(largest, 1e-12):
+            return f"{name} is off by {off} of {largest}"
+    if len(found.seen) != len(expected.seen):
+        return f"{len(found.seen)} numbers were seen, not {len(expected.seen)}"
+    for place, (got_number, number) in enumerate(zip(found.seen, expected.seen, strict=True)):
+        if not abs(got_number - number) <= tolerance * max(abs(number), 1e-6):
+            return f"the number seen at {place} is {got_number}, not {number}"
+    return ""
+
+
+def _run(case: Case, strategy: Any, devices: int, path: Path | None, resume: bool, **more: Any) -> Found:
+    pl.seed_everything(7, verbose=False)
+    module = case.module().double()  # so that Lightning loads checkpoints without rounding
+    options = {"max_epochs": 1, "limit_val_batches": 0, **case.options, **more}
+    extra = list[pl.Callback]()
+    if resume:
+        options["max_epochs"] += 1
+    elif path is not None:
+        extra.append(SavesAfterOneEpoch(path))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        precision="64-true",
+        callbacks=[*options.pop("callbacks", list)(), *extra],
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    try:
+        with warnings.catch_warnings():  # of natural code there are some, on rank zero alone
+            warnings.simplefilter("ignore")
+            trainer.fit(module, ckpt_path=path if resume else None, weights_only=False if resume else None)
+    except Exception as error:
+        return Found({}, [], f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    return Found(_whole(module), module.seen)  # type: ignore[arg-type]  # every case has it
+
+
+def _whole(module: pl.LightningModule) -> dict[str, Tensor]:
+    found = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            value = value.detach()
+            found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return found
