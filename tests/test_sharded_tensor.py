@@ -132,11 +132,19 @@ def use_views(module: Any) -> Any:
         row.mul_(2)
         weight.view(-1)[:3] = 7
         weight.data[4].zero_()
+        other = module.net.embed.weight
+        old = other.view(other.shape)
+        other.mul_(3)
+        other.sub_(old)  # the view is as new as what it is of
+        zeros = other.abs().max().item()
+        torch._foreach_mul_([other, row], 0.5)
         module.kept.fill_(3)  # what took its place
     expected = before
     expected[1] *= 2
     expected.view(-1)[:3] = 7
     expected[4] = 0
+    expected[1] *= 0.5
+    assert zeros == 0
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         weight[0] = 1
     return torch.equal(weight.full_tensor(), expected), next(module.net.parameters()).mean().item(), type(weight)

@@ -31,7 +31,7 @@ from lightning_shardckpt.parallel.sharding.sharded_tensor import (
     tensors_in,
 )
 from lightning_shardckpt.parallel.sharding.values import check_same, drawn_alike, is_same_everywhere, where_is, whole
-from lightning_shardckpt.parallel.sharding.views import on_wholes
+from lightning_shardckpt.parallel.sharding.views import ShardView, on_wholes
 
 
 def _accessor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,6 +90,8 @@ def _random(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with as_torch():
         tensors = list(tensors_in(args, kwargs))
+        if any(isinstance(t, ShardView) for t in tensors):  # it may be older than the shards
+            return on_wholes(func, args, kwargs)
         first = next(t for t in tensors if is_sharded(t))
         target = kwargs.get("out", args[0] if writes_first(func) else None)
         if target is not None:
@@ -178,6 +180,8 @@ def _lists(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     with as_torch():
         name = name_of(func)
         tensors = list(tensors_in(args, kwargs))
+        if any(isinstance(t, ShardView) for t in tensors):  # what is written there must reach the shards
+            return on_wholes(func, args, kwargs)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             if writes_first(func):
                 raise RuntimeError(LEAF)
