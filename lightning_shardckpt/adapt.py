@@ -1,17 +1,21 @@
-"""What of a LightningModule must be told that it is sharded: its metrics, and how it clips gradients."""
+"""What of a Trainer must be told that its module is sharded: metrics, and in pipelines whose code runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.stage_optimizer import user_code
+
+_HOOKS = ("[LightningModule]", "[Callback]")
 
 
 class _GatherOver:
@@ -27,24 +31,24 @@ class _GatherOver:
         return self
 
 
-def refuse_clipping_of_stages(module: pl.LightningModule) -> None:
-    """Make ``torch.nn.utils.clip_grad_norm_`` in ``configure_gradient_clipping`` an error: it sees one stage only."""
-    configure = type(module).configure_gradient_clipping.__get__(module)
+def mark_user_code(profiler: Profiler) -> Callable[[], None]:
+    """Let hooks and callbacks see the parameters of all pipeline stages in param groups; returns what undoes it.
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise TopologyError(
-            "configure_gradient_clipping calls torch.nn.utils.clip_grad_norm_, which sees the parameters of one "
-            "pipeline stage only; call self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)"
-        )
+    Lightning runs all of them under its profiler, by names that say whose they are.
+    """
+    original = profiler.profile
 
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        original, torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_, refuse  # type: ignore[assignment]
-        try:
-            configure(*args, **kwargs)
-        finally:
-            torch.nn.utils.clip_grad_norm_ = original
+    @contextmanager
+    def profile(action_name: str) -> Generator[Any, None, None]:
+        with original(action_name) as found, user_code(action_name.startswith(_HOOKS)):
+            yield found
 
-    module.__dict__["configure_gradient_clipping"] = guarded
+    profiler.profile = profile  # type: ignore[method-assign]  # undone by what is returned
+
+    def undo() -> None:
+        profiler.__dict__.pop("profile", None)
+
+    return undo
 
 
 def gather_metrics_over(group: dist.ProcessGroup, module: torch.nn.Module) -> None:

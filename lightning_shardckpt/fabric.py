@@ -227,7 +227,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
                 "fabric.setup_module(model) first"
             )
         replaced = {old: new for record in self._sharded for old, new in record.replaced.items()}
-        elsewhere = frozenset(p for record in self._sharded for p in record.elsewhere)
+        elsewhere = {old: new for record in self._sharded for old, new in record.elsewhere.items()}
         rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
         if not self._recipe.cpu_offload:
             _optimizer_to_device(optimizer, self.root_device)

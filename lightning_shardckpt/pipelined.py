@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.function_job import FunctionJob
 from lightning_shardckpt.job import LightningJob
+from lightning_shardckpt.parallel.names import own_parameters
 from lightning_shardckpt.parallel.pipeline import Pipeline
 from lightning_shardckpt.parallel.sharding.held import HeldGradients
 
@@ -120,7 +121,8 @@ class PipelinedSteps:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Gradients made inside are kept for `backward`: Lightning sets gradients to zero between step and backward."""
-        parameters = [p for p in self._module.parameters() if p.requires_grad and p not in HeldGradients.of_leaf]
+        own = (p for _, p in own_parameters(self._module))
+        parameters = [p for p in own if p.requires_grad and p not in HeldGradients.of_leaf]
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None

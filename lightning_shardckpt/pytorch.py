@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_shardckpt.adapt import gather_metrics_over, refuse_clipping_of_stages
+from lightning_shardckpt.adapt import gather_metrics_over, mark_user_code
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import TopologyError
@@ -50,6 +50,7 @@ from lightning_shardckpt.parallel.model import (
 from lightning_shardckpt.parallel.replicas import check_batch
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
 from lightning_shardckpt.parallel.sharding.values import check_state_of_shards
+from lightning_shardckpt.parallel.stage_optimizer import user_code, watch_state
 from lightning_shardckpt.parallel.statistics import broadcast_statistics, synchronize_batch_norms
 from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.preemption import Ending, Preemption, save_behind_exception
@@ -206,6 +207,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self._sharded: ShardedModule | None = None
         self._deferred: DeferredInit | None = None
         self._preemption = Preemption()
+        self._unmark: Callable[[], None] = lambda: None
         self._pipelined: PipelinedSteps | None = None
         self._ranks = Ranks.alone()
         self._ending = Ending.NONE
@@ -313,6 +315,11 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
             self._check_room(trainer)
         self.barrier()
         self._restore(trainer)
+        if self._pipelined is not None:
+            self._unmark()
+            self._unmark = mark_user_code(trainer.profiler)  # type: ignore[attr-defined]  # set late
+            for optimizer in self.optimizers:
+                watch_state(optimizer)
 
     def _restore(self, trainer: pl.Trainer) -> None:
         """Load the checkpoint of a fit, so that ``on_fit_start`` sees it, as on one process.
@@ -382,7 +389,6 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
                 f"{type(module).__name__} optimizes manually (automatic_optimization = False), which cannot be "
                 "pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
             )
-        refuse_clipping_of_stages(module)
         return PipelinedSteps(module, sharded.pipeline, self.root_device, self._loss_scale)
 
     def _loss_scale(self) -> float:
@@ -517,15 +523,17 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with self.checkpoint_io.waiting_between(optimizer, closure) as gradients:
+        with user_code(False), self.checkpoint_io.waiting_between(optimizer, closure) as gradients:
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
+        with user_code(False):
+            parameters = list(self.precision_plugin.main_params(optimizer))
         clip_by_norm(parameters, clip_val, device=self.root_device, ranks_of=self.sharded.holders.__getitem__)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_value(self.precision_plugin.main_params(optimizer), clip_val)
+        with user_code(False):
+            clip_by_value(self.precision_plugin.main_params(optimizer), clip_val)
 
     # --- other ranks ---
 
@@ -573,6 +581,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._unmark()
 
     # --- checkpoints ---
 
@@ -614,6 +623,8 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Live shards by FQN."""
         self.reshard()
+        if self.sharded.pipeline is not None:
+            self.sharded.pipeline.absent.check_own()
         return super().lightning_module_state_dict()
 
     @override

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.effects import Memory
-from lightning_shardckpt.parallel.unknown import Unknown
+from lightning_shardckpt.parallel.unknown import Unknown, in_pass
 
 CPU = torch.device("cpu")
 
@@ -271,12 +271,13 @@ def test_state_that_something_unknown_was_written_into_gets_its_value_back(attri
     tensor = getattr(module, attribute)
     before, memory = tensor.clone(), Memory(parts(module))
     unknown = Unknown.like(tensor, "net.embed", CPU)
-    if write == "+=":
-        tensor += unknown
-    elif write == "[:]":
-        tensor[:] = unknown
-    else:
-        tensor.copy_(unknown)
+    with in_pass():
+        if write == "+=":
+            tensor += unknown
+        elif write == "[:]":
+            tensor[:] = unknown
+        else:
+            tensor.copy_(unknown)
     with pytest.raises(TopologyError, match=rf"{attribute}.*net\.embed"):
         memory.changes()
     memory.restore()

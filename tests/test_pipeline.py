@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.parallel.unknown import Unknown
 from tests.nets import PLAN, full_state
 from tests.pipes import BUILDERS, MODULES, RAGGED, STEADY, Case, Pipe, Trained, Twin
 from tests.pool import run_ranks
@@ -257,8 +258,8 @@ def train(case: Case, sizes: dict[str, Any]) -> Trained:
         full_state(module),
         {name: float(value) for name, value in run.callback_metrics.items()},
         [group["lr"] for group in run.optimizers[0].param_groups],
-        [name for name, _ in module.named_parameters(remove_duplicate=False)],
-        sum(local(parameter).numel() for parameter in module.parameters()),
+        [name for name, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, Unknown)],
+        sum(local(p).numel() for p in module.parameters() if not isinstance(p, Unknown)),
         {"loss": [float(run.strategy.reduce(step["loss"])) for step in module.returned]},
     )
     if case.module == "Noting":

@@ -724,7 +724,7 @@ CASES = {
     "weight of another stage": Case(WeightOfAnother, ("depends on embed.weight", *UNKNOWN)),
     "sum of auxiliary losses": Case(SumOfAuxiliary, ("what the step returns depends on", *UNKNOWN)),
     "auxiliary loss of the last layer": Case(LastAuxiliary, ("depends on layers.3.auxiliary of the whole batch",)),
-    "clips by itself": Case(ClipsByItself, ("one pipeline stage only", "self.clip_gradients")),
+    "clips by itself": Case(ClipsByItself, ("a norm over all of them", "self.clip_gradients")),
     "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to a list or dict", "return what is needed")),
     "penalty on all weights": Case(Penalty, ("what the step returns depends on embed.weight", *UNKNOWN)),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),

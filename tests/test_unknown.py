@@ -11,7 +11,7 @@ import operator
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.unknown import Unknown, enter, first_unknown, hollow, unknowns
+from lightning_shardckpt.parallel.unknown import Unknown, enter, first_unknown, hollow, in_pass, unknowns
 
 CPU = torch.device("cpu")
 ORIGIN = "net.layers.3.weight"
@@ -33,8 +33,10 @@ Op = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _in_a_step() -> Iterator[None]:
     torch.manual_seed(0)
+    with in_pass():
+        yield
 
 
 def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> Unknown:
@@ -671,7 +673,7 @@ def test_a_hollow_copy_returns_the_shapes_of_its_original(name: str, training: b
     build, inputs = MODULES[name]
     module = build().train(training)
     before = _digest(module)
-    twin = hollow(module, "net.layer", CPU)
+    twin = hollow(module, "net.layer", CPU, {})
 
     assert isinstance(twin, type(module))
     assert not list(twin.parameters())
@@ -696,7 +698,7 @@ def test_a_hollow_copy_returns_the_shapes_of_its_original(name: str, training: b
 
 
 def test_a_hollow_copy_can_be_looked_into() -> None:
-    twin: Any = hollow(Shared(), "net.ends", CPU)
+    twin: Any = hollow(Shared(), "net.ends", CPU, {})
     assert twin.options == {"width": 4}
     assert twin.nothing is None
     assert twin.embed.weight.shape == (7, 4)
@@ -705,7 +707,7 @@ def test_a_hollow_copy_can_be_looked_into() -> None:
     assert twin.embed.weight.origin == "net.ends.embed.weight"
     assert twin.scale.origin == "net.ends.scale"
     assert twin.out.in_features == 4
-    layers: Any = hollow(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), "net.layers", CPU)
+    layers: Any = hollow(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), "net.layers", CPU, {})
     assert looks(layers[1](layers[0](torch.ones(1, 2)))) == looks(torch.ones(1, 4))
     assert looks(torch.ones(5, 2) @ layers[0].weight.T) == looks(torch.ones(5, 3))
     with pytest.raises(TopologyError, match=r"needs the value of net\.layers\.0\.bias"):
@@ -718,7 +720,7 @@ def test_a_hollow_copy_has_no_hooks_and_its_original_keeps_them() -> None:
     module.register_forward_pre_hook(lambda *_: calls.append("pre"))
     module.register_forward_hook(lambda *_: calls.append("post"))
     module.register_state_dict_pre_hook(lambda *_: calls.append("state"))
-    twin = hollow(module, "net", CPU)
+    twin = hollow(module, "net", CPU, {})
     twin(torch.ones(1, 2))
     twin.state_dict()
     assert calls == []
@@ -730,4 +732,4 @@ def test_a_module_that_cannot_be_copied_is_an_error_that_says_why() -> None:
     module = nn.Linear(2, 2)
     module.lock = __import__("threading").Lock()
     with pytest.raises(TopologyError, match=r"net\.layers\.1 \(Linear\) is on another pipeline stage.*TypeError.*lock"):
-        hollow(module, "net.layers.1", CPU)
+        hollow(module, "net.layers.1", CPU, {})

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.absent import AbsentParameters
 from lightning_shardckpt.parallel.gates import Gate, Gates, Stub, add_gate
 from lightning_shardckpt.parallel.gradients import GradientSync, sharing_groups
 from lightning_shardckpt.parallel.mesh import Meshes
-from lightning_shardckpt.parallel.names import clean_fqn, named_modules
+from lightning_shardckpt.parallel.names import clean_fqn, inside, named_modules
 from lightning_shardckpt.parallel.pipeline import LossOf, Pipeline
 from lightning_shardckpt.parallel.schedule import Schedule, resolve_schedule
 from lightning_shardckpt.parallel.stages import Split, StagePlan, Where, plan_stages
-from lightning_shardckpt.parallel.unknown import hollow
+from lightning_shardckpt.parallel.unknown import Unknown, hollow, list_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Stages:
     recipe: PipelineRecipe
     modules: dict[str, nn.Module]
     twins: dict[str, nn.Module]
+    weights: dict[int, Unknown]  # by id of the whole module's parameters and buffers
 
     @property
     def _own(self) -> frozenset[int]:
@@ -98,8 +100,33 @@ class Stages:
         here = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
         return [(here[name], groups[ranks[name]]) for name in sorted(here) if len(ranks[name]) > 1]
 
+    def list_absent(
+        self, whole: Mapping[str, nn.Parameter], here: Mapping[nn.Parameter, nn.Parameter], device: torch.device
+    ) -> AbsentParameters:
+        """Let ``parameters()`` of the root be those of the whole module: in place of other stages', unknown ones.
+
+        Args:
+            whole: the parameters of the module before it was cut, by name.
+            here: those of which this rank has something, and what it has now.
+        """
+        present = {id(self.weights[id(old)]) for old in here if id(old) in self.weights}
+        for name, stages in self.plan.units().items():
+            if not stages & self._own:
+                list_weights(self.twins[name], present)
+        names: dict[nn.Parameter, str] = {}
+        for name, old in whole.items():
+            names.setdefault(old, clean_fqn(name))
+        places = [(name, here.get(old), self.weights.get(id(old))) for old, name in names.items()]
+        return AbsentParameters(places, self.meshes.pipeline_group, device)
+
     def pipeline(
-        self, root: nn.Module, gradients: GradientSync, device: torch.device, *, keep_gathered: bool
+        self,
+        root: nn.Module,
+        gradients: GradientSync,
+        absent: AbsentParameters,
+        device: torch.device,
+        *,
+        keep_gathered: bool,
     ) -> Pipeline:
         """Put gates in front of all modules; returns what runs steps of them."""
         gates = Gates(self.plan.layers)
@@ -109,7 +136,7 @@ class Stages:
             owned = bool(stages & self._own)
             module = self.modules[name] if owned else self.twins[name]
             add_gate(module, Gate(gates, name, places[name], Stub(self.twins[name], name), owned=owned))
-        common = [m for name, m in root.named_modules() if not _inside(clean_fqn(name), places)]
+        common = [m for name, m in root.named_modules() if not inside(clean_fqn(name), places)]
         topology = self.meshes.topology
         return Pipeline(
             root,
@@ -119,6 +146,7 @@ class Stages:
             self.meshes,
             device,
             gradients,
+            absent,
             keep_gathered=keep_gathered,
             microbatches=self.recipe.microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
@@ -140,15 +168,9 @@ def cut_stages(root: nn.Module, meshes: Meshes, recipe: PipelineRecipe, device: 
     modules = named_modules(root)
     parts = {name: modules[name] for name in plan.units()}
     _refuse_what_would_be_wrong(root, plan, parts)
-    return Stages(
-        plan, schedule, meshes, recipe, parts, {name: hollow(module, name, device) for name, module in parts.items()}
-    )
-
-
-def _inside(name: str, units: Mapping[str, Any]) -> bool:
-    """Whether the module is one of the units or a part of one."""
-    parts = name.split(".")
-    return any(".".join(parts[:n]) in units for n in range(1, len(parts) + 1))
+    weights: dict[int, Unknown] = {}
+    twins = {name: hollow(module, name, device, weights) for name, module in parts.items()}
+    return Stages(plan, schedule, meshes, recipe, parts, twins, weights)
 
 
 def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> None:

@@ -24,7 +24,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.collectives import without_world_collectives
 from lightning_shardckpt.parallel.rng import advance_rng, derived_rng, rng_mark
 from lightning_shardckpt.parallel.stages import Where
-from lightning_shardckpt.parallel.unknown import Entry, Unknown, first_unknown, hollow_weights_listed, leaked, unknowns
+from lightning_shardckpt.parallel.unknown import Entry, Unknown, first_unknown, in_pass, leaked, unknowns
 
 Forward = Callable[..., Any]
 _PLAIN = (int, float, str, bool, type(None))
@@ -86,7 +86,7 @@ class Gates:
         """Run ``step`` as ``this`` pass; returns the tensors that leave it, so that hooks of FSDP see them."""
         self.running = this
         try:
-            with without_world_collectives(), hollow_weights_listed():
+            with without_world_collectives(), in_pass():
                 this.returned = step()
         except Leave:
             return tuple(this.outputs)
@@ -178,7 +178,8 @@ class Gate:
             if not self._owned:
                 raise TopologyError(
                     f"{self._fqn} is on another pipeline stage and was called outside of a training, validation, test "
-                    "or predict step, or by torch.utils.checkpoint around layers of several stages"
+                    "or predict step, or by torch.utils.checkpoint around layers of several stages. To run the module "
+                    "at other times, or for generate(), load its checkpoint with pipeline_parallel_size=1."
                 )
             return self._real(module, forward, args, kwargs)
         if isinstance(self._place, int):
@@ -232,8 +233,8 @@ class Gate:
             what = f"layer {self._fqn} was called before {layers[this.next]}"
         raise TopologyError(
             f"{what}. A pipelined step calls each layer once, in the order {layers[0]} … {layers[-1]}: two passes over "
-            "the layers, skipped layers or another order can't be pipelined. Use pipeline_parallel_size=1, or name the "
-            "layers in their order with pipeline_layers."
+            "the layers (as generate() makes for each token), skipped layers or another order can't be pipelined. Use "
+            "pipeline_parallel_size=1, or name the layers in their order with pipeline_layers."
         )
 
     def _enter(self, this: Pass, leaves: list[Any]) -> None:

@@ -30,13 +30,21 @@ from lightning_shardckpt.parallel.materialize import (
     unfilled,
 )
 from lightning_shardckpt.parallel.mesh import Meshes
-from lightning_shardckpt.parallel.names import clean_fqn, named_modules, parameter_names, select_modules, tied_state
+from lightning_shardckpt.parallel.names import (
+    clean_fqn,
+    named_modules,
+    own_parameters,
+    parameter_names,
+    select_modules,
+    tied_state,
+)
 from lightning_shardckpt.parallel.pipeline import Pipeline
 from lightning_shardckpt.parallel.sharding.held import HeldGradients
 from lightning_shardckpt.parallel.sharding.parameters import hand_over, shard_parameters
 from lightning_shardckpt.parallel.sharding.peers import peers_of
 from lightning_shardckpt.parallel.sharding.step_cache import step_cache
 from lightning_shardckpt.parallel.sharding.units import Unit, make_unit
+from lightning_shardckpt.parallel.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.tensor import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.unknown import Unknown
 
@@ -71,7 +79,7 @@ class ShardedModule:
         state_names: clean names of the entries of the whole module's state dict.
         state_ties: clean names of each of its tensors that has several, canonical first.
         replaced: parameters that the module had before → those that it has now.
-        elsewhere: parameters that it had before, of which this rank holds nothing now.
+        elsewhere: parameters that it had before, of which this rank holds nothing now → what stands for them.
         holders: parameter → how many ranks of the world hold it or a part of it.
     """
 
@@ -84,7 +92,7 @@ class ShardedModule:
     state_names: frozenset[str]
     state_ties: tuple[tuple[str, ...], ...]
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    elsewhere: frozenset[nn.Parameter] = frozenset()
+    elsewhere: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     holders: dict[Tensor, int] = field(default_factory=dict)
 
     def run(self, step: Callable[[], Any]) -> Any:
@@ -100,7 +108,7 @@ class ShardedModule:
         """
         reshard(self.root)
         mine = set(self.replaced.values())
-        strangers = [name for name, parameter in root.named_parameters() if parameter not in mine]
+        strangers = [name for name, parameter in own_parameters(root) if parameter not in mine]
         if strangers and is_parallel(root):
             raise TopologyError(
                 f"{type(root).__name__} got {len(strangers)} parameters after it was sharded, the first is "
@@ -186,12 +194,14 @@ def _record(
     clean = [[clean_fqn(name) for name in tie] for tie in names]
     shared = stages.shared_parameters(after, names) if stages is not None else []
     gradients = GradientSync(root, meshes, device, held, partial=_partial_names(root, plan), shared=shared)
-    pipeline = None
-    if stages is not None:
-        pipeline = stages.pipeline(root, gradients, device, keep_gathered=recipe.keeps_gathered(meshes))
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     replaced = {old: after[name] for name, old in before.items() if name in after}
+    pipeline, elsewhere = None, dict[nn.Parameter, Tensor]()
+    if stages is not None:
+        elsewhere = {old: stages.weights[id(old)] for old in before.values() if old not in replaced}
+        absent = stages.list_absent(before, replaced, device)
+        pipeline = stages.pipeline(root, gradients, absent, device, keep_gathered=recipe.keeps_gathered(meshes))
     return ShardedModule(
         meshes,
         root,
@@ -201,7 +211,7 @@ def _record(
         {name: tie[0] for registered, tie in zip(names, clean, strict=True) for name in registered},
         *state,
         replaced,
-        frozenset(before.values()) - replaced.keys(),  # a tied one may be here by one name and elsewhere by another
+        elsewhere,
         holders,
     )
 
@@ -212,25 +222,26 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
     Raises:
         TopologyError: if it holds a parameter that the module never had.
     """
-    live = set(module.replaced.values())
+    known = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
+    live = set(known.values())
     for index, group in enumerate(optimizer.param_groups):
-        group["params"][:] = [p for p in group["params"] if not _is_elsewhere(p, module)]
-        strangers = [p for p in group["params"] if p not in live and p not in module.replaced]
+        with user_code():  # if it was rebound before
+            given = [p for p in group["params"] if not is_placeholder(p)]
+        strangers = [p for p in given if p not in live and p not in known]
         if strangers:
             raise TopologyError(
                 f"param group {index} of {type(optimizer).__name__} holds {len(strangers)} parameters that are not in "
                 f"the module (first shape: {tuple(strangers[0].shape)}). Build the optimizer from the module's "
                 "parameters: in configure_optimizers, from self.parameters()."
             )
-        group["params"][:] = [module.replaced.get(p, p) for p in group["params"]]
-    for old, new in module.replaced.items():
+        group["params"] = [known.get(p, p) for p in given]
+    for old, new in known.items():
         if new is not old and old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
-
-
-def _is_elsewhere(parameter: Tensor, module: ShardedModule) -> bool:
-    """Whether a parameter that an optimizer was given is another stage's, or the placeholder of an empty list."""
-    return isinstance(parameter, Unknown) or parameter in module.elsewhere or is_placeholder(parameter)
+    for unknown in [p for p in optimizer.state if isinstance(p, Unknown)]:
+        del optimizer.state[unknown]
+    if module.pipeline is not None:
+        show_all_stages(optimizer)
 
 
 @contextmanager

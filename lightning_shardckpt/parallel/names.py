@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.unknown import Unknown
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 _PEFT_MODEL = re.compile(r"(^|\.)base_model\.model(?=\.|$)")
@@ -40,6 +41,17 @@ def base_fqn(name: str) -> str:
 def named_modules(root: nn.Module) -> dict[str, nn.Module]:
     """Every module of ``root`` except itself, by clean FQN; a wrapper gives way to what it wraps."""
     return {clean: module for name, module in root.named_modules() if (clean := clean_fqn(name))}
+
+
+def inside(name: str, units: Container[str]) -> bool:
+    """Whether the module is one of the units or a part of one."""
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in units for n in range(1, len(parts) + 1))
+
+
+def own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that this rank has, by name as registered; those of other pipeline stages are left out."""
+    return ((name, parameter) for name, parameter in root.named_parameters() if not isinstance(parameter, Unknown))
 
 
 def parameter_names(root: nn.Module) -> list[list[str]]:

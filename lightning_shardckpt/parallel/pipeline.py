@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.absent import AbsentParameters
 from lightning_shardckpt.parallel.backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.effects import results_unknown
 from lightning_shardckpt.parallel.gates import Gates, Pass
@@ -43,6 +44,7 @@ class Pipeline:
     Args:
         root: the module.
         gradients: reduces them when all passes are done.
+        absent: the parameters of other stages.
         keep_gathered: whether to gather parameters once for all passes. Only then may a schedule put off gradients of
             weights.
         microbatches: into how many a batch is cut, if it has so many samples.
@@ -59,6 +61,7 @@ class Pipeline:
         meshes: Meshes,
         device: torch.device,
         gradients: GradientSync,
+        absent: AbsentParameters,
         *,
         keep_gathered: bool,
         microbatches: int,
@@ -68,6 +71,7 @@ class Pipeline:
         self.common = common
         self._gates, self._plan, self._schedule = gates, plan, schedule
         self._gradients, self._microbatches, self._loss_of = gradients, microbatches, loss_of
+        self.absent = absent
         self._keeps = keep_gathered
         self._kept = KeptGathers()
         self._group, self._device = meshes.pipeline_group, device
@@ -102,6 +106,7 @@ class Pipeline:
             Exception: the first failure of any stage, on every rank of the pipeline.
         """
         self._now, self._kept = None, KeptGathers()
+        self.absent.check_own()
         parameters = self._soundness.parameter_marks()
         now = self._prepare(job, scale)
         operations = self._schedule.operations(self._rank, len(now.batches))
@@ -147,7 +152,7 @@ class Pipeline:
         with self._passes():
             agree(f"the backward of {now.job.name}", work, self._group, self._device)
         self._transport.flush()
-        self._gradients.finish_passes(self._kept)
+        self._finish_gradients()
 
     def add(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
         """In place of `backward`, where `forward` ran the backward passes already and made these gradients.
@@ -157,7 +162,11 @@ class Pipeline:
         self._gradients.begin_passes()
         for parameter, gradient in found:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._finish_gradients()
+
+    def _finish_gradients(self) -> None:
         self._gradients.finish_passes(self._kept)
+        self.absent.share_gradients()
 
     def reset(self) -> None:
         """Forget a step that did not finish."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.clip import local
+from lightning_shardckpt.parallel.names import own_parameters
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0.02  # relative; replicas that compute the same thing agree to the precision of bfloat16
@@ -76,7 +77,7 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.dev
     Raises:
         TopologyError: on every rank, if those of any group differ by more than rounding.
     """
-    kept = [(name, local(p.grad)) for name, p in root.named_parameters() if p.grad is not None and not _cut(p, group)]
+    kept = [(name, local(p.grad)) for name, p in own_parameters(root) if p.grad is not None and not _cut(p, group)]
     sums = [torch.stack([g.double().sum(), g.double().abs().sum()]).to(device) for _, g in kept]
     wrong: list[str] = []
     if sums:

@@ -8,9 +8,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.names import clean_fqn
+from lightning_shardckpt.parallel.names import clean_fqn, inside, own_parameters
 from lightning_shardckpt.parallel.stages import StagePlan
 from lightning_shardckpt.parallel.step import Step
+
+
+def _hooks(module: nn.Module) -> frozenset[int]:
+    return frozenset((*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks))
 
 
 class Soundness:
@@ -31,6 +35,12 @@ class Soundness:
             if len(plan.holders(clean_fqn(name))) == 1 and not self._sees_whole(clean_fqn(name))
             for key in module._buffers
         ]
+        units = plan.units()
+        self._parts = [
+            (name, module, _hooks(module))
+            for name, module in root.named_modules()
+            if inside(clean_fqn(name), units) and not self._sees_whole(clean_fqn(name))
+        ]
         self._norms = [
             (name, module)
             for name, module in root.named_modules()
@@ -43,6 +53,7 @@ class Soundness:
         Raises:
             TopologyError: for random numbers that passes would draw differently, and for batch norms.
         """
+        self._check_hooks()
         if len(now.batches) == 1:
             return
         if now.draws and not whole:
@@ -55,6 +66,17 @@ class Soundness:
             raise TopologyError(
                 f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
                 "norm, or pipeline_microbatches=1."
+            )
+
+    def _check_hooks(self) -> None:
+        hooked = [name for name, module, before in self._parts if _hooks(module) - before]
+        if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch's
+            hooked.append("every module (torch.nn.modules.module.register_module_forward_hook, …)")
+        if hooked:
+            raise TopologyError(
+                f"{hooked[0]} got a forward or backward hook. In a pipeline layers, and what comes before them, run on "
+                "microbatches, and those of other stages not at all: what the hook sees would not be what it expects. "
+                "Remove it."
             )
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
@@ -78,7 +100,7 @@ class Soundness:
     @torch.no_grad()
     def parameter_marks(self) -> Tensor:
         """A number for each parameter of this rank that changes when its values do."""
-        parts = [p._local_tensor if isinstance(p, DTensor) else p.data for p in self._root.parameters()]
+        parts = [p._local_tensor if isinstance(p, DTensor) else p.data for _, p in own_parameters(self._root)]
         kinds = [torch.complex128 if part.is_complex() else torch.float64 for part in parts]
         sums = [part.sum(dtype=kind).abs() for part, kind in zip(parts, kinds, strict=True)]
         return torch.stack(sums).nan_to_num() if sums else torch.zeros(0)
@@ -90,7 +112,7 @@ class Soundness:
             TopologyError: for a parameter that the step itself changes.
         """
         differ = (self.parameter_marks() != before).tolist()
-        changed = [name for (name, _), differs in zip(self._root.named_parameters(), differ, strict=True) if differs]
+        changed = [name for (name, _), differs in zip(own_parameters(self._root), differ, strict=True) if differs]
         if changed:
             raise TopologyError(
                 f"{now.job.name} changes {changed[0]}. In a pipeline, parts of a step run once for each microbatch, "

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.errors import TopologyError
 
-_WEIGHTS = "_shardckpt_weights"  # in a hollow module: its parameters, unknown
-_HERE = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "requires_grad", "is_leaf", "grad_fn"})
+_HERE = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
+_HERE |= {"requires_grad", "requires_grad_", "_is_param", "__hash__"}
 _VALUES = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"}
-    | {"__format__", "__contains__", "__reduce_ex__", "is_nonzero", "equal", "allclose"}
+    | {"__format__", "__contains__", "__reduce_ex__", "is_nonzero", "equal", "allclose", "backward"}
 )
 _FACTORIES = frozenset(
     {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
@@ -35,8 +37,22 @@ _FACTORIES = frozenset(
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor")
 )
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _COPIES = frozenset({"new_tensor", "new_full", "full_like"})  # with an unknown value: the C++ code reads the memory
 _MOVES = frozenset({"cpu", "cuda"})
+
+
+_IN_PASS: ContextVar[bool] = ContextVar("_IN_PASS", default=False)
+
+
+@contextmanager
+def in_pass() -> Iterator[None]:
+    """Inside, a fresh tensor may become unknown; what is computed between steps is kept, and must not."""
+    token = _IN_PASS.set(True)
+    try:
+        yield
+    finally:
+        _IN_PASS.reset(token)
 
 
 class Entry:
@@ -82,9 +98,13 @@ class Unknown(Tensor):
 
     Attributes:
         origin: what it is the value of, for messages.
+        has_gradient: of a parameter of another stage: whether it has a gradient there.
+        is_elsewhere: tells code that knows nothing of pipelines that there is nothing to save or to load.
     """
 
     origin: str
+    is_elsewhere = True
+    has_gradient = False
     _meta: Tensor
 
     @classmethod
@@ -100,8 +120,12 @@ class Unknown(Tensor):
 
     @classmethod
     def like(cls, tensor: Tensor, origin: str, device: torch.device) -> Unknown:
-        """An unknown tensor with the (global) shape and dtype of a real one."""
-        return cls.of(_as_meta(tensor), origin, device)
+        """An unknown tensor with the (global) shape and dtype of a real one; of a parameter, an unknown parameter."""
+        found = cls.of(_as_meta(tensor), origin, device)
+        if isinstance(tensor, nn.Parameter):
+            found._is_param = True  # what isinstance(..., nn.Parameter) asks for
+            found.requires_grad_(tensor.requires_grad)
+        return found
 
     def become(self, value: Tensor, *, requires_grad: bool) -> Entry | None:
         """Turn this very object into an ordinary tensor over the memory of ``value``; see `enter`."""
@@ -114,13 +138,20 @@ class Unknown(Tensor):
             self.data = value
         return enter(self) if requires_grad else None
 
+    def _gradient(self, access: str, value: Tensor | None = None) -> Tensor | None:
+        """What reading, setting or deleting ``grad`` does."""
+        if access != "__get__":
+            self.has_gradient = value is not None
+            return None
+        return Unknown.of(self._meta, f"the gradient of {self.origin}", self.device) if self.has_gradient else None
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__", "__delete__"):
+        name = access = getattr(func, "__name__", str(func))
+        if access in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__  # type: ignore[attr-defined]  # of a property of Tensor
         if name in _HERE or (name in _FACTORIES and _only_like(args, kwargs)):
             with torch._C.DisableTorchFunctionSubclass():
@@ -128,10 +159,20 @@ class Unknown(Tensor):
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unknown))
         if name in ("__repr__", "__str__"):
             return f"<unknown on this pipeline stage: {first.origin}, shape {tuple(first._meta.shape)}>"
+        if access == "__set__" and not isinstance(args[0], Unknown):
+            raise _cannot_write(name, first, args[0])
+        if name == "grad":
+            return first._gradient(access, *args[1:])
+        if name in _HOOKS and args[0] is first:
+            return RemovableHandle(OrderedDict())  # the stage that has the parameter runs it
+        if name == "equal" and args[0].shape != args[1].shape:
+            return False
         if name in _VALUES:
             raise no_value(name, first)
+        if name.startswith("_foreach_"):
+            return _one_by_one(func, name, first, args, kwargs)
         if name == "__deepcopy__":
-            return cls.of(first._meta, first.origin, first.device)
+            return cls.like(first, first.origin, first.device)
         if name in _MOVES:
             return cls.of(first._meta, first.origin, torch.device(name))
         if name in _COPIES:
@@ -145,11 +186,17 @@ class Unknown(Tensor):
 
 def no_value(what: str, unknown: Unknown) -> TopologyError:
     """The error for code that asks for a value which this stage cannot know."""
+    where = f"{what} needs the value of {unknown.origin}, which this pipeline stage doesn't have. "
+    if not _IN_PASS.get():
+        return TopologyError(
+            f"{where}Between steps, in hooks and callbacks, values of parameters and gradients can be read only where "
+            "the stages have them all: log them from pipeline_modules that every stage runs, or use "
+            "pipeline_parallel_size=1. Checkpoints, and lightning_shardckpt.open, have the values of all stages."
+        )
     return TopologyError(
-        f"{what} needs the value of {unknown.origin}, which this pipeline stage doesn't have. Every stage runs the "
-        "step; outside its own layers it knows shapes, not values. Let the code outside the layers depend on values "
-        "of the batch alone, move it into a layer or into a module that one stage runs, or give modules to other "
-        "stages with pipeline_modules."
+        f"{where}Every stage runs the step; outside its own layers it knows shapes, not values. Let the code outside "
+        "the layers depend on values of the batch alone, move it into a layer or into a module that one stage runs, or "
+        "give modules to other stages with pipeline_modules."
     )
 
 
@@ -167,10 +214,15 @@ def first_unknown(tree: Any) -> Unknown | None:
     return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Unknown)), None)
 
 
-def hollow(module: nn.Module, fqn: str, device: torch.device) -> nn.Module:
+def hollow(module: nn.Module, fqn: str, device: torch.device, known: dict[int, Unknown]) -> nn.Module:
     """A copy of ``module`` without values: same classes and attributes, no parameters, no buffers, no hooks.
 
-    Weights are there as unknown attributes, so that its parts can be called, indexed and asked for their shapes.
+    Weights are there as unknown attributes, so that its parts can be called, indexed and asked for their shapes;
+    `list_weights` makes them parameters of the copy.
+
+    Args:
+        known: what stands for parameters and buffers already, by ``id``; those of this module are added. A parameter
+            that modules share is one in their copies, too.
 
     Raises:
         TopologyError: if it cannot be copied.
@@ -178,7 +230,7 @@ def hollow(module: nn.Module, fqn: str, device: torch.device) -> nn.Module:
     memo: dict[int, Any] = {}
     for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
         for name, tensor in named:
-            memo[id(tensor)] = Unknown.like(tensor, name, device)
+            memo[id(tensor)] = known.setdefault(id(tensor), Unknown.like(tensor, name, device))
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
@@ -191,32 +243,39 @@ def hollow(module: nn.Module, fqn: str, device: torch.device) -> nn.Module:
     return twin
 
 
-@contextmanager
-def hollow_weights_listed() -> Iterator[None]:
-    """Inside, ``parameters()`` also gives the unknown weights of hollow modules, in this thread.
+def list_weights(twin: nn.Module, here: Container[int]) -> None:
+    """Make the weights of a hollow copy its parameters, so that code which goes over all parameters meets them.
 
-    So a penalty on all weights, computed by one stage, is refused instead of leaving out those of others.
+    Args:
+        here: by ``id``, those that this rank has under another name; the code meets that one.
     """
-    original, thread = nn.Module.named_parameters, threading.get_ident()
+    for part in twin.modules():
+        for name, weight in list(vars(part).items()):
+            if isinstance(weight, Unknown) and isinstance(weight, nn.Parameter) and id(weight) not in here:
+                del part.__dict__[name]
+                part._parameters[name] = weight
 
-    def named_parameters(
-        module: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Any]]:
-        yield from original(module, prefix, recurse, remove_duplicate)
-        if threading.get_ident() == thread:
-            for name, part in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-                for key, weight in part.__dict__.get(_WEIGHTS, {}).items():
-                    yield f"{name}.{key}" if name else key, weight
 
-    nn.Module.named_parameters = named_parameters  # type: ignore[method-assign,assignment]  # restored below
-    try:
-        yield
-    finally:
-        nn.Module.named_parameters = original  # type: ignore[method-assign]
+class _Hollow(nn.Module):
+    """Mixed into the class of a hollow module: it has no state."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        pass
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """The stage that has the module loads what is given."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return self
+
+    def get_extra_state(self) -> Any:
+        return nn.Module.get_extra_state(self)
+
+    def set_extra_state(self, state: Any) -> None:
+        return nn.Module.set_extra_state(self, state)
 
 
 def _strip(module: nn.Module) -> None:
-    module.__dict__[_WEIGHTS] = {name: value for name, value in module._parameters.items() if value is not None}
     for registered in (module._parameters, module._buffers):
         for name, value in list(registered.items()):
             if value is not None:
@@ -226,9 +285,8 @@ def _strip(module: nn.Module) -> None:
     for name, hooks in vars(module).items():
         if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
             hooks.clear()
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
-        stateless = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
-        module.__class__ = type(type(module).__name__, (type(module),), stateless)
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (_Hollow, kind), {"__module__": kind.__module__})
 
 
 def _one_element(meta: Tensor, device: torch.device) -> Tensor:
@@ -300,6 +358,34 @@ def _in_bfloat16(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _one_by_one(
+    func: Callable[..., Any], name: str, first: Unknown, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any] | None:
+    """A function of lists: what it makes, and writes, of known tensors alone is known."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    count = len(lists[0])
+    mixed = any(isinstance(arg, Unknown) for arg in (*args, *kwargs.values()))
+    places = [mixed or any(isinstance(each[n], Unknown) for each in lists if n < len(each)) for n in range(count)]
+
+    def part(arg: Any, unknown: bool) -> Any:
+        if not isinstance(arg, list | tuple):
+            return arg
+        return [item for item, elsewhere in zip(arg, places, strict=True) if elsewhere == unknown]
+
+    if any(len(each) != count for each in lists):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)  # type: ignore[no-any-return]  # torch says what is wrong
+    written = [tensor for tensor, unknown in zip(lists[0], places, strict=True) if unknown] if name[-1] == "_" else []
+    for tensor in written:
+        if not isinstance(tensor, Unknown):
+            raise _cannot_write(name, first, tensor)
+    made = iter(func(*(part(arg, False) for arg in args), **kwargs) or ()) if not all(places) else iter(())
+    if name[-1] == "_":
+        return None
+    guessed = iter(_on_meta(func, name, first, [part(arg, True) for arg in args], kwargs) if any(places) else ())
+    return [next(guessed if unknown else made) for unknown in places]
+
+
 def _only_like(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the first argument of a factory is unknown, and no other is."""
     found = [leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Unknown)]
@@ -315,11 +401,20 @@ def _written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
 
 
 def _cannot_write(name: str, source: Unknown, written: Tensor) -> TopologyError:
+    what = f"{name} writes {source.origin}, whose value this pipeline stage doesn't have, into a "
+    shape = f"of shape {tuple(written.shape)}. "
+    if not _IN_PASS.get():
+        kind = "parameter" if isinstance(written, nn.Parameter) else "tensor"
+        return TopologyError(
+            f"{what}{kind} {shape}Between steps, a stage can compute with the parameters of another one as long as "
+            "what it makes of each stays with that one: averages, penalties and decays of single parameters. What "
+            "joins parameters of several stages, such as a norm over all of them, needs pipeline_parallel_size=1; "
+            "gradients are clipped by Trainer(gradient_clip_val=…), self.clip_gradients or fabric.clip_gradients."
+        )
+    kind = "parameter" if isinstance(written, nn.Parameter) else "view of a tensor, or into one that has views,"
     return TopologyError(
-        f"{name} writes {source.origin}, whose value this pipeline stage doesn't have, into a "
-        f"{'parameter' if isinstance(written, nn.Parameter) else 'view of a tensor, or into one that has views,'} of "
-        f"shape {tuple(written.shape)}. Assign to the tensor itself, build it with torch.cat or torch.where, or move "
-        "this code into a layer or into a module that one stage runs."
+        f"{what}{kind} {shape}Assign to the tensor itself, build it with torch.cat or torch.where, or move this code "
+        "into a layer or into a module that one stage runs."
     )
 
 
@@ -330,8 +425,8 @@ def _is_shared(tensor: Tensor) -> bool:
 
 
 def _taint(written: Tensor, source: Unknown, name: str) -> Tensor:
-    """A fresh tensor that something unknown was written into is unknown from now on; state must not become so."""
-    if type(written) is not Tensor or _is_shared(written):
+    """A fresh tensor of a step that something unknown was written into is unknown from now on; state must not be."""
+    if not _IN_PASS.get() or type(written) is not Tensor or _is_shared(written):
         raise _cannot_write(name, source, written)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         meta, device = _as_meta(written), written.device

@@ -15,7 +15,7 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.header import shown
 from lightning_shardckpt.staging import dtype_name
 from lightning_shardckpt.state.geometry import local_tensor
-from lightning_shardckpt.state.model import canonical_name
+from lightning_shardckpt.state.model import canonical_name, is_elsewhere
 from lightning_shardckpt.state.peft import ROOT, Adapter, is_of_adapter
 from lightning_shardckpt.state.snapshot import Leaves
 
@@ -92,7 +92,7 @@ def unchanging(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()
     frozen: set[str] = set()
     inside_of = tuple(f"{name}." if name else "" for name, _ in _wrapped(module))
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad and canonical_name(name).startswith(inside_of):
+        if not parameter.requires_grad and not is_elsewhere(parameter) and canonical_name(name).startswith(inside_of):
             frozen.add(canonical_name(name))
     for name, wrapped in _wrapped(module):
         if any(map(_alters_base, wrapped.peft_config.values())):

@@ -66,6 +66,11 @@ def is_value(name: str, value: Any) -> bool:
     return is_extra_state(name) or not isinstance(value, torch.Tensor)
 
 
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a parameter stands for one that only another stage of a pipeline has."""
+    return getattr(type(tensor), "is_elsewhere", False)
+
+
 def buffer_names(module: nn.Module) -> frozenset[str]:
     """Canonical FQNs of a module's buffers under all their names."""
     return frozenset(canonical_name(name) for name, _ in module.named_buffers(remove_duplicate=False))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shardckpt.box import Shape
-from lightning_shardckpt.state.model import canonical_name
+from lightning_shardckpt.state.model import canonical_name, is_elsewhere
 from lightning_shardckpt.state.patterns import Parts, applied, general, pattern_of
 
 
@@ -47,7 +47,7 @@ def original_names(model: nn.Module) -> dict[str, Parts]:
 
 def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers; without the calls of hooks, which may gather."""
-    found: list[tuple[str, Tensor]] = list(model.named_parameters())
+    found: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if not is_elsewhere(p)]
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -6,7 +6,7 @@ import fnmatch
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from tests.twins import callbacks, changes, hooks, manual, models, optimizers, reads
 from tests.twins.base import CASES, PLAN, TENSOR_PARALLEL, Case
 
-__all__ = ["CASES", "TOPOLOGIES", "Found", "difference", "fits", "run", "twins"]
+__all__ = ["CASES", "TOPOLOGIES", "Found", "difference", "difference_of_stages", "fits", "is_manual", "run", "twins"]
 MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers)  # they register the cases
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -49,6 +49,11 @@ class SavesAfterOneEpoch(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
             trainer.save_checkpoint(self.path)
+
+
+def is_manual(case: Case) -> bool:
+    """Whether the module optimizes by itself."""
+    return not case.module().automatic_optimization
 
 
 def fits(case: Case, topology: str) -> bool:
@@ -102,6 +107,16 @@ def difference(found: Found, expected: Found, tolerance: float) -> str:
         if not abs(got_number - number) <= tolerance * max(abs(number), 1e-6):
             return f"the number seen at {place} is {got_number}, not {number}"
     return ""
+
+
+def difference_of_stages(ranks: Sequence[Found], expected: Found, tolerance: float) -> str:
+    """Where the stages of a pipeline, each with its own part of the state, differ from the twin; '' if they don't."""
+    for found in ranks:
+        part = {name: value for name, value in expected.state.items() if name in found.state}
+        if differs := difference(found, replace(expected, state=part), tolerance):
+            return differs
+    lost = expected.state.keys() - set().union(*(found.state for found in ranks))
+    return f"no stage has {sorted(lost)}" if lost else ""
 
 
 def _run(case: Case, strategy: Any, devices: int, path: Path | None, resume: bool, **more: Any) -> Found:

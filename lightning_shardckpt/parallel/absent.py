@@ -1,0 +1,136 @@
+"""The parameters that only other stages of a pipeline have, as code between steps meets them.
+
+``parameters()`` has them all on every stage, in the order of the whole module. Those of other stages are unknown: they
+have a shape and say whether they have a gradient; what is done to one alone is done where it is, and who needs its
+value is told so. Hooks run on the stage that has the parameter, so they may do nothing but change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.outcome import gathered
+from lightning_shardckpt.parallel.sharding.held import HeldGradients
+from lightning_shardckpt.parallel.unknown import Unknown
+
+_BITS = 62  # of an int64 that carries flags
+
+
+class AbsentParameters:
+    """All parameters of a pipelined module: those of this rank, and what stands for the others.
+
+    Args:
+        places: for each parameter of the whole module, in the same order on all ranks, its name, this rank's part, and
+            what stands for it elsewhere; None for what there isn't.
+        group: the ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[tuple[str, nn.Parameter | None, Unknown | None]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._places, self._group, self._device = list(places), group, device
+
+    def share_gradients(self) -> None:
+        """Let every stage know which parameters have a gradient now.
+
+        Collective: every rank of the pipeline must call it.
+        """
+        flags = [own is not None and _has_gradient(own) for _, own, _ in self._places]
+        every = gathered(list(_packed(flags)), self._group, self._device)
+        for place, (_, own, absent) in enumerate(self._places):
+            if own is None and absent is not None:
+                word, bit = divmod(place, _BITS)
+                absent.has_gradient = any(words[word] >> bit & 1 for words in every)
+
+    def check_own(self) -> None:
+        """See what was done to this rank's parameters since the step before.
+
+        Raises:
+            TopologyError: for one that was given another stage's memory, of which torch tells nobody. In the backward,
+                for a hook that changes neither gradient nor parameter.
+        """
+        for name, own, _ in self._places:
+            if own is None:
+                continue
+            part = own._local_tensor if isinstance(own, DTensor) else own
+            if part.untyped_storage().nbytes() < part.numel() * part.itemsize and part.numel() > 1:
+                raise TopologyError(
+                    f"{name} was given the data of a parameter that only another pipeline stage has (by .data = …, or "
+                    "torch.nn.utils.vector_to_parameters). Change each parameter by itself, or use "
+                    "pipeline_parallel_size=1."
+                )
+            hooks: Any = own
+            if hooks._backward_hooks or hooks._post_accumulate_grad_hooks:
+                _guard(own, hooks._backward_hooks, _GradientHook)
+                _guard(own, hooks._post_accumulate_grad_hooks, _AccumulatedHook)
+
+
+class _GradientHook:
+    """A hook of a gradient that must return another one, or change it."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], shape: Sequence[int]) -> None:
+        self._hook, self._shape = hook, tuple(shape)
+
+    def __call__(self, gradient: Tensor) -> Any:
+        before = gradient._version
+        found = self._hook(gradient)
+        if found is None and gradient._version == before:
+            raise _watches(self._hook, self._shape)
+        return found
+
+
+class _AccumulatedHook(_GradientHook):
+    """A hook of an accumulated gradient that must change it, or the parameter."""
+
+    def __call__(self, parameter: Tensor) -> Any:
+        before = _marks(parameter)
+        self._hook(parameter)
+        if _marks(parameter) == before:
+            raise _watches(self._hook, self._shape)
+
+
+def _marks(parameter: Tensor) -> tuple[int, int, int]:
+    gradient = parameter.grad
+    return id(gradient), -1 if gradient is None else gradient._version, parameter._version
+
+
+def _guard(parameter: nn.Parameter, hooks: dict[int, Any] | None, kind: type[_GradientHook]) -> None:
+    for number, hook in (hooks or {}).items():
+        if not isinstance(hook, _GradientHook) and not getattr(hook, "__module__", "").startswith(__package__):
+            hooks[number] = kind(hook, parameter.shape)  # type: ignore[index]  # it is not None
+
+
+def _watches(hook: Any, shape: tuple[int, ...]) -> TopologyError:
+    name = getattr(hook, "__qualname__", repr(hook))
+    return TopologyError(
+        f"{name}, a hook of a parameter of shape {shape}, changes nothing: what it notes down is known to one stage of "
+        "the pipeline only, the one that has the parameter. A hook may return another gradient, or change it; read "
+        "gradients in on_before_optimizer_step of a run with pipeline_parallel_size=1."
+    )
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    if parameter in HeldGradients.of_leaf:
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad is not None
+
+
+def _packed(flags: Sequence[bool]) -> Iterator[int]:
+    """The flags as numbers of 62 bits, the first flag lowest.
+
+    >>> list(_packed([True, False, True])), len(list(_packed([True] * 63)))
+    ([5], 2)
+    """
+    for start in range(0, len(flags), _BITS):
+        yield sum(flag << place for place, flag in enumerate(flags[start : start + _BITS]))

@@ -1,0 +1,125 @@
+"""An optimizer of one pipeline stage: it steps with this stage's parameters, and shows user code those of all stages.
+
+Its param groups have the order of the whole module wherever hooks and callbacks look at them. Its state is this stage's
+alone, so that hooks are told what they cannot read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.unknown import Unknown
+
+_IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
+
+
+@contextmanager
+def user_code(is_run: bool = True) -> Iterator[None]:
+    """Inside, param groups show the parameters of all stages; or, if not ``is_run``, those of this stage again."""
+    token = _IN_USER_CODE.set(is_run)
+    try:
+        yield
+    finally:
+        _IN_USER_CODE.reset(token)
+
+
+class GroupParameters(list[Tensor]):
+    """This stage's parameters of a param group; in user code also what stands for the others, in their places."""
+
+    def __init__(self, whole: Sequence[Tensor]) -> None:
+        super().__init__(tensor for tensor in whole if not isinstance(tensor, Unknown))
+        self._whole = list(whole)
+
+    def _shown(self) -> Sequence[Tensor]:
+        if not _IN_USER_CODE.get():
+            return list(super().__iter__())
+        own = set(map(id, super().__iter__()))  # somebody may have added to it, or taken from it
+        shown = [tensor for tensor in self._whole if isinstance(tensor, Unknown) or id(tensor) in own]
+        there = set(map(id, shown))
+        return [*shown, *(tensor for tensor in super().__iter__() if id(tensor) not in there)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._shown())
+
+    def __len__(self) -> int:
+        return len(self._shown()) if _IN_USER_CODE.get() else super().__len__()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._shown()[index] if _IN_USER_CODE.get() else super().__getitem__(index)
+
+
+class StageState(defaultdict[Tensor, Any]):
+    """The state of this stage's parameters, by parameter; user code can read it of those, one by one."""
+
+    def __init__(self, state: Mapping[Tensor, Any]) -> None:
+        super().__init__(dict, state)
+
+    def __missing__(self, parameter: Tensor) -> Any:
+        if isinstance(parameter, Unknown):
+            raise self._refused(f"that of {parameter.origin}")
+        return super().__missing__(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._check()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._check()
+        return super().__len__()
+
+    def keys(self) -> Any:
+        self._check()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._check()
+        return super().values()
+
+    def items(self) -> Any:
+        self._check()
+        return super().items()
+
+    def _check(self) -> None:
+        if _IN_USER_CODE.get():
+            raise self._refused("all of it")
+
+    def _refused(self, what: str) -> TopologyError:
+        return TopologyError(
+            f"a hook reads the state of an optimizer, {what}; this pipeline stage has the state of its own parameters "
+            "alone. Use pipeline_parallel_size=1, or read the optimizer's state from a checkpoint, with "
+            "lightning_shardckpt.open."
+        )
+
+
+def show_all_stages(optimizer: Optimizer) -> None:
+    """Let the param groups of ``optimizer``, which have the parameters of the whole module, step with this stage's.
+
+    Those that are added later, too; and let what user code reads of its state be complete, or an error.
+    """
+    add = type(optimizer).add_param_group
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        given = group["params"]
+        some = [given] if isinstance(given, Tensor) else list(given)
+        with user_code(False):
+            add(optimizer, {**group, "params": [tensor for tensor in some if not isinstance(tensor, Unknown)]})
+        optimizer.param_groups[-1]["params"] = GroupParameters(some)
+
+    for group in optimizer.param_groups:
+        group["params"] = GroupParameters(group["params"])
+    optimizer.__dict__["add_param_group"] = add_param_group
+    watch_state(optimizer)
+
+
+def watch_state(optimizer: Optimizer) -> None:
+    """Let ``optimizer.state`` be an error in user code that goes over all of it; again after each load."""
+    if not isinstance(optimizer.state, StageState):
+        optimizer.state = StageState(optimizer.state)

@@ -1,0 +1,158 @@
+"""Parameters of other pipeline stages, as code between steps meets them; on one process, cut by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.absent import AbsentParameters
+from lightning_shardckpt.parallel.stage_optimizer import show_all_stages, user_code
+from lightning_shardckpt.parallel.unknown import Unknown, hollow, list_weights
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(5, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture
+def stage() -> nn.Module:
+    """The first of two stages: the second layer and the head are elsewhere, but for the weight that is tied."""
+    net, known = Net(), dict[int, Unknown]()
+    twins = {1: hollow(net.layers[1], "layers.1", torch.device("cpu"), known)}
+    head = hollow(net.head, "head", torch.device("cpu"), known)
+    hollow(net.embed, "embed", torch.device("cpu"), known)
+    net.layers[1], net.head = twins[1], head  # type: ignore[assignment]
+    for twin in (net.layers[1], net.head):
+        list_weights(twin, {id(known[id(net.embed.weight)])})
+    return net
+
+
+def test_parameters_are_those_of_the_whole_module_in_its_order(stage: nn.Module) -> None:
+    whole = Net()
+    assert [(n, p.shape) for n, p in stage.named_parameters()] == [(n, p.shape) for n, p in whole.named_parameters()]
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in stage.parameters())
+    assert sum(p.numel() for p in stage.parameters()) == sum(p.numel() for p in whole.parameters())
+    assert list(stage.state_dict()) == ["embed.weight", "layers.0.weight", "layers.0.bias"]
+
+
+def test_whole_weights_load_and_conversions_pass_by(stage: nn.Module) -> None:
+    whole = Net()
+    assert stage.load_state_dict(whole.state_dict()) == nn.Module.load_state_dict(Net(), whole.state_dict())
+    assert torch.equal(stage.layers[0].weight, whole.layers[0].weight)  # type: ignore[index,union-attr]
+    stage.double().to("cpu").requires_grad_(False)
+    assert not any(p.requires_grad for p in stage.parameters())
+    twin = copy.deepcopy(stage)
+    assert [n for n, _ in twin.named_parameters()] == [n for n, _ in stage.named_parameters()]
+
+
+ALONE: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda p: p.mul_(0.5).clamp_(-1, 1),
+    "data": lambda p: p.data.lerp_(torch.zeros_like(p), 0.5),
+    "assigned data": lambda p: setattr(p, "data", p.data * 0.5),
+    "init": nn.init.normal_,
+    "foreach": lambda p: torch._foreach_mul_([p, p.detach().clone()], 0.5),
+    "hook": lambda p: p.register_hook(lambda g: g * 2).remove(),
+    "no gradient": lambda p: p.grad is None,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ALONE)
+def test_what_is_done_to_one_alone_is_done_elsewhere(change: str, stage: nn.Module) -> None:
+    for parameter in stage.parameters():
+        ALONE[change](parameter.requires_grad_())
+
+
+def test_a_function_of_lists_changes_those_that_are_here(stage: nn.Module) -> None:
+    parameters = list(stage.parameters())
+    own = [p for p in parameters if not isinstance(p, Unknown)]
+    before = [p.detach().clone() for p in own]
+    with torch.no_grad():
+        torch._foreach_lerp_(parameters, [p * 0 for p in parameters], 0.5)
+        norms = torch._foreach_norm(parameters)
+    assert all(torch.equal(p, b * 0.5) for p, b in zip(own, before, strict=True))
+    assert [isinstance(n, Unknown) for n in norms] == [isinstance(p, Unknown) for p in parameters]
+    with pytest.raises(RuntimeError, match="same number of tensors"):
+        torch._foreach_add(parameters, parameters[1:])
+
+
+JOINT: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
+    "item": (lambda ps: [p.norm().item() for p in ps], r"item needs the value of layers\.1\.weight"),
+    "if": (lambda ps: [p for p in ps if p.abs().max() > 1], r"__bool__ needs the value of layers\.1\.weight"),
+    "clipping": (lambda ps: nn.utils.clip_grad_norm_(ps, 1.0), r"writes the gradient of layers\.1\.weight"),
+    "sum": (lambda ps: torch.zeros(()).add_(sum(p.sum() for p in ps)), r"add_ writes .* into a tensor of shape \(\)"),
+    "vector": (lambda ps: nn.utils.parameters_to_vector(ps).tolist(), r"tolist needs the value"),
+    "foreach": (lambda ps: torch._foreach_copy_(ps[:3], ps[1:4]), r"_foreach_copy_ writes layers\.1\.weight"),
+    "foreach by one": (lambda ps: torch._foreach_mul_(ps[:2], ps[3].sum()), r"_foreach_mul_ writes layers\.1\.weight"),
+    "equal": (lambda ps: [torch.equal(p, ps[1]) for p in ps], r"equal needs the value of layers\.1\.weight"),
+    "backward": (lambda ps: sum(p.sum() for p in ps).backward(), "backward needs the value"),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("use", JOINT)
+def test_what_needs_values_of_other_stages_is_refused_by_name(use: str, stage: nn.Module) -> None:
+    parameters = list(stage.parameters())
+    for parameter in parameters:
+        if isinstance(parameter, Unknown):
+            parameter.has_gradient = True
+        else:
+            parameter.grad = torch.ones_like(parameter)
+    do, said = JOINT[use]
+    with pytest.raises(TopologyError, match=said), torch.set_grad_enabled(use == "backward"):
+        do(parameters)
+
+
+def test_an_optimizer_steps_with_what_is_here_and_shows_hooks_all(stage: nn.Module) -> None:
+    parameters = list(stage.parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.1}])
+    show_all_stages(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    own = [p for p in parameters if not isinstance(p, Unknown)]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 0]
+    assert list(optimizer.state) == own
+    with user_code():
+        shown = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(a is b for a, b in zip(shown, parameters, strict=True))
+        assert optimizer.state[own[0]]["exp_avg"].shape == own[0].shape
+        with pytest.raises(TopologyError, match=r"state of an optimizer, that of layers\.1\.weight"):
+            optimizer.state[parameters[3]]
+        for whole in (list, len, dict.keys, dict.values, dict.items):
+            with pytest.raises(TopologyError, match="state of an optimizer, all of it"):
+                whole(optimizer.state) if whole in (list, len) else getattr(optimizer.state, whole.__name__)()
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in parameters)
+
+
+def test_parameters_that_come_to_an_optimizer_later_are_split_too(stage: nn.Module) -> None:
+    parameters = list(stage.parameters())
+    optimizer = torch.optim.SGD(parameters[:1], lr=0.1)
+    show_all_stages(optimizer)
+    optimizer.add_param_group({"params": parameters[2:4], "lr": 0.5})
+    optimizer.add_param_group({"params": parameters[4]})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 0]
+    with user_code():
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2, 1]
+        assert optimizer.param_groups[1]["params"][1] is parameters[3]
+
+
+def test_memory_of_another_stage_is_noticed_at_the_next_step(stage: nn.Module) -> None:
+    places = [(n, None, p) if isinstance(p, Unknown) else (n, p, None) for n, p in stage.named_parameters()]
+    absent = AbsentParameters(places, dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]  # not used
+    absent.check_own()
+    vector = nn.utils.parameters_to_vector(stage.parameters())
+    nn.utils.vector_to_parameters(vector, stage.parameters())
+    with pytest.raises(TopologyError, match=r"embed\.weight was given the data of a parameter that only another"):
+        absent.check_own()
