@@ -107,6 +107,7 @@ def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
         {prefix + key: tensor for key, tensor in plain.tensors.items()},
         {prefix + alias: prefix + of for alias, of in plain.aliases.items()},
         frozenset(prefix + key for key in plain.pinned),
+        records={prefix + key: record for key, record in plain.records.items()},
     )
     other = {prefix + key: value for key, value in found.documents["model"].items()}
     leaves, documents = {**found.leaves, "model": model}, {**found.documents, "model": other}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Source, Target
 from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.compound import MARK, described
 from lightning_shardckpt.state.geometry import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model
 from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer
@@ -75,13 +76,18 @@ class Load:
             found.problems += problems
         self._components = self.source.components()
         stored = self._components.get("model", Component({}))
-        extra = (set(self.source.document("model") or {}), set(self._live.extra_state))
+        document = self.source.document("model") or {}
         ties, elsewhere = self._live.whole.ties, self._elsewhere
         left_out, alike = self.source.document("frozen"), self.source.alike
+        bases = {key.partition(MARK)[0] for key in left_out or ()}
+        records = {k: v for k, v in self._live.model.records.items() if k.partition(MARK)[0] not in bases}
+        extra = (set(document), {*self._live.extra_state, *records})
         live, kept = self._without_adapters(stored)
         matched = match_model(
             stored, live, extra, found, ties=ties, elsewhere=elsewhere, left_out=left_out, alike=alike
         )
+        for name in [name for name, record in records.items() if document.get(name, record) != record]:
+            found.add(name, f"{described(document[name])} in checkpoint, {described(records[name])} in model")
         self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
         if self._live.optimizers is not None:
             self._compare_optimizers(self._live.optimizers, matched, found)
@@ -102,7 +108,7 @@ class Load:
         kept = {key for key in adapters & model.tensors.keys() if base_name(key) not in stored.tensors}
         tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
         aliases = {alias: of for alias, of in model.aliases.items() if of not in kept}
-        return Leaves(tensors, aliases, model.pinned - kept, model.tied), sorted(kept)
+        return replace(model, tensors=tensors, aliases=aliases, pinned=model.pinned - kept), sorted(kept)
 
     def judge(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: what all ranks found, each difference once.

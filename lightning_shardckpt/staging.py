@@ -50,10 +50,16 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
     Raises:
         StateError: for a dtype or a tensor layout that the format does not hold.
     """
+    if hasattr(type(tensor), "__tensor_flatten__"):  # its values are in other tensors; it has no memory to read
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise StateError(
+            f"{what}: a {kind} is made of other tensors, and can be stored as a parameter, a buffer or in the state of "
+            "an optimizer only. Return the tensors inside, or tensor.dequantize(), from the state_dict that holds it."
+        )
     name = DTYPES.get(tensor.dtype)
-    if name is None or tensor.layout is not torch.strided or tensor.is_quantized:
+    if name is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         known = sorted(DTYPES.values())
-        found = f"{tensor.layout} tensor of {tensor.dtype}"
+        found = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"
         raise StateError(f"{what}: a {found} cannot be stored; only dense ones of {known}")
     if tensor.is_meta:
         raise StateError(f"{what}: the tensor is on the meta device, it has no values to store")

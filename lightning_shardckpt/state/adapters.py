@@ -14,6 +14,7 @@ from torch import nn
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.header import shown
 from lightning_shardckpt.staging import dtype_name
+from lightning_shardckpt.state.compound import MARK
 from lightning_shardckpt.state.geometry import local_tensor
 from lightning_shardckpt.state.model import canonical_name, is_elsewhere
 from lightning_shardckpt.state.peft import ROOT, Adapter, is_of_adapter
@@ -108,7 +109,7 @@ def without(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, A
     A tied tensor is left out if one of its names is among them.
     """
     out = {leaves.aliases.get(name, name) for name in names}
-    out &= leaves.tensors.keys()
+    out = {key for key in leaves.tensors if key in out or key.partition(MARK)[0] in out}
     document: dict[str, Any] = {}
     for key in [*sorted(out), *sorted(alias for alias, of in leaves.aliases.items() if of in out)]:
         tensor = leaves.tensors[leaves.aliases.get(key, key)]
@@ -118,5 +119,6 @@ def without(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, A
         {alias: of for alias, of in leaves.aliases.items() if of not in out},
         leaves.pinned - out,
         {key: own for key, own in leaves.tied.items() if key not in out},
+        {key: record for key, record in leaves.records.items() if key.partition(MARK)[0] not in names},
     )
     return kept, document

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.state.geometry import copy_slice, local_tensor
+from lightning_shardckpt.state.compound import memory_of
+from lightning_shardckpt.state.geometry import copy_slice
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, is_value
 
 
@@ -26,15 +27,16 @@ def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[
 def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
     """Names of entries that are copies: filling them does not fill the module."""
     live = {
-        local_tensor(t).untyped_storage().data_ptr()
+        part.untyped_storage().data_ptr()
         for named in (module.named_parameters(), module.named_buffers())
-        for _, t in named
+        for _, tensor in named
+        for part in memory_of(tensor)
     }
-    tensors = {name: value for name, value in state_dict.items() if not is_value(name, value)}
     return frozenset(
         name
-        for name, value in tensors.items()
-        if local_tensor(value).numel() and local_tensor(value).untyped_storage().data_ptr() not in live
+        for name, value in state_dict.items()
+        if not is_value(name, value)
+        and any(part.numel() and part.untyped_storage().data_ptr() not in live for part in memory_of(value))
     )
 
 

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.state.compound import is_compound, take_apart
 from lightning_shardckpt.state.geometry import local_tensor
 from lightning_shardckpt.state.peft import base_name
 from lightning_shardckpt.state.snapshot import Leaves
@@ -101,26 +102,34 @@ def model_leaves(
     """
     tensors: dict[str, torch.Tensor] = {}
     other: dict[str, Any] = {}
+    inside: dict[str, dict[str, torch.Tensor]] = {}
+    records: dict[str, Any] = {}
     for name, value in state_dict.items():
         key = canonical_name(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
-        if is_lazy(value) or (isinstance(value, torch.Tensor) and value.layout is not torch.strided):
-            kind = type(value).__name__ if is_lazy(value) else f"{value.layout} tensor"
+        sparse = isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested)
+        if sparse or is_lazy(value):
+            kind = type(value).__name__ if is_lazy(value) else f"{'nested' if value.is_nested else value.layout} tensor"
             raise StateError(f"model/{key}: a {kind} cannot be stored; only dense tensors that have a shape")
         if is_value(key, value):
             other[key] = encode_small(value, f"state_dict/{key}")
+        elif is_compound(value):
+            inside[key], found = take_apart(key, value)
+            tensors |= inside[key]
+            records |= found
         else:
             tensors[key] = value
     groups = tied_names(module) if module is not None else []
+    groups += [list(names) for group in groups for names in zip(*(inside.get(n, ()) for n in group), strict=False)]
     aliases = _aliases(tensors, groups)
     for alias in aliases:
         del tensors[alias]
     pinned = buffer_names(module) & tensors.keys() if module is not None else frozenset[str]()
-    leaves = Leaves(tensors, aliases, frozenset(pinned))
+    leaves = Leaves(tensors, aliases, frozenset(pinned), records=records)
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, module, whole.ties)
-    return leaves, other
+    return leaves, other | records
 
 
 def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[str, ...]]) -> Leaves:
@@ -145,6 +154,7 @@ def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[st
         aliases | {name: first for name, first in renamed.items() if name != first},
         frozenset(renamed.get(key, key) for key in leaves.pinned),
         {first: name in own for name, first in renamed.items()},
+        leaves.records,
     )
 
 

@@ -21,7 +21,8 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.header import shown
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.geometry import acts_as_whole, is_like, new_like
+from lightning_shardckpt.state.compound import MARK, compound_names, is_compound, put_together, take_apart
+from lightning_shardckpt.state.geometry import acts_as_whole, is_like, layout_of, new_like
 from lightning_shardckpt.state.merging import add_value
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.snapshot import Leaves
@@ -100,7 +101,12 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
                 key = f"{number}/{_name(param)}/{name}"
                 if "/" in name:
                     raise StateError(f"optimizer_states/{key}: the name {name!r} contains a slash")
-                if isinstance(value, torch.Tensor) and (value.ndim > 0 or isinstance(value, DTensor)):
+                if isinstance(value, torch.Tensor) and is_compound(value):
+                    inside, records = take_apart(key, value)
+                    tensors |= inside
+                    for of, record in records.items():
+                        add_value(values, of.rpartition("/")[2], _name(param), record)
+                elif isinstance(value, torch.Tensor) and (value.ndim > 0 or isinstance(value, DTensor)):
                     tensors[key] = value
                 else:
                     add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
@@ -232,7 +238,10 @@ class OptimizerLoad:
     ) -> None:
         for key in self._stored.tensors.get(name, {}).values():
             spec = component.tensors[key] if component is not None else None
-            if spec is not None and spec.shape != tuple(param.shape) and not acts_as_whole(param):
+            if spec is None or spec.shape == tuple(param.shape):
+                continue
+            inside = MARK in key.rpartition("/")[2] and isinstance(param, DTensor) and bool(layout_of(param).cuts)
+            if inside or not acts_as_whole(param):
                 what = f"shape {spec.shape} of state for a sharded parameter of {tuple(param.shape)}"
                 differences.add(f"optimizer {self.number}: {key}", what)
 
@@ -345,6 +354,8 @@ class OptimizerLoad:
                 state = {k: _placed(k, v, param, on_device) for k, v in values.items()}
                 filled = {k: self._filled.get((id(param), k)) for k in self._stored.tensors.get(name, {})}
                 state |= {k: tensor for k, tensor in filled.items() if tensor is not None}
+                for compound in compound_names(state):
+                    put_together(compound, state, param)
                 self._optimizer.state.pop(param, None)
                 if state:
                     self._optimizer.state[param] = state

@@ -59,7 +59,10 @@ def snapshot(
         leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module, whole)
         if adapters_only and module is not None:
             frozen = unchanging(module, checkpoint.get("optimizer_states", ()))
+            records = leaves["model"].records
             leaves["model"], documents["frozen"] = without(leaves["model"], frozen)
+            for key in records.keys() - leaves["model"].records.keys():
+                del documents["model"][key]
     if module is not None and (adapters := adapters_of(module)):
         documents["peft"] = adapters_to_json(adapters)
     if "optimizer_states" in checkpoint:

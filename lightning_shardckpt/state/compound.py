@@ -1,0 +1,169 @@
+"""Tensors that are made of other tensors: wrapper subclasses, such as quantized weights and 8-bit moments.
+
+``__tensor_flatten__`` says which tensors are inside, and what else the class needs. Those are stored like any tensor,
+under ``<name>#<attribute>``, and the rest as a record under ``<name>#``, so that nothing is pickled. An inner tensor of
+the shape of the whole is laid out like it; another one, such as the scales of blocks, cannot be cut anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from lightning_shardckpt.errors import FormatError, StateError
+from lightning_shardckpt.state.geometry import layout_of
+from lightning_shardckpt.state.tree import decode_small, encode_small
+
+MARK = "#"  # between the name of a tensor and what is inside; alone at the end, of the record
+
+
+def is_compound(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what this rank has of it, is a wrapper subclass."""
+    return hasattr(type(_local(tensor)), "__tensor_flatten__")
+
+
+def is_record(name: str) -> bool:
+    """Whether a stored value says how a compound tensor is put together."""
+    return name.endswith(MARK)
+
+
+def take_apart(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors inside a compound tensor, live, and the records of it and of compound ones inside, both by key.
+
+    Raises:
+        StateError: for a context that is no plain data, and for a sharded tensor with an inner one that has no shards.
+    """
+    outer: Any = _local(tensor)
+    attributes, context = outer.__tensor_flatten__()
+    record = {"class": class_name(outer), "tensors": list(attributes), "shape": list(tensor.shape), "context": context}
+    tensors: dict[str, torch.Tensor] = {}
+    records = {name + MARK: encode_small(record, f"the context of {class_name(outer)} in {name}")}
+    for attribute in attributes:
+        key, inner = f"{name}{MARK}{attribute}", _laid_out(name, tensor, attribute, getattr(outer, attribute))
+        if is_compound(inner):
+            more, others = take_apart(key, inner)
+            tensors |= more
+            records |= others
+        else:
+            tensors[key] = inner
+    return tensors, records
+
+
+def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What this rank holds of a tensor, detached: one plain tensor, or those inside a compound one."""
+    local: Any = _local(tensor)
+    if not is_compound(local):
+        yield local.detach()
+        return
+    for attribute in local.__tensor_flatten__()[0]:
+        yield from memory_of(getattr(local, attribute))
+
+
+def put_together(name: str, values: dict[str, Any], like: torch.Tensor) -> None:
+    """Replace, in a dict of loaded values, the parts of a compound tensor by the tensor.
+
+    Args:
+        name: of the compound tensor.
+        values: the parts and the records by the keys that `take_apart` gave them.
+        like: the parameter whose state it is; where inner tensors are laid out like it, so is the result.
+
+    Raises:
+        StateError: if the class is not there: nothing is imported by name.
+        FormatError: if the record is none, or names a tensor that is not stored.
+    """
+    record = _checked(values.pop(name + MARK), name)
+    inner: dict[str, Any] = {}
+    for attribute in record["tensors"]:
+        key = f"{name}{MARK}{attribute}"
+        if key + MARK in values:
+            put_together(key, values, like)
+        if not isinstance(values.get(key), torch.Tensor):
+            raise FormatError(f"{name}: its record names the tensor {attribute!r}, which is not stored")
+        inner[attribute] = values.pop(key)
+    spec = next((t._spec for t in inner.values() if isinstance(t, DTensor)), None)
+    local = {attribute: _local(tensor) for attribute, tensor in inner.items()}
+    shape = torch.Size(record["shape"]) if spec is None else _local(like).shape
+    found: Any = _class(record["class"], name).__tensor_unflatten__(
+        local, record["context"], shape, torch.empty(shape, device="meta").stride()
+    )
+    if spec is not None:
+        found = _shard(found, spec)
+        found.__class__ = type(like)
+    values[name] = found
+
+
+def compound_names(values: Mapping[str, Any]) -> list[str]:
+    """Of the keys of loaded values, the names of the compound tensors that are inside no other one.
+
+    >>> compound_names({"step": 1, "exp_avg#": {}, "exp_avg#codes": 0})
+    ['exp_avg']
+    """
+    return [key[: -len(MARK)] for key in values if is_record(key) and MARK not in key[: -len(MARK)]]
+
+
+def class_name(value: object) -> str:
+    """Module and qualified name of the class of a value."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def described(record: Any) -> str:
+    """A record in words, for an error."""
+    found = decode_small(record)
+    return f"{found['class']} of shape {tuple(found['shape'])} with context {found['context']!r}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _laid_out(name: str, tensor: torch.Tensor, attribute: str, inner: torch.Tensor) -> torch.Tensor:
+    """The inner tensor of this rank, as the shard that it is of a whole one."""
+    if not isinstance(tensor, DTensor) or isinstance(inner, DTensor):
+        return inner
+    if inner.shape == tensor._local_tensor.shape:
+        return _shard(inner, tensor._spec)
+    if layout_of(tensor).cuts:
+        raise StateError(
+            f"{name}: {attribute} of a {class_name(tensor._local_tensor)} has shape {tuple(inner.shape)}, for a shard "
+            f"of {tuple(tensor._local_tensor.shape)}: it belongs to this rank's part alone, and no other topology "
+            "could load it. Replicate the parameter (data_parallel_shard_size=1), or keep it in full precision."
+        )
+    return inner
+
+
+def _shard(local: torch.Tensor, like: DTensorSpec) -> DTensor:
+    """A DTensor of this rank's part, laid out like another one."""
+    meta = like.tensor_meta
+    assert meta is not None
+    spec = replace(like, tensor_meta=meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _checked(found: Any, name: str) -> dict[str, Any]:
+    record: dict[str, Any] = found
+    ok = isinstance(record, dict) and record.keys() == {"class", "tensors", "shape", "context"}
+    if not ok or not isinstance(record["class"], str) or not all(isinstance(t, str) for t in record["tensors"]):
+        raise FormatError(f"{name}: not a record of a compound tensor: {str(record)[:200]}")
+    return record
+
+
+def _class(path: str, name: str) -> Any:
+    """A class that the program has; a checkpoint imports none."""
+    module, _, qualified = path.rpartition(".")
+    while module and module not in sys.modules:
+        module = module.rpartition(".")[0]
+    found: Any = sys.modules.get(module)
+    for part in path.removeprefix(f"{module}.").split(".") if found is not None else ():
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise StateError(
+            f"{name} was saved as a {path}, which is not here, or no tensor class that can be put together. Import "
+            f"{qualified} before the load, in the version that saved."
+        )
+    return found
