@@ -114,7 +114,32 @@ def objects_in(state: Mapping[str, Any]) -> Objects:
     for paths in (found.modules, found.optimizers):
         if twice := len(paths) - len({key_of(path) for path in paths}):
             raise StateError(f"{twice} of {[*map(key_of, paths)]} are spelled like another one: choose other keys")
+    _refuse_foreign(found)
     return found
+
+
+def _refuse_foreign(found: Objects) -> None:
+    """Refuse what cuts state in ways of its own, of which neither tensors nor state dicts tell."""
+    for path, optimizer in found.optimizers.items():
+        if _is_a(optimizer, "ZeroRedundancyOptimizer"):
+            raise StateError(
+                f"{key_of(path)!r} is a ZeroRedundancyOptimizer, each rank of which has the state of its own "
+                "parameters, and not a word of the others'. Shard the model instead (torch's fully_shard, or "
+                "ShardedStrategy), which cuts optimizer state, too."
+            )
+    for path, module in found.modules.items() if found.optimizers else ():
+        if any(_is_a(part, "FullyShardedDataParallel") for part in module.modules()):
+            raise StateError(
+                f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of flat "
+                "parameters as state, and no word of where they belong. Use torch's fully_shard (FSDP2) or "
+                "ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
+                "get_state_dict; such a directory can be loaded here."
+            )
+
+
+def _is_a(value: object, name: str) -> bool:
+    """By name, since to import the class takes a second."""
+    return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
 
 
 def unwrapped(value: Any) -> Any:
