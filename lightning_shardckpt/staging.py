@@ -50,8 +50,9 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
     Raises:
         StateError: for a dtype or a tensor layout that the format does not hold.
     """
-    if hasattr(type(tensor), "__tensor_flatten__"):  # its values are in other tensors; it has no memory to read
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    local = getattr(tensor, "_local_tensor", tensor)
+    if hasattr(type(local), "__tensor_flatten__"):  # its values are in other tensors; it has no memory to read
+        kind = f"{type(local).__module__}.{type(local).__qualname__}"
         raise StateError(
             f"{what}: a {kind} is made of other tensors, and can be stored as a parameter, a buffer or in the state of "
             "an optimizer only. Return the tensors inside, or tensor.dequantize(), from the state_dict that holds it."
