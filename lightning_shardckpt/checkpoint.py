@@ -23,7 +23,7 @@ from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.opening import assemble, opened
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About, Save
+from lightning_shardckpt.saving import About, Replicas, Save
 from lightning_shardckpt.sharing import Sharing, is_faster
 from lightning_shardckpt.sources import Target
 from lightning_shardckpt.staging import TORCH_DTYPES
@@ -45,6 +45,7 @@ def save(
     storage: Storage = _PLACES,
     plans: Plans | None = None,
     also: Also | None = None,
+    replicas: Replicas = "same",
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
@@ -60,15 +61,17 @@ def save(
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
         plans: of earlier saves by the same caller; what still holds of them is not planned again.
         also: a format in which the model is written a second time, into the same directory, by the same ranks.
+        replicas: whether tensors that several ranks hold must be the same, or the first rank's are stored.
 
     Returns:
         On rank 0, sentences for the user about what earlier saves left there; see ``Draft.notes``.
 
     Raises:
         FileExistsError: if another process is saving to the path, or what is there is no checkpoint.
+        MismatchError: if replicas differ, naming tensors and ranks.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
-    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
+    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also, replicas)
     with resting(), job:
         agreed = _agreed(job, describe, ranks)
         return _written(job, agreed, ranks)
@@ -85,6 +88,7 @@ def save_async(
     storage: Storage = _PLACES,
     plans: Plans | None = None,
     also: Also | None = None,
+    replicas: Replicas = "same",
     overlap_copy: bool = False,
 ) -> Future[list[str]]:
     """Like ``save``, but return when everything is copied to host memory; ``background`` writes and commits it.
@@ -102,6 +106,7 @@ def save_async(
         storage: see ``save``.
         plans: see ``save``.
         also: see ``save``.
+        replicas: see ``save``.
         overlap_copy: return before parameters and optimizer state are copied. Nobody may change them before
             ``background.wait_for_copies``; if somebody does, the save fails.
 
@@ -114,7 +119,7 @@ def save_async(
             then. Else as ``save`` does.
     """
     background.settle(ranks, room_for=path)
-    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also)
+    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also, replicas)
     with resting(), ExitStack() as unfinished:
         unfinished.enter_context(job)
         agreed = _agreed(job, describe, ranks)
@@ -131,6 +136,8 @@ def save_async(
 
 def _agreed(job: Save, describe: Callable[[], Snapshot], ranks: Ranks) -> dict[str, Any]:
     agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
+    if "differ" in agreed:
+        ranks.step(f"comparing replicas to save {job.path!r}", job.digests, job.blame)
     if len(agreed["groups"]) > 1:  # pipeline stages: one rank of each kind tells what it holds
         agreed["tables"] = ranks.step(f"planning to save {job.path!r}", lambda: job.table(agreed), job.join)
     return agreed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import lightning
 import lightning.pytorch as pl
@@ -34,6 +34,7 @@ from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.pretrained.fitted import fitted_to
 from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.saving import Replicas
 from lightning_shardckpt.state.adapters import adapter_tensors
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.huggingface import HuggingFace
@@ -81,6 +82,8 @@ class ShardCkptIO(CheckpointIO):
             norms under tensor parallelism) each read and verify a share of it and exchange the shares. That spares a
             network file system, or storage slower than the interconnect; from a page cache each is faster alone. By
             default it is measured where there is much to share; True or False says it.
+        replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
+            Those that differ (training without a reduction of gradients, a bug) would be mixed: an error names them.
         adapters_only: save what training changes alone: adapters of PEFT, other parameters that are trained, buffers,
             optimizers and the rest of the trainer. Frozen parameters of the base model are left out, and a load leaves
             them as they are, so the module must have them from elsewhere. For ``ShardedStrategy``.
@@ -104,6 +107,7 @@ class ShardCkptIO(CheckpointIO):
         overlap_copy: bool = False,
         sync_files: bool = True,
         share_reads: bool | None = None,
+        replicas: Replicas = "same",
         adapters_only: bool = False,
         also: Also | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -123,7 +127,9 @@ class ShardCkptIO(CheckpointIO):
         self.size_per_shard = size_per_shard
         self.verify = verify
         self.share_reads, self.adapters_only = share_reads, adapters_only
-        self.also = also
+        if replicas not in get_args(Replicas):
+            raise ValueError(f'replicas is "same" or "first", got {replicas!r}')
+        self.also, self.replicas = also, replicas
         self.overlap_copy = overlap_copy
         self.use_async, self.max_pending = use_async, max_pending
         self._background: Background | None = None
@@ -212,7 +218,7 @@ class ShardCkptIO(CheckpointIO):
             background = self._behind(Ranks.alone())
         about = about_of(checkpoint, self._topology)
         common: dict[str, Any] = {"ranks": self._ranks, "about": about, "size_per_shard": self.size_per_shard}
-        common |= {"storage": self.storage, "plans": self._plans, "also": self.also}
+        common |= {"storage": self.storage, "plans": self._plans, "also": self.also, "replicas": self.replicas}
         overlap = self.overlap_copy and self._module is not None  # else nobody would call wait_for_copies
         if background is None:
             notes = engine.save(os.fspath(path), describe, **common)

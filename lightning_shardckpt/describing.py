@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,7 +17,7 @@ from lightning_shardckpt.layout import parts_of_rank
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
+from lightning_shardckpt.saving import About, Replicas
 from lightning_shardckpt.state.geometry import layout_of, this_rank
 from lightning_shardckpt.state.huggingface import HuggingFace
 from lightning_shardckpt.state.objects import Objects, checkpoint_of, names_for, objects_in
@@ -60,8 +60,10 @@ class Saving:
         self._prefix, self._named_by, self._also = prefix, named_by, also
         self._storage_options = storage_options
 
-    def options(self, size_per_shard: float, sync_files: bool) -> dict[str, Any]:
+    def options(self, size_per_shard: float, sync_files: bool, replicas: Replicas) -> dict[str, Any]:
         """What ``checkpoint.save`` takes besides path and description."""
+        if replicas not in get_args(Replicas):
+            raise ValueError(f'replicas is "same" or "first", got {replicas!r}')
         if size_per_shard <= 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
         values = self._state if isinstance(self._state, dict) else {}  # else ``describe`` says so, on all ranks
@@ -72,6 +74,7 @@ class Saving:
             "storage": Places(LocalStorage(sync_files=sync_files), storage_options=self._storage_options),
             "plans": self._party.plans,
             "also": self._also,
+            "replicas": replicas,
         }
 
     def describe(self) -> Snapshot:

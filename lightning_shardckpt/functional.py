@@ -26,6 +26,7 @@ from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.restoring import KeyMapping, Restore, whole_state
+from lightning_shardckpt.saving import Replicas
 from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.objects import Objects
 from lightning_shardckpt.storage.places import Places
@@ -44,6 +45,7 @@ def save(
     size_per_shard: float = 1024,
     sync_files: bool = True,
     also: Also | None = None,
+    replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
@@ -76,6 +78,7 @@ def save(
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         sync_files: make the checkpoint durable; see ``ShardCkptIO``.
         also: see ``ShardCkptIO``.
+        replicas: see ``ShardCkptIO``.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
         storage_options: for URLs, see ``ShardCkptIO``.
 
@@ -87,7 +90,7 @@ def save(
     party = _party(process_group)
     drain_all()  # one of them may be to this path
     saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also, storage_options)
-    notes = engine.save(saving.path, saving.describe, **saving.options(size_per_shard, sync_files))
+    notes = engine.save(saving.path, saving.describe, **saving.options(size_per_shard, sync_files, replicas))
     _warn(party, [*saving.notes, *notes])
 
 
@@ -101,6 +104,7 @@ def save_async(
     size_per_shard: float = 1024,
     sync_files: bool = True,
     also: Also | None = None,
+    replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Future[None]:
@@ -122,7 +126,7 @@ def save_async(
         party.background = Background(ranks)
         party.background.linger_at_exit()
     saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also, storage_options)
-    options = saving.options(size_per_shard, sync_files)
+    options = saving.options(size_per_shard, sync_files, replicas)
     writing = engine.save_async(saving.path, saving.describe, **options, background=party.background)
     _warn(party, [*saving.notes, *party.background.notes()])
     done: Future[None] = Future()

@@ -6,10 +6,10 @@ import json
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,8 @@ from lightning_shardckpt.planning import Plan, Plans, Tables, check_new_parts, p
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.staging import CopiesBehind, HostMemory, copy_all, dtype_name, host_bytes
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
-from lightning_shardckpt.state.geometry import local_tensor, view_at
+from lightning_shardckpt.state.geometry import local_tensor, this_rank, view_at
+from lightning_shardckpt.state.replicas import Digests, combined, differing, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tree import references, union
 from lightning_shardckpt.storage.protocol import Draft, Storage
@@ -42,6 +43,12 @@ class About:
     step: int | None = None
     epoch: int | None = None
     topology: dict[str, int] = field(default_factory=dict)
+
+
+Replicas = Literal["same", "first"]
+"""What of tensors that several ranks hold is stored: they must be the same, or the lowest rank's counts."""
+
+_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,10 @@ class Save:
         storage: Storage,
         plans: Plans,
         also: Also | None = None,
+        replicas: Replicas = "same",
     ) -> None:
         self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
+        self._replicas, self._digests = replicas, Digests()
         self._size_per_shard, self._plans, self._also = size_per_shard, plans, also
         self._mirroring: Mirroring | None = None
         self._draft: Draft | None = None
@@ -80,7 +89,9 @@ class Save:
 
     def prepare(self, describe: Callable[[], Snapshot]) -> dict[str, Any]:
         """On every rank: what it wants to save, as a digest."""
-        self._snapshot = describe()
+        self._snapshot = _pinned(describe()) if self._replicas == "first" else describe()
+        if self._ranks.world > 1 and self._replicas == "same":
+            self._digests = replica_digests(self._snapshot.leaves, this_rank())
         everyone = ((0, self._ranks.world),)
         self._own_tables: Tables = {
             name: Component(specs_of(name, leaves, everyone), leaves.aliases)
@@ -89,7 +100,12 @@ class Save:
         tables = self._plans.digest.of(self._own_tables, lambda: table_digest(self._own_tables))
         documents = [self._snapshot.documents.get(role) for role in ("model", "frozen")]
         digest = tables + "".join(json.dumps(sorted(document or ())) for document in documents)
-        return {"path": str(self.path), "step": self._about.step, "digest": checksum(digest.encode())}
+        return {
+            "path": str(self.path),
+            "step": self._about.step,
+            "digest": checksum(digest.encode()),
+            "replicas": combined(self._digests),
+        }
 
     def agree(self, wishes: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: one path and step, a save id, groups of ranks that hold the same tensors, and the draft."""
@@ -102,6 +118,9 @@ class Save:
         groups: dict[str, list[int]] = {}
         for rank, wish in enumerate(wishes):
             groups.setdefault(wish["digest"], []).append(rank)
+        self._groups = list(groups.values())
+        if any(_differ([wishes[rank]["replicas"] for rank in group]) for group in self._groups):
+            return {"differ": True}
         mirror = {}
         if self._also is not None:
             if "peft" in self._snapshot.documents:
@@ -114,7 +133,26 @@ class Save:
             mirror = {k: v for k, v in only_model(document).recorded.items() if k != "files"}
         save_id = uuid.uuid4().hex
         self._begin(save_id)
-        return {"save_id": save_id, "groups": list(groups.values()), "mirror": mirror}
+        return {"save_id": save_id, "groups": self._groups, "mirror": mirror}
+
+    def digests(self) -> Digests:
+        """On every rank, if replicas differ: what it has."""
+        return self._digests
+
+    def blame(self, reports: list[Digests]) -> None:
+        """On rank 0: say what differs.
+
+        Raises:
+            MismatchError: naming tensors and ranks.
+        """
+        found = [differing({rank: reports[rank] for rank in group}) for group in self._groups]
+        lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for wrong in found for key, sets in wrong.items()]
+        listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)
+        raise MismatchError(
+            f"cannot save {self.path!r}: replicas differ, so that a checkpoint of all ranks would mix them. "
+            f"{len(lines)} tensors, by the ranks that hold the same:\n  {listed}\nMake them equal (average or broadcast them), "
+            'or take those of the lowest rank with replicas="first".'
+        )
 
     def table(self, agreed: dict[str, Any]) -> dict[str, Any] | None:
         """On the first rank of every group: its tables, as a root index without files, and its trainer's state."""
@@ -295,6 +333,18 @@ class Save:
         if kind is not None and self._draft is not None:
             self._draft.discard()
 
+
+
+def _differ(marks: list[dict[str, str]]) -> bool:
+    """Whether ranks have different digests of the same replicas."""
+    known: dict[str, str] = {}
+    return any(known.setdefault(label, mark) != mark for of in marks for label, mark in of.items())
+
+
+def _pinned(found: Snapshot) -> Snapshot:
+    """What the lowest rank that holds it writes, of all tensors."""
+    pinned = {name: replace(of, pinned=frozenset(of.tensors)) for name, of in found.leaves.items() if name != "trainer"}
+    return replace(found, leaves={**found.leaves, **pinned})
 
 def _owned(optimizers: dict[str, Any]) -> set[str]:
     """The names of the parameters that optimizers have, from their document."""
