@@ -76,6 +76,8 @@ class ShardCkptIO(CheckpointIO):
             optimizers have during the next forward and backward; no optimizer steps before that is done. If something
             else changes one of them, and torch counts that up as its version, the save fails; see ``CopiesBehind``.
             Lightning's own strategies copy before they return, as without it.
+        cast: read floating tensors into a model of another floating dtype, with a note, so that a run in ``bf16-true``
+            can go on from one in float32; moments get the dtype that the optimizer makes. False refuses that.
         sync_files: make a save durable before it returns. With False it is faster, and still survives a death of the
             process at any moment, old or new; behind a crash of the machine or a loss of power neither may be left.
         share_reads: on a load under ``ShardedStrategy``, let ranks that hold the same of a DTensor (replicas of HSDP,
@@ -105,6 +107,7 @@ class ShardCkptIO(CheckpointIO):
         use_async: bool = False,
         max_pending: int = 1,
         overlap_copy: bool = False,
+        cast: bool = True,
         sync_files: bool = True,
         share_reads: bool | None = None,
         replicas: Replicas = "same",
@@ -125,7 +128,7 @@ class ShardCkptIO(CheckpointIO):
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
         self.size_per_shard = size_per_shard
-        self.verify = verify
+        self.verify, self.cast = verify, cast
         self.share_reads, self.adapters_only = share_reads, adapters_only
         if replicas not in get_args(Replicas):
             raise ValueError(f'replicas is "same" or "first", got {replicas!r}')
@@ -367,7 +370,8 @@ class ShardCkptIO(CheckpointIO):
             extra_state = frozenset(canonical_name(k) for k, v in state_dict.items() if is_value(k, v))
             adapters = adapter_tensors(self._module, leaves.tensors) if self._module is not None else frozenset[str]()
             fitting = partial(fitted_to, module=self._module or nn.Module(), live=leaves, whole=self.names)
-            live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting, regroup=regroup)
+            live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting)
+            live = replace(live, regroup=regroup, cast=self.cast)
             loaded = engine.load(
                 os.fspath(path),
                 live,

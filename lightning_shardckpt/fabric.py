@@ -410,7 +410,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         drain_all()
         one = state if isinstance(state, dict) else {"state": state}
         objects = objects_in(one)
-        restore = Restore(one, objects, named_by=self._all, whole=self._whole(objects))
+        restore = Restore(one, objects, named_by=self._all, whole=self._whole(objects), cast=io.cast)
         remainder, notes = restore.run(
             os.fspath(path),
             self._ranks,

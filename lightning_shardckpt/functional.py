@@ -163,6 +163,7 @@ def load(
     key_mapping: KeyMapping | None = None,
     named_by: nn.Module | None = None,
     verify: bool = True,
+    cast: bool = True,
     share_reads: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -187,6 +188,7 @@ def load(
             function. All names are mapped at once. It holds for the state of optimizers, too.
         named_by: see ``save``.
         verify: whether to compare checksums.
+        cast: see ``ShardCkptIO``.
         share_reads: see ``ShardCkptIO``.
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
@@ -206,7 +208,7 @@ def load(
         return whole_state(engine.load_full(os.fspath(path), verify=verify, storage=places))
     party = _party(process_group)
     objects, whole = _looked_at(state, party.ranks)
-    restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole)
+    restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole, cast=cast)
     remainder, notes = restore.run(
         os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=places
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_shardckpt.casting import CastingSource, converts
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Source, Target
-from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.staging import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.state.compound import MARK, described
 from lightning_shardckpt.state.geometry import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model
@@ -34,7 +36,8 @@ class Live:
     ``fitting``: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
     ``placed``: tensors of the user's to fill, by key of trainer state. ``like``: how such state is laid out that is not
     there yet. ``remedy``: how to load in spite of differences. ``regroup``: gets the trainer's state, without tensors,
-    before the optimizers are compared, and may change their param groups.
+    before the optimizers are compared, and may change their param groups. ``cast``: whether floating tensors may be
+    read into those of another floating dtype.
     """
 
     model: Leaves
@@ -48,6 +51,7 @@ class Live:
     like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     remedy: str = "Set strict_loading=False on the LightningModule"
     regroup: Callable[[Mapping[str, Any]], None] | None = None
+    cast: bool = True
 
 
 class Load:
@@ -84,7 +88,15 @@ class Load:
         extra = (set(document), {*self._live.extra_state, *records})
         live, kept = self._without_adapters(stored)
         matched = match_model(
-            stored, live, extra, found, ties=ties, elsewhere=elsewhere, left_out=left_out, alike=alike
+            stored,
+            live,
+            extra,
+            found,
+            ties=ties,
+            elsewhere=elsewhere,
+            left_out=left_out,
+            alike=alike,
+            converts=converts if self._live.cast else operator.eq,
         )
         for name in [name for name, record in records.items() if document.get(name, record) != record]:
             found.add(name, f"{described(document[name])} in checkpoint, {described(records[name])} in model")
@@ -93,7 +105,10 @@ class Load:
             self._compare_optimizers(self._live.optimizers, matched, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
-        return {"differences": found.problems, "sources": sources, "kept": kept, "groups": groups}
+        pairs = ((stored.tensors[key].dtype, DTYPES[live.tensors[name].dtype]) for name, key in matched.items())
+        casts = sorted({f"{a} to {b}" for a, b in pairs if a != b})
+        self.source = CastingSource(self.source) if self._live.cast else self.source
+        return {"differences": found.problems, "sources": sources, "kept": kept, "groups": groups, "casts": casts}
 
     def _without_adapters(self, stored: Component) -> tuple[Leaves, list[str]]:
         """What to look for, and which adapters are not: of a checkpoint without any, when weights alone are loaded.
@@ -137,6 +152,8 @@ class Load:
         notes = [note] if count else []
         if kept := list(dict.fromkeys(key for report in reports for key in report["kept"])):
             notes.append(f"{path} has no adapters: {len(kept)} tensors of adapters keep the values that they have")
+        if casts := sorted({cast for report in reports for cast in report["casts"]}):
+            notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         return {"notes": notes, "sources": sources, "joined": joined}
 
     def _joined(self, reports: list[dict[str, Any]], found: Differences) -> dict[str, list[list[str]]]:
@@ -206,12 +223,17 @@ class Load:
             )
         if self._live.regroup is not None:
             self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
-        component = self._components.get("optimizer")
+        component, model = self._components.get("optimizer"), self._components.get("model", Component({}))
+
+        def stored_dtype(name: str) -> str | None:
+            return model.tensors[matched[name]].dtype if name in matched else None
+
+        dtypes = stored_dtype if self._live.cast else None
         if len(document) != len(live):
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
             one = StoredOptimizer(number, document[str(number)], component)
-            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, self._live.whole.parameters)
+            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, self._live.whole.parameters, dtypes)
             load.compare(component, found, self._elsewhere)
             self._optimizers.append(load)
 

@@ -72,6 +72,7 @@ class Restore:
         key_mapping: from names here to stored names without ``prefix``.
         named_by: the module of an optimizer whose module is not in the state.
         whole: names of the model over all pipeline stages.
+        cast: see ``loading.Live``.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Restore:
         key_mapping: KeyMapping | None = None,
         named_by: nn.Module | None = None,
         whole: WholeNames | None = None,
+        cast: bool = True,
     ) -> None:
+        self._cast = cast
         self._state, self._objects, self._prefix = state, objects, prefix
         self._rename, self._whole = renaming(key_mapping), whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
@@ -109,6 +112,7 @@ class Restore:
             placed={key_of(path): tensor.detach() for path, tensor in self._objects.tensors.items()},
             like=sharded_tensors(self._objects),
             remedy="Pass strict=False",
+            cast=self._cast,
         )
 
     def fitting(self, source: Source) -> tuple[Source, list[str]]:

@@ -149,8 +149,8 @@ class Save:
         lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for wrong in found for key, sets in wrong.items()]
         listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)
         raise MismatchError(
-            f"cannot save {self.path!r}: replicas differ, so that a checkpoint of all ranks would mix them. "
-            f"{len(lines)} tensors, by the ranks that hold the same:\n  {listed}\nMake them equal (average or broadcast them), "
+            f"cannot save {self.path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
+            f"{len(lines)} tensors, by the ranks that hold the same:\n  {listed}\nMake them equal (average them, …), "
             'or take those of the lowest rank with replicas="first".'
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -141,8 +140,7 @@ class SelectedSource:
     def verify(self, targets: list[Target]) -> int:
         """As the source does."""
         for target in targets:
-            there = replace(target, key=self._stored_key(target.component, target.key))
-            self._made[id(target)] = target, there
+            self._made[id(target)] = target, target.renamed(self._stored_key(target.component, target.key))
         return self._source.verify([self._made[id(target)][1] for target in targets])
 
     def fill(self, targets: list[Target]) -> None:

@@ -6,6 +6,7 @@ same specs, so comparing and planning do not know which one it is; ``opening`` f
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,12 @@ class Target:
         local = local if self.region is None else view_at(local, self.region)
         local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
         object.__setattr__(self, "local", local)
+
+    def renamed(self, key: str) -> Target:
+        """The same memory, to be filled with another stored tensor."""
+        found = copy.copy(self)
+        object.__setattr__(found, "key", key)
+        return found
 
     def parts(self, rank: int) -> tuple[Part, ...]:
         """The boxes to fill, and where they lie in ``local``; ``rank``: this one's."""

@@ -31,7 +31,7 @@ ROWS = [
     {"state"},
     {"torchfile", "sources", "background", "exchange", "hub"},
     {"formats"},
-    {"joining", "opening"},
+    {"joining", "opening", "casting"},
     {"export"},
     {"pretrained"},
     {"mirroring", "mirrored"},

@@ -9,30 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_shardckpt.casting import CastingSource, converts
 from lightning_shardckpt.errors import FormatError, MismatchError
 from lightning_shardckpt.foreign import ForeignTensors
 from lightning_shardckpt.formats.source import ForeignSource
 from lightning_shardckpt.index import Component, TensorSpec
 from lightning_shardckpt.pretrained.fitting import Fit, fit
 from lightning_shardckpt.sources import ShardedSource, Source, Target
-from lightning_shardckpt.staging import DTYPES, TORCH_DTYPES
-from lightning_shardckpt.state.geometry import local_tensor, view_at
+from lightning_shardckpt.staging import DTYPES
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.whole import Tensors, windows
-
-_FLOATING = ("F64", "F32", "F16", "BF16")  # not F8: what those mean, other tensors say
-_COMPLEX = ("C64", "C128")
-_WINDOW_BYTES, _BATCH_BYTES = 8 << 20, 32 << 20  # of stored elements on their way to another dtype
-
-
-def converts(stored: str, live: str | None) -> bool:
-    """Whether a tensor of one dtype may be loaded into one of another.
-
-    >>> converts("BF16", "F32"), converts("I64", "I32"), converts("F8_E4M3", "BF16")
-    (True, False, False)
-    """
-    return stored == live or any(stored in kind and live in kind for kind in (_FLOATING, _COMPLEX))
+from lightning_shardckpt.whole import Tensors
 
 
 def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames) -> tuple[Source, list[str]]:
@@ -70,16 +57,15 @@ class FittedSource:
     def __init__(
         self, source: Source, fit: Fit, live: Mapping[str, torch.Tensor], ties: Iterable[tuple[str, ...]] = ()
     ) -> None:
-        self.path, self._source, self._fit = source.path, source, fit
-        self._made: ForeignSource | None = None
+        self.path, self._source, self._fit = source.path, CastingSource(source), fit
+        self._made: CastingSource | None = None
         if fit.made:
             tensors = ForeignTensors(source.path, source.tensors.reader, {"model": fit.made})
-            self._made = ForeignSource(tensors)
+            self._made = CastingSource(ForeignSource(tensors))
         aliases = {name: tie[0] for tie in ties for name in tie[1:] if name in fit.names}
         specs = {name: self._spec(name, live.get(name)) for name in fit.names - aliases.keys()}
         self._model = Component(specs, aliases)
-        self._here: dict[int, Target] = {}
-        self._converted: list[Target] = []
+        self._here: dict[int, tuple[Target, Target]] = {}  # by id, with what has it
 
     def _stored(self, name: str) -> tuple[Source, str]:
         if self._made is not None and name in self._fit.made:
@@ -125,50 +111,20 @@ class FittedSource:
         return source.backed(component, stored)
 
     def verify(self, targets: list[Target]) -> int:
-        """Verify what can be, of tensors that keep their dtype; the others are verified as they are read."""
-        groups: dict[int, tuple[Source, list[Target]]] = {}
-        for target in targets:
-            source, key = self._stored(target.key)
-            if self._stored_spec(target.key).dtype != DTYPES[target.local.dtype]:
-                self._converted.append(target)
-                continue
-            self._here[id(target)] = there = Target("model", key, target.tensor, target.fresh, target.region)
-            groups.setdefault(id(source), (source, []))[1].append(there)
-        return sum(source.verify(group) for source, group in groups.values())
+        """Verify all that is not fresh; the rest is verified as it is read, or has been."""
+        return sum(source.verify(there) for source, there in self._by_source(targets))
 
     def fill(self, targets: list[Target]) -> None:
         """Read into memory what keeps its dtype, and the rest through a bounded amount of it."""
-        for source in (self._source, self._made):
-            if source is not None:
-                source.fill([self._here[id(t)] for t in targets if id(t) in self._here and self._is_of(t, source)])
-        wanted = {id(target) for target in targets}
-        batch: list[Target] = []
-        for target in (t for t in self._converted if id(t) in wanted):
-            for window in self._windows(target):
-                if batch and sum(t.local.nbytes for t in batch) + window.local.nbytes > _BATCH_BYTES:
-                    self._convert(batch)
-                batch.append(window)
-        self._convert(batch)
-
-    def _is_of(self, target: Target, source: Source) -> bool:
-        return self._stored(target.key)[0] is source
-
-    def _windows(self, target: Target) -> Iterator[Target]:
-        dtype = TORCH_DTYPES[self._stored_spec(target.key).dtype]
-        corner = target.region.start if target.region is not None else (0,) * target.local.ndim
-        for window in windows(tuple(target.local.shape), _WINDOW_BYTES // dtype.itemsize):
-            yield Target("model", target.key, target.tensor, True, window.shift(corner), dtype=dtype)
-
-    def _convert(self, batch: list[Target]) -> None:
-        """Read what is to be converted, and empty the list."""
-        for source in (self._source, self._made):
-            part = [t for t in batch if source is not None and self._is_of(t, source)]
-            if source is None or not part:
-                continue
-            there = [replace(t, key=self._stored(t.key)[1]) for t in part]
-            source.verify(there)
+        for source, there in self._by_source(targets):
             source.fill(there)
-            for target in there:
-                assert target.region is not None
-                view_at(local_tensor(target.tensor), target.region).copy_(target.local)
-        batch.clear()
+
+    def _by_source(self, targets: list[Target]) -> Iterator[tuple[Source, list[Target]]]:
+        """The targets by their stored names; the same object for one that was asked for before."""
+        groups: dict[int, tuple[Source, list[Target]]] = {}
+        for target in targets:
+            source, key = self._stored(target.key)
+            if id(target) not in self._here:
+                self._here[id(target)] = target, target.renamed(key)
+            groups.setdefault(id(source), (source, []))[1].append(self._here[id(target)][1])
+        yield from groups.values()

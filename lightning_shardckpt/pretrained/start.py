@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lightning_shardckpt.casting import converts
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.opening import opened
-from lightning_shardckpt.pretrained.fitted import FittedSource, converts
+from lightning_shardckpt.pretrained.fitted import FittedSource
 from lightning_shardckpt.pretrained.fitting import Fit, fit, report
 from lightning_shardckpt.pretrained.names import KeyMapping, limited
 from lightning_shardckpt.ranks import Ranks

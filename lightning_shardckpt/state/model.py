@@ -6,6 +6,7 @@ several names are stored once, under the first, and the other names are aliases 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -216,6 +217,7 @@ def match_model(
     elsewhere: frozenset[str] = frozenset(),
     left_out: Mapping[str, Any] | None = None,
     alike: Callable[[Sequence[str]], bool] = lambda _: False,
+    converts: Callable[[str, str | None], bool] = operator.eq,
 ) -> dict[str, str]:
     """Live key -> stored key of every tensor that can be loaded; the rest is noted in ``differences``.
 
@@ -230,6 +232,7 @@ def match_model(
         elsewhere: what other ranks have and this one has not.
         left_out: dtype and shape by name of what the checkpoint leaves to others; that it is missing is no difference.
         alike: whether stored tensors are equal; then they can be one live tensor.
+        converts: whether a stored dtype can be read into a live one.
     """
     left_out = left_out or {}
     names = _names_of(live, ties)
@@ -250,7 +253,7 @@ def match_model(
         spec = stored.tensors[sources[0]]
         if spec.shape != tuple(tensor.shape):
             differences.add(key, f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
-        elif spec.dtype != DTYPES.get(tensor.dtype):
+        elif not converts(spec.dtype, DTYPES.get(tensor.dtype)):
             differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(tensor.dtype, tensor.dtype)} in model")
         else:
             matched[key] = sources[0]

@@ -10,7 +10,7 @@ numbers) and the hyper-parameters of the param groups go into a JSON document.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -180,6 +180,7 @@ class OptimizerLoad:
         renamed: live FQN -> stored FQN where they differ (ties).
         whole: on a pipeline stage, the FQNs of all parameters of the model in order; what a stored number means is
             then found out together with the other stages, see ``join_groups``.
+        dtypes: the stored dtype of a parameter, by live FQN, if state may be converted to another dtype.
     """
 
     def __init__(
@@ -190,7 +191,9 @@ class OptimizerLoad:
         names: Mapping[int, str],
         renamed: Mapping[str, str],
         whole: Sequence[str] = (),
+        dtypes: Callable[[str], str | None] | None = None,
     ) -> None:
+        self._dtype_of_parameter = dtypes
         self.number, self._optimizer, self._stored = number, optimizer, stored
         self.is_joined = stored.numbered and bool(whole)
         self._stored_name: dict[int, str] = {}
@@ -319,7 +322,8 @@ class OptimizerLoad:
             for name, key in self._stored.tensors.get(self._stored_name[id(param)], {}).items():
                 assert component is not None
                 spec = component.tensors[key]
-                dtype, there = TORCH_DTYPES[spec.dtype], state.get(name)
+                there = state.get(name)
+                dtype = self._dtype(key, spec.dtype, param, there)
                 if spec.shape == tuple(param.shape):
                     if there is not None and is_like(there, param, dtype) and id(there) not in shared:
                         tensor, found = there, live
@@ -332,6 +336,16 @@ class OptimizerLoad:
                 found.append((key, tensor))
                 self._filled[id(param), name] = tensor
         return live, new
+
+    def _dtype(self, key: str, stored: str, param: torch.Tensor, there: object) -> torch.dtype:
+        """Of the state as it is to be: what the optimizer has, or makes: often the parameter's dtype."""
+        same = TORCH_DTYPES[stored]
+        if self._dtype_of_parameter is None or MARK in key.rpartition("/")[2] or not same.is_floating_point:
+            return same
+        if isinstance(there, torch.Tensor):
+            return there.dtype if there.is_floating_point() else same
+        before = self._dtype_of_parameter(self._names.get(id(param), ""))
+        return param.dtype if before == stored and param.is_floating_point() else same
 
     def apply(self, sources: Mapping[str, list[int] | None]) -> list[str]:
         """Put the tensors, which are filled, the values and the hyper-parameters in place.

@@ -1,0 +1,168 @@
+"""A run goes on in another floating dtype. Oracle: ``Tensor.to``, and what Lightning itself makes of its own file."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_shardckpt as ckpt
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+from lightning_shardckpt.errors import CorruptionError, MismatchError
+from tests.nets import full_state
+from tests.pool import run_ranks
+
+WIDE = 1100  # so that a weight is read in more than one window
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.net(batch.to(self.net[0].weight.dtype)).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), batch_size=4)
+
+
+def fit(path: str, precision: Any, steps: int, sharded: bool, resume: str | None = None) -> dict[str, Any]:
+    """Weights, moments and their dtypes after so many steps."""
+    pl.seed_everything(1, verbose=False)
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    more: dict[str, Any] = {"strategy": ShardedStrategy(), "plugins": [ShardCkptIO()]} if sharded else {}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices if sharded else 1,
+        max_steps=steps,
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **more,
+    )
+    module = Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, ckpt_path=resume, weights_only=False if resume else None)
+    trainer.save_checkpoint(path)
+    (optimizer,) = trainer.optimizers
+    state = [[v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in module.parameters()]
+    whole = [[v.full_tensor() if hasattr(v, "full_tensor") else v for v in of] for of in state]
+    notes = [str(w.message) for w in caught if "converted while it is read" in str(w.message)]
+    return {"weights": full_state(module), "moments": whole, "notes": notes}
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    pairs = [(a["weights"][k], v) for k, v in b["weights"].items()]
+    pairs += [two for of in zip(a["moments"], b["moments"], strict=True) for two in zip(*of, strict=True)]
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [("32-true", "bf16-true"), ("bf16-true", "32-true"), ("64-true", "32-true")]
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_in_another_precision(before: str, after: str, world: int, tmp_path: Path) -> None:
+    """Where it was loaded: no step is made, since those of two ranks see other batches."""
+    run_ranks(world, fit, str(tmp_path / "sharded"), before, 2, True)
+    run_ranks(1, fit, str(tmp_path / "sharded.plain"), after, 2, True, str(tmp_path / "sharded"))
+    ckpt_file = tmp_path / "plain.ckpt"
+    (alone,) = run_ranks(1, fit, str(ckpt_file), before, 2, False, init_process_group=False)
+    (expected,) = run_ranks(1, fit, str(tmp_path / "b"), after, 2, False, str(ckpt_file), init_process_group=False)
+    found = run_ranks(world, fit, str(tmp_path / "c"), after, 2, True, str(ckpt_file))
+    again = run_ranks(world, fit, str(tmp_path / "d"), after, 2, True, str(tmp_path / "sharded.plain"))
+    kind = {"32-true": "F32", "bf16-true": "BF16", "64-true": "F64"}
+    assert all(equal(rank, expected) for rank in found)
+    assert f"{kind[before]} to {kind[after]}" in found[0]["notes"][0]
+    assert alone["weights"].keys() == expected["weights"].keys()
+    assert not again[0]["notes"]  # that one has the dtypes of the model
+    if world == 1:
+        assert equal(again[0], expected)
+
+
+def wide(dtype: torch.dtype, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(WIDE * 4, WIDE).to(dtype)
+
+
+@pytest.mark.parametrize("after", [torch.bfloat16, torch.float64])
+def test_weights_are_converted_window_by_window(after: torch.dtype, tmp_path: Path) -> None:
+    module, other = wide(torch.float32, 0), wide(after, 1)
+    ckpt.save(tmp_path / "c", {"model": module})
+    with pytest.warns(UserWarning, match="is converted while it is read, to the dtypes of this model: F32 to"):
+        ckpt.load(tmp_path / "c", {"model": other})
+    assert torch.equal(other.weight, module.weight.to(after))
+    assert torch.equal(other.bias, module.bias.to(after))
+    with pytest.raises(MismatchError, match="dtype F32 in checkpoint"):
+        ckpt.load(tmp_path / "c", {"model": other}, cast=False)
+
+
+def test_integers_are_never_converted(tmp_path: Path) -> None:
+    module, other = nn.Module(), nn.Module()
+    module.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    other.register_buffer("count", torch.zeros(3, dtype=torch.int32))
+    ckpt.save(tmp_path / "c", {"model": module})
+    with pytest.raises(MismatchError, match="dtype I64 in checkpoint, I32 in model"):
+        ckpt.load(tmp_path / "c", {"model": other})
+
+
+def test_nothing_changes_if_what_is_converted_is_corrupt(tmp_path: Path) -> None:
+    module, other = wide(torch.float32, 0), wide(torch.bfloat16, 1)
+    ckpt.save(tmp_path / "c", {"model": module})
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(CorruptionError):
+        ckpt.load(tmp_path / "c", {"model": other})
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*is converted while it is read")
+def test_moments_follow_what_the_optimizer_makes(tmp_path: Path) -> None:
+    """torch makes moments in the dtype of the parameter; one that keeps them in float32 has them so again."""
+    module, optimizer = _stepped(torch.float32)
+    ckpt.save(tmp_path / "c", {"model": module, "optimizer": optimizer})
+    other = wide(torch.bfloat16, 1)
+    fresh = torch.optim.AdamW(other.parameters())
+    ckpt.load(tmp_path / "c", {"model": other, "optimizer": fresh})
+    expected = torch.optim.AdamW(wide(torch.bfloat16, 1).parameters())
+    expected.load_state_dict(optimizer.state_dict())  # torch's own conversion
+    pairs = zip(fresh.state.values(), expected.state.values(), strict=True)
+    for found, of in pairs:
+        assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in of.items()}
+        assert all(torch.equal(found[k], of[k]) for k in of)
+
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].double()
+    ckpt.save(tmp_path / "d", {"model": module, "optimizer": optimizer})
+    again, fresh = wide(torch.float32, 1), torch.optim.AdamW(wide(torch.float32, 1).parameters())
+    fresh = torch.optim.AdamW(again.parameters())
+    ckpt.load(tmp_path / "d", {"model": again, "optimizer": fresh})
+    assert fresh.state[again.weight]["exp_avg"].dtype is torch.float64  # as it was: the parameter's has not changed
+
+
+def _stepped(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = wide(dtype, 0)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, WIDE * 4, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return module, optimizer
