@@ -210,6 +210,8 @@ def run(seeds: list[int], folder: str) -> Counter[str]:
 
 
 def main() -> int:
+    from tests.state_trees import run  # as a name that other processes can import
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

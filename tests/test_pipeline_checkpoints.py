@@ -93,7 +93,7 @@ def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_three_dimensions_on_eight_processes_and_back(tmp_path: Path) -> None:
-    """PP2 x FSDP2 x TP2 to TP4 x FSDP2 and one process."""
+    """PP2 x FSDP2 x TP2 to TP4 x FSDP2 and one process, and from there back; to FSDP8 and PP2 x TP4."""
     path = str(tmp_path / "a.ckpt")
     cube = {**PP2, **TP2}
     expected = union(run_ranks(8, train, cube, 2, path, None, "adamw", 1, timeout_s=300))
@@ -106,6 +106,13 @@ def test_three_dimensions_on_eight_processes_and_back(tmp_path: Path) -> None:
             there = run_ranks(world, train, target, 2, back, path, "adamw", 7)
             both = there, run_ranks(8, train, cube, 2, None, back, "adamw", 8, timeout_s=300)
         assert [tiny.differences(expected, union(list(states))) for states in both] == [[], []]
+    others = run_ranks(8, load_on_all, [FSDP, {**PP2, "tensor_parallel_size": 4, **TP}], path, timeout_s=300)
+    for states in zip(*others, strict=True):
+        assert tiny.differences(expected, union(list(states))) == []
+
+
+def load_on_all(targets: list[State], path: str) -> list[State]:
+    return [train(target, 2, None, path, "adamw", 7) for target in targets]
 
 
 def train_twice(target: State, cube: State, path: str, back: str) -> tuple[State, State]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
+from lightning_shardckpt import metadata as open_metadata
 from tests import tiny
 from tests.pool import run_ranks
 
@@ -14,6 +18,7 @@ FSDP: dict[str, Any] = {}
 HSDP: dict[str, Any] = {"data_parallel_replicate_size": 2}
 TP = {"tensor_parallel_plan": tiny.TP_PLAN}
 TP2 = {"tensor_parallel_size": 2, **TP}
+OFFLOADED: dict[str, Any] = {"cpu_offload": True}
 TP4 = {"tensor_parallel_size": 4, **TP}
 
 
@@ -33,6 +38,9 @@ CASES = [
     ("fsdp4-to-tp", 4, FSDP, "momentum", [(4, TP2)]),
     ("hsdp2x2", 4, HSDP, "adamw", [(3, FSDP)]),
     ("fsdp3", 3, FSDP, "sgd", [(4, HSDP)]),
+    ("tp4", 4, TP4, "momentum", [(2, TP2)]),
+    ("factored state", 3, FSDP, "adafactor", [(2, FSDP), (1, FSDP)]),
+    ("offloaded", 2, OFFLOADED, "adamw", [(1, FSDP), (3, OFFLOADED)]),
 ]
 
 
@@ -47,6 +55,23 @@ def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> No
     for target_world, target in targets:
         for found in run_ranks(target_world, load, target, path, optimizer):
             assert tiny.differences(expected, found) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [HSDP, TP4, {**TP2, "data_parallel_replicate_size": 2}], ids=["hsdp", "tp", "both"])
+def test_every_element_is_written_once(strategy: dict[str, Any], tmp_path: Path) -> None:
+    """Replicas of HSDP, and norms that each rank of a tensor group has."""
+    run_ranks(4, save, strategy, str(tmp_path / "a.ckpt"), "adamw")
+    tensors = open_metadata(tmp_path / "a.ckpt").tensors
+    written = Counter[str]()
+    for file in (tmp_path / "a.ckpt").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it has no iterator
+                prefix = "" if file.name.startswith("model") else "optimizer/"
+                written[prefix + name] += opened.get_tensor(name).numel()
+    assert {name for name in tensors if "norm" in name or "scale" in name}
+    for name, info in tensors.items():
+        assert written[name] == math.prod(info.shape), name
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ class TinyLM(pl.LightningModule):
             "adamw": lambda: torch.optim.AdamW(groups, lr=1e-2),
             "amsgrad": lambda: torch.optim.Adam(groups, lr=1e-2, amsgrad=True),
             "sgd": lambda: torch.optim.SGD(groups, lr=1e-2),
+            "adafactor": lambda: torch.optim.Adafactor(groups, lr=1e-2),
             "momentum": lambda: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
         }
         optimizer = kinds[self.hparams["optimizer"]]()
