@@ -1,6 +1,8 @@
 """What does the ``.metadata`` of torch's distributed checkpoint say? A pickle, read as data: see ``unpickle``.
 
-Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` and ``_nested_dict.py``, torch 2.0 to 2.13.
+Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` and ``_nested_dict.py``, torch 2.0 to 2.13;
+``olmo_core/distributed/checkpoint/filesystem.py``, OLMo-core 1.9 to 3.0, whose own class for where an entry is has the
+same fields.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _KNOWN: Known = {
     **KNOWN_DTYPES,
     **{f"torch.distributed.checkpoint.metadata.{name}": record(kind) for name, kind in _CLASSES.items()},
     "torch.distributed.checkpoint.filesystem._StorageInfo": record("place"),
+    "olmo_core.distributed.checkpoint.filesystem._StorageInfo": record("place"),
     **{f"{module}.{name}": record("path") for module in ("pathlib", "pathlib._local") for name in _PATHS},
     "torch.Size": Called(lambda lengths=(): tuple(lengths)),
     "torch.serialization._get_layout": Called(text),
