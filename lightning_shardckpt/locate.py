@@ -19,6 +19,7 @@ _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
 READABLE = (ROOT_NAME, ".metadata")
 """Files that tell a directory that can be resumed from and consolidated: ours, and torch.distributed.checkpoint's."""
 
+_COLOSSAL_PREFIX = "pytorch_model-"  # ColossalAI's indexes of ranks are named like ours otherwise
 _READS = "; `trainer.fit(ckpt_path=…)` and `python -m lightning_shardckpt consolidate` read it"
 _FOREIGN_DIRECTORIES = (
     ("meta.pt", "a sharded checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy"),
@@ -76,7 +77,8 @@ def is_unfinished(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     if (path / ROOT_NAME).exists() or not path.is_dir():
         return False
-    return path.name.startswith(".tmp-") or any(path.glob("*-meta-dist-*.index.json"))
+    ours = (f for f in path.glob("*-meta-dist-*.index.json") if not f.name.startswith(_COLOSSAL_PREFIX))
+    return path.name.startswith(".tmp-") or any(ours)
 
 
 def _kind_of_file(path: Path) -> str:

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.formats.places import dcp_place, is_hub_directory, is_safetensors
+from lightning_shardckpt.formats.places import (
+    OPTIMIZERS,
+    WEIGHTS,
+    dcp_place,
+    indexes,
+    is_hub_directory,
+    is_index,
+    is_safetensors,
+    rank_indexes,
+)
 from lightning_shardckpt.index import ROOT_NAME
 from lightning_shardckpt.locate import READABLE, did_you_mean, is_unfinished
 
@@ -48,13 +57,46 @@ def _open_hub_directory(path: str, weights_only: bool) -> Source:
 
 
 def _open_safetensors(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.booster_optimizer import is_optimizer_file, open_optimizer_file
     from lightning_shardckpt.formats.huggingface import open_file
 
-    return open_file(path)
+    return open_optimizer_file(path) if is_optimizer_file(path) else open_file(path)
+
+
+def _is_booster_optimizer(path: str) -> bool:
+    return bool(indexes(path, OPTIMIZERS))
+
+
+def _open_booster_optimizer(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.booster_optimizer import open_optimizer
+
+    return open_optimizer(path, weights_only)
+
+
+def _are_booster_ranks(path: str) -> bool:
+    return bool(rank_indexes(path))
+
+
+def _open_booster_ranks(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.booster_ranks import open_ranks
+
+    return open_ranks(path)
+
+
+def _is_index(path: str) -> bool:
+    return is_index(path, (*WEIGHTS, *OPTIMIZERS))
+
+
+def _open_index(path: str, weights_only: bool) -> Source:
+    from lightning_shardckpt.formats.booster_optimizer import open_optimizer
+    from lightning_shardckpt.formats.huggingface import open_directory
+
+    folder, name = os.path.split(os.path.abspath(path))
+    return open_optimizer(folder, weights_only, name) if is_index(path, OPTIMIZERS) else open_directory(folder, name)
 
 
 def _is_other_file(path: str) -> bool:
-    return os.path.isfile(path) and not is_safetensors(path)
+    return os.path.isfile(path) and not is_safetensors(path) and not _is_index(path)
 
 
 def _open_other_file(path: str, weights_only: bool) -> Source:
@@ -69,6 +111,9 @@ def _open_other_file(path: str, weights_only: bool) -> Source:
 FORMATS = (
     Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, _open_dcp),
     Format("a Hugging Face directory", is_hub_directory, _open_hub_directory),
+    Format("an optimizer of ColossalAI's Booster", _is_booster_optimizer, _open_booster_optimizer),
+    Format("weights of ColossalAI's ranks", _are_booster_ranks, _open_booster_ranks),
+    Format("an index file", _is_index, _open_index),
     Format("a file of safetensors", is_safetensors, _open_safetensors),
     Format("a file of torch.save", _is_other_file, _open_other_file),
 )
@@ -91,5 +136,7 @@ def recognised(path: str) -> Format | None:
     names = ["a checkpoint of lightning-shardckpt", *found] if ours else found
     if len(names) > 1:
         listed = " and ".join(names)
-        raise FormatError(f"{path!r} is {listed} at once, and which one is meant cannot be told. Move one elsewhere.")
+        remedy = "Move one elsewhere"
+        remedy += ", or give the path of its index file" if indexes(path, (*WEIGHTS, *OPTIMIZERS)) else ""
+        raise FormatError(f"{path!r} is {listed} at once, and which one is meant cannot be told. {remedy}.")
     return next((known for known in FORMATS if known.name in found), None)

@@ -8,20 +8,18 @@ does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.foreign import ForeignTensor, ForeignTensors
-from lightning_shardckpt.formats.places import BIN, HUB_WEIGHTS, INDEX, SAFE
+from lightning_shardckpt.formats.places import BIN, HUB_WEIGHTS, INDEX, SAFE, WEIGHTS, only_index
 from lightning_shardckpt.formats.plain import PlainSource
 from lightning_shardckpt.formats.safetensors import tensors_of
-from lightning_shardckpt.formats.source import ForeignSource
+from lightning_shardckpt.formats.source import ForeignSource, closed_on_error
 from lightning_shardckpt.header import check_file_name, check_text, parse_json, shown
 from lightning_shardckpt.sources import Source
 from lightning_shardckpt.storage.local import LocalReader
-from lightning_shardckpt.storage.protocol import read_all
+from lightning_shardckpt.storage.protocol import Reader, read_all
 
 _LISTED = 5
 
@@ -29,20 +27,20 @@ _LISTED = 5
 def open_file(path: str) -> Source:
     """A single file of safetensors."""
     folder, name = os.path.split(os.path.abspath(path))
-    with _closed_on_error(LocalReader(folder, follow_links=True)) as reader:
+    with closed_on_error(LocalReader(folder, follow_links=True)) as reader:
         return _safe(path, reader, {name: tensors_of(reader, name, folder)}, {})
 
 
-def open_directory(path: str) -> Source:
-    """A directory with weights.
+def open_directory(path: str, index: str | None = None) -> Source:
+    """A directory with weights; of several variants in one, that of an index.
 
     Raises:
         FormatError: if it holds two versions of them, or an index says what cannot be.
         CorruptionError: if a file that the index names is missing, cut off, or has not what the index says.
     """
-    single, index = _choose(path)
-    with _closed_on_error(LocalReader(path, follow_links=True)) as reader:
-        weight_map = {} if single is not None else _weight_map(reader, path, index)
+    single, index = _choose(path) if index is None else (None, index)
+    with closed_on_error(LocalReader(path, follow_links=True)) as reader:
+        weight_map = {} if single is not None else weight_map_in(reader, path, index)
         names = [single] if single is not None else list(dict.fromkeys(weight_map.values()))
         if index.startswith(SAFE):
             return _safe(path, reader, {name: tensors_of(reader, name, path) for name in names}, weight_map)
@@ -51,15 +49,6 @@ def open_directory(path: str) -> Source:
     if missing:
         raise CorruptionError(f"{path!r}, file {missing[0]}: the file is missing, as named in {index}")
     return PlainSource(path, files=names)
-
-
-@contextmanager
-def _closed_on_error(reader: LocalReader) -> Iterator[LocalReader]:
-    try:
-        yield reader
-    except BaseException:
-        reader.close()
-        raise
 
 
 def _choose(path: str) -> tuple[str | None, str]:
@@ -73,22 +62,32 @@ def _choose(path: str) -> tuple[str | None, str]:
             )
         if there & {name, name + INDEX}:
             return (name if name in there else None), name + INDEX
-    raise FormatError(f"{path!r} holds none of {', '.join(HUB_WEIGHTS)}")
+    return None, only_index(path, WEIGHTS)
 
 
-def _weight_map(reader: LocalReader, path: str, index: str) -> dict[str, str]:
-    """Which file of the directory has which tensor."""
-    where = f"{path!r}, file {index}"
+def json_in(reader: Reader, path: str, name: str) -> Any:
+    """What a file of JSON in a directory says.
+
+    Raises:
+        FormatError: if it is malformed or too long.
+        CorruptionError: if it is missing.
+    """
+    where = f"{path!r}, file {name}"
     try:
-        found: Any = parse_json(read_all(reader, index), where)
+        return parse_json(read_all(reader, name), where)
     except FileNotFoundError:
         raise CorruptionError(f"{where}: a link to nothing") from None
     except FormatError:
         raise
     except ValueError as error:  # too long
         raise FormatError(f"{where}: {error}") from None
+
+
+def weight_map_in(reader: Reader, path: str, index: str, *, may_be_empty: bool = False) -> dict[str, str]:
+    """Which file of the directory has which tensor; errors are those of ``json_in``."""
+    where, found = f"{path!r}, file {index}", json_in(reader, path, index)
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not (weight_map or may_be_empty):
         raise FormatError(f"{where}: it has no weight_map that names files")
     try:
         return {check_text(key): check_file_name(name) for key, name in weight_map.items()}
@@ -97,7 +96,7 @@ def _weight_map(reader: LocalReader, path: str, index: str) -> dict[str, str]:
 
 
 def _safe(
-    path: str, reader: LocalReader, files: dict[str, dict[str, ForeignTensor]], weight_map: dict[str, str]
+    path: str, reader: Reader, files: dict[str, dict[str, ForeignTensor]], weight_map: dict[str, str]
 ) -> ForeignSource:
     """All tensors of the files; of those that are in several, the one that the index means."""
     tensors: dict[str, ForeignTensor] = {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import zipfile
+from collections.abc import Collection
 
+from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.state.documents import FROZEN
 
 DCP_NAME = ".metadata"
@@ -25,9 +28,52 @@ HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
 """Names that make a directory one of Hugging Face's, the preferred ones first."""
 
 
+OPTIMIZER_SAFE, OPTIMIZER_BIN = "optimizer.safetensors", "pytorch_optim.bin"
+WEIGHTS, OPTIMIZERS = (SAFE, BIN), (OPTIMIZER_SAFE, OPTIMIZER_BIN)
+"""What index files of Hugging Face and of ColossalAI's Booster begin with: model and optimizer."""
+
+_INDEX = re.compile(rf"({'|'.join(map(re.escape, (*WEIGHTS, *OPTIMIZERS)))})\.index(?:\..+)?\.json")
+_OF_ONE_RANK = re.compile(r"pytorch_model-meta-dist-\d{5,}(?:\.index)?\.json")
+
+
 def is_hub_directory(path: str) -> bool:
-    """Whether it is a directory with weights under a name of Hugging Face's."""
-    return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS)
+    """Whether it is a directory with weights under a name of Hugging Face's, or with an index of a variant of them."""
+    return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS) or bool(indexes(path, WEIGHTS))
+
+
+def indexes(path: str, kinds: Collection[str]) -> list[str]:
+    """Names of the index files in a directory, such as ``model.safetensors.index.json``, or ``….index.ema.json``."""
+    return [name for name in _names(path) if (found := _INDEX.fullmatch(name)) and found[1] in kinds]
+
+
+def only_index(path: str, kinds: Collection[str]) -> str:
+    """The name of the index file in a directory.
+
+    Raises:
+        FormatError: naming them, if there are several.
+    """
+    found = indexes(path, kinds)
+    if len(found) != 1:
+        raise FormatError(f"{path!r} holds {' and '.join(found)}. Give the path of the file that is meant.")
+    return found[0]
+
+
+def is_index(path: str, kinds: Collection[str]) -> bool:
+    """Whether it is an index file."""
+    found = _INDEX.fullmatch(os.path.basename(path))
+    return found is not None and found[1] in kinds and os.path.isfile(path)
+
+
+def rank_indexes(path: str) -> list[str]:
+    """Names of the files in which ranks of ColossalAI's distributed checkpoint IO said what they wrote."""
+    return list(filter(_OF_ONE_RANK.fullmatch, _names(path)))
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:  # no directory
+        return []
 
 
 def is_safetensors(path: str) -> bool:

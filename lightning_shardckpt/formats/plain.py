@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +31,9 @@ from lightning_shardckpt.whole import Tensors
 
 _LISTED = 5
 
+Parts: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
+"""Everything else by Lightning's keys, and the state dict; None if there is no model."""
+
 
 class PlainSource:
     """A file of ``torch.save`` with Lightning's keys, with a state dict under "model", or that is a state dict.
@@ -39,19 +42,25 @@ class PlainSource:
         path: of the file; with ``files``, of their directory.
         weights_only: as in ``torch.load``.
         files: names of several, each with a part of a state dict.
+        parts: what of what is in the files is the state dict, if any, and everything else by Lightning's keys.
     """
 
-    def __init__(self, path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        weights_only: bool = True,
+        files: Sequence[str] | None = None,
+        parts: Callable[[list[Any], str], Parts] | None = None,
+    ) -> None:
         self.path = path
         folder, name = os.path.split(os.path.abspath(path))
         self._folder, names = (path, list(files)) if files is not None else (folder, [name])
-        found = [_load(os.path.join(self._folder, name), weights_only) for name in names]
-        self._checkpoint, state_dict = _parts(found[0], path)
-        for other in found[1:]:
-            state_dict = {**state_dict, **_parts(other, path)[1]}
+        found = [mapped(os.path.join(self._folder, name), weights_only) for name in names]
+        self._checkpoint, state_dict = (parts or _all_parts)(found, path)
         self._leaves: dict[str, Leaves] = {}
         self._documents: dict[str, Any] = {}
-        self._leaves["model"], self._documents["model"] = model_leaves(state_dict)
+        if state_dict is not None:
+            self._leaves["model"], self._documents["model"] = model_leaves(state_dict)
         if "optimizer_states" in self._checkpoint:
             states = self._checkpoint.pop("optimizer_states")
             self._leaves["optimizer"], self._documents["optimizer"] = optimizer_leaves(states)
@@ -64,12 +73,12 @@ class PlainSource:
 
     def _in_files(self, names: Sequence[str]) -> ForeignTensors:
         """The tensors that lie in the files in one piece."""
-        maps = [found for name in names for found in _mappings(self._folder, name)]
+        maps = [found for name in names for found in mappings(self._folder, name)]
         tensors = {
             component: {
                 key: ForeignTensor(dtype_name(tensor, key), tuple(tensor.shape), boxes)
                 for key, tensor in leaves.tensors.items()
-                if (boxes := _boxes(tensor, maps)) is not None
+                if (boxes := boxes_in(tensor, maps)) is not None
             }
             for component, leaves in self._leaves.items()
         }
@@ -136,7 +145,13 @@ class PlainSource:
                     view_at(target.local, part.local).copy_(view_at(full, part.box))
 
 
-def _load(path: str, weights_only: bool) -> Any:
+def mapped(path: str, weights_only: bool = True) -> Any:
+    """What is in a file of ``torch.save``, its tensors mapped.
+
+    Raises:
+        FormatError: if it is none that torch maps.
+        CorruptionError: if torch cannot read it.
+    """
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except RuntimeError as error:
@@ -148,8 +163,16 @@ def _load(path: str, weights_only: bool) -> Any:
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {str(error).partition(chr(10))[0]}") from error
 
 
-def _parts(found: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Everything else, and the state dict.
+def _all_parts(found: list[Any], path: str) -> Parts:
+    """Of a file that holds all, or of several that hold a state dict together."""
+    first, state_dict = _parts(found[0], path)
+    for other in found[1:]:
+        state_dict = {**(state_dict or {}), **(_parts(other, path)[1] or {})}
+    return first, state_dict
+
+
+def _parts(found: Any, path: str) -> Parts:
+    """Everything else, and the state dict; an optimizer alone has none.
 
     Raises:
         CheckpointNotFoundError: if there is none.
@@ -160,6 +183,8 @@ def _parts(found: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, dict(found["model"])
     if isinstance(found, Mapping) and _is_state_dict(found):
         return {}, dict(found)
+    if isinstance(found, dict) and isinstance(found.get("state"), dict) and isinstance(found.get("param_groups"), list):
+        return {"optimizer_states": [found]}, None
     raise CheckpointNotFoundError(
         f'{path!r} is a file, but no Lightning checkpoint: it has no state_dict; nor has it one as "model", nor is it '
         "a dict of tensors"
@@ -170,7 +195,7 @@ def _is_state_dict(found: Mapping[Any, Any]) -> bool:
     return bool(found) and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items())
 
 
-class _Mapping(NamedTuple):
+class Mapped(NamedTuple):
     """Addresses at which the bytes of a file from ``offset`` on are."""
 
     first: int
@@ -179,7 +204,7 @@ class _Mapping(NamedTuple):
     name: str
 
 
-def _mappings(folder: str, name: str) -> Iterator[_Mapping]:
+def mappings(folder: str, name: str) -> Iterator[Mapped]:
     """Where the file is in this process's memory; of another byte order nothing, since torch has changed the copy."""
     path = os.path.join(folder, name)
     archive: Any = torch._C.PyTorchFileReader(path)  # its stub lacks half of it
@@ -191,10 +216,10 @@ def _mappings(folder: str, name: str) -> Iterator[_Mapping]:
             addresses, _, offset, _, number, *_ = line.split(None, 5)
             if int(number) == inode:
                 first, last = (int(address, 16) for address in addresses.split("-"))
-                yield _Mapping(first, last, int(offset, 16), name)
+                yield Mapped(first, last, int(offset, 16), name)
 
 
-def _boxes(tensor: torch.Tensor, maps: Sequence[_Mapping]) -> tuple[ForeignBox, ...] | None:
+def boxes_in(tensor: torch.Tensor, maps: Sequence[Mapped]) -> tuple[ForeignBox, ...] | None:
     """Where it lies in a file; None if it does not lie there in one piece, as it is."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +15,19 @@ from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Target, fetch_into
 from lightning_shardckpt.staging import bytes_of, is_host_memory
 from lightning_shardckpt.state.geometry import this_rank
+from lightning_shardckpt.storage.protocol import Reader
 
 _WINDOW_BYTES = 1 << 20  # of each of two tensors that are compared
+
+
+@contextmanager
+def closed_on_error(reader: Reader) -> Iterator[Reader]:
+    """Keeps a reader open unless what is done with it fails."""
+    try:
+        yield reader
+    except BaseException:
+        reader.close()
+        raise
 
 
 class ForeignSource:
