@@ -14,7 +14,9 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -23,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.assigned import check_asks
 from lightning_shardckpt.background import Background
 from lightning_shardckpt.collector import resting
 from lightning_shardckpt.describing import about_of
@@ -40,6 +43,7 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.huggingface import HuggingFace
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_value, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.statedicts import checkpoint_of_states, is_lightnings, states_of_checkpoint
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.state.tree import Dropped
 from lightning_shardckpt.storage.local import LocalStorage
@@ -60,9 +64,9 @@ RANK_STATE = "rank_state"
 class ShardCkptIO(CheckpointIO):
     """Writes a checkpoint as a directory of per-rank shard files with indexes, and reads it on any topology.
 
-    With ``ShardedStrategy`` every rank writes its own slices. With Lightning's own strategies, which call a
+    With ``ShardedStrategy`` every rank writes its own slices. With those strategies of Lightning and Fabric that call a
     CheckpointIO on rank 0 alone, that rank writes everything, and each rank loads whole tensors; a checkpoint from
-    any topology can be loaded there.
+    any topology can be loaded there. Those that call none, such as FSDPStrategy, are refused.
 
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
@@ -151,6 +155,17 @@ class ShardCkptIO(CheckpointIO):
         self._module: nn.Module | None = None
         self._topology: dict[str, int] = {}
         self.names = WholeNames()
+        self._fabric: FabricStrategy | None = None  # it asks for Fabric's states
+
+    def assigned_to(self, strategy: Strategy | FabricStrategy) -> None:
+        """From now on, save and load what this strategy asks for: a Trainer's checkpoint, or the state of Fabric.
+
+        Raises:
+            TypeError: for a strategy that writes and reads checkpoints by itself, saying what to do.
+        """
+        check_asks(strategy, type(self).__name__)
+        self._ranks, self._module, self._topology, self.names = Ranks.alone(), None, {}, WholeNames()
+        self._fabric = strategy if isinstance(strategy, FabricStrategy) else None
 
     def attach(
         self, ranks: Ranks, module: nn.Module, topology: dict[str, int], *, names: WholeNames | None = None
@@ -187,6 +202,7 @@ class ShardCkptIO(CheckpointIO):
     ) -> None:
         """Save Lightning's checkpoint dict at ``path``; complete, and durable with ``sync_files``, if not asynchronous.
 
+        Or the state of Fabric, with state dicts of objects in their places.
         Collective under ``ShardedStrategy``: every rank must call it.
 
         Raises:
@@ -210,7 +226,8 @@ class ShardCkptIO(CheckpointIO):
         taken: list[Snapshot] = []
 
         def describe() -> Snapshot:
-            rest = {k: v for k, v in checkpoint.items() if k != RANK_STATE}
+            given = checkpoint if self._module is not None else self._lightnings(checkpoint)
+            rest = {k: v for k, v in given.items() if k != RANK_STATE}
             own, rank_state = self._module, checkpoint.get(RANK_STATE)
             found = snapshot(rest, own, rank_state, self.names, adapters_only=self.adapters_only)
             taken.append(self._with_hugging_face(found))
@@ -229,6 +246,13 @@ class ShardCkptIO(CheckpointIO):
             engine.save_async(os.fspath(path), describe, **common, background=background, overlap_copy=overlap)
             notes = self._notes_of(background)
         self._warn([*taken[0].notes, *(["\n".join(notes)] if notes else [])])
+
+    def _lightnings(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What another strategy gave, as Lightning's checkpoint dict: Fabric's has state dicts of objects."""
+        if is_lightnings(checkpoint) and not (self._fabric is not None and _VERSION not in checkpoint):
+            return checkpoint
+        found = checkpoint_of_states(checkpoint, nested=False)
+        return checkpoint if found is None else found
 
     def _with_hugging_face(self, found: Snapshot) -> Snapshot:
         """With what the module knows about Hugging Face, on the rank that stores it."""
@@ -314,11 +338,18 @@ class ShardCkptIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The whole checkpoint as Lightning's dict, for strategies that hold whole tensors. Not collective.
 
+        For one of Fabric, the state that was saved, as Fabric's own strategies distribute it.
+
         Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
         asynchronous saves of this process.
         """
         path = file_path(path)
+        if self._fabric is not None and self.use_async:
+            drain_all()
+            self._fabric.barrier("asynchronous saves of rank 0")
         found = self.load_whole(path, map_location, weights_only)
+        if self._fabric is not None:
+            return states_of_checkpoint(found)
         if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
             return found
         return as_of_a_trainer(found, os.fspath(path))

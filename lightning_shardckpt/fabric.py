@@ -47,9 +47,10 @@ from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.pretrained.start import Pretrained, imported
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.restoring import Restore, whole_state
+from lightning_shardckpt.restoring import Restore
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.objects import WRAPPED, Objects, checkpoint_of, names_for, objects_in
+from lightning_shardckpt.state.statedicts import states_of_checkpoint
 
 __all__ = ["ShardCkptIO", "ShardedStrategy"]
 
@@ -406,7 +407,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         path, io = self.broadcast(path), self.checkpoint_io
         self.reshard()
         if not state and not isinstance(state, nn.Module | Optimizer):
-            return whole_state(io.load_whole(path, weights_only=weights_only))
+            return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
         drain_all()
         one = state if isinstance(state, dict) else {"state": state}
         objects = objects_in(one)

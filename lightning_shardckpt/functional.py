@@ -25,10 +25,11 @@ from lightning_shardckpt.header import checksum
 from lightning_shardckpt.mirroring import Also
 from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.restoring import KeyMapping, Restore, whole_state
+from lightning_shardckpt.restoring import KeyMapping, Restore
 from lightning_shardckpt.saving import Replicas
 from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.objects import Objects
+from lightning_shardckpt.state.statedicts import states_of_checkpoint
 from lightning_shardckpt.storage.places import Places
 
 _PARTIES: WeakKeyDictionary[dist.ProcessGroup, Party] = WeakKeyDictionary()
@@ -205,7 +206,7 @@ def load(
     drain_all()
     places = Places(storage_options=storage_options)
     if state is None:
-        return whole_state(engine.load_full(os.fspath(path), verify=verify, storage=places))
+        return states_of_checkpoint(engine.load_full(os.fspath(path), verify=verify, storage=places))
     party = _party(process_group)
     objects, whole = _looked_at(state, party.ranks)
     restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole, cast=cast)

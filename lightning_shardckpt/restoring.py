@@ -12,15 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.collector import resting
-from lightning_shardckpt.errors import FormatError, MismatchError
-from lightning_shardckpt.header import shown
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.formats.plain import PlainSource
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.selected import SelectedSource
 from lightning_shardckpt.sources import Source
 from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.geometry import copy_slice
 from lightning_shardckpt.state.live import load_edited, not_live, put_values
 from lightning_shardckpt.state.model import WholeNames, canonical_name, is_value, model_leaves
@@ -35,6 +34,7 @@ from lightning_shardckpt.state.objects import (
     sharded_tensors,
     value_at,
 )
+from lightning_shardckpt.state.statedicts import checked_keys
 from lightning_shardckpt.storage.protocol import Storage
 
 KeyMapping: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
@@ -121,6 +121,8 @@ class Restore:
         Raises:
             FormatError: if it says of modules and optimizers what cannot be.
         """
+        if isinstance(source, PlainSource):
+            source = source.with_all_modules()
         components = source.components()
         specs = components.get("trainer", Component({})).tensors
 
@@ -128,7 +130,7 @@ class Restore:
             return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
 
         known = source.trainer(blank)
-        keys = _checked(known.get(KEYS), source.path)
+        keys = checked_keys(known.get(KEYS), source.path)
         prefixes = self._stored_prefixes(keys, "model" in components)
         numbers = self._numbers(keys, source.document("optimizer"))
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
@@ -284,35 +286,6 @@ class Restore:
         return {key: value for key, value in trainer.items() if key not in (KEYS, "rank_state")}
 
 
-def whole_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Lightning's checkpoint dict as the state that was saved; without a trace of that, as it is.
-
-    Raises:
-        FormatError: if it says of modules and optimizers what cannot be.
-    """
-    checkpoint.pop(FROZEN, None)
-    keys = _checked(checkpoint.pop(KEYS, None), "the checkpoint")
-    if keys is None:
-        return checkpoint
-    model, optimizers = checkpoint.pop("state_dict", {}), checkpoint.pop("optimizer_states", [])
-    for key, prefix in keys["modules"].items():
-        state = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
-        _insert(checkpoint, key, state)
-    for key, state in zip(keys["optimizers"], optimizers, strict=False):
-        _insert(checkpoint, key, state)
-    return checkpoint
-
-
-def _insert(state: Any, key: str, value: Any) -> None:
-    *parents, last = key.split("/")
-    for parent in parents:
-        state = state[int(parent)] if isinstance(state, list) else state.setdefault(parent, {})
-    if isinstance(state, list):
-        state[int(last)] = value
-    else:
-        state[last] = value
-
-
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -320,14 +293,3 @@ def _params(optimizer: Optimizer) -> list[torch.Tensor]:
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     locals_ = [getattr(t, "_local_tensor", t) for t in (a, b)]
     return type(a) is type(b.detach()) and locals_[0].data_ptr() == locals_[1].data_ptr() and bool(locals_[0].numel())
-
-
-def _checked(keys: Any, path: str) -> dict[str, Any] | None:
-    """What a checkpoint says of where modules and optimizers were; None if it says nothing."""
-    if keys is None:
-        return None
-    if isinstance(keys, dict) and isinstance(keys.get("modules"), dict) and isinstance(keys.get("optimizers"), list):
-        texts = [*keys["modules"], *keys["modules"].values(), *keys["optimizers"]]
-        if all(isinstance(text, str) for text in texts):
-            return keys
-    raise FormatError(f"{path!r}: {KEYS} of the trainer's state names no modules and optimizers: {shown(keys)}")

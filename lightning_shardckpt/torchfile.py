@@ -205,6 +205,10 @@ class Plain:
                 new = self._key(key, where)
                 self._tell_merged(int(new in kept), path)
                 kept[new] = self.of(item, where)
+        if type(value) is OrderedDict and (attached := vars(value).get("_metadata")) is not None:
+            kept = OrderedDict(kept)  # a module's state dict, with versions
+            kept._metadata = self.of(attached, f"{path}/_metadata")  # type: ignore[attr-defined]  # as torch does
+            return kept
         return type(value)(kept) if type(value) in (Counter, OrderedDict) else kept
 
     def _is_dropped(self, item: Any, where: str) -> bool:

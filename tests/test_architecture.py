@@ -39,7 +39,7 @@ ROWS = [
     {"checkpoint"},
     {"describing", "restoring"},
     {"consolidate", "look", "verify", "lazy", "functional"},
-    {"parallel"},
+    {"parallel", "assigned"},
     {"checkpoint_io"},
     {"adapt"},
     {"resume", "job", "preemption", "latest", "preflight"},
@@ -56,7 +56,7 @@ BYTES_ONLY = PURE | {"pages", "processes", "threads", "pending", "storage", "wri
 BYTES_ONLY |= {"locate", "whole", "regions", "shardfile", "foreign", "hub", "look"}
 LIGHT_START = BYTES_ONLY | {"mirrored", "verify", "lazy", "consolidate", "cli"}
 LIGHT_START |= {"__main__", "__init__", "registration"}
-DOORS = {"checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
+DOORS = {"assigned", "checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
 DOORS |= {"function_job", "on_mesh", "pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}

@@ -165,8 +165,8 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path: Path) ->
 
 
 def test_what_is_no_file_of_weights_says_so(tmp_path: Path) -> None:
-    torch.save({"epoch": 3, "net": {"a": torch.zeros(1)}}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointNotFoundError, match="no Lightning checkpoint: it has no state_dict"):
+    torch.save({"epoch": 3, "net": {"a": [torch.zeros(1)]}}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint: it has no state_dict, nor the state of a module"):
         opened(tmp_path / "x.pt")
     torch.save(TENSORS, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(FormatError, match=r"of torch before 1.6, .*write it anew"):

@@ -545,7 +545,7 @@ def test_everything_of_booster_and_olmo_core_has_a_counterpart_that_runs(
             exec(f"found = {line}", names | {"consolidate": consolidate, "state": objects["nested"]} | objects)
     assert differing(whole(state), whole(saved) | {"step": 0}) == []
     full = torch.load("step-3.pt")
-    assert differing(dict(full["state_dict"]), whole(saved["model"])) == []
+    assert differing(dict(full["model"]), whole(saved["model"])) == []
 
 
 # ── several ranks ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,7 @@
-"""How does a checkpoint become a file for ``torch.load``, with Lightning's keys? With filters, names and dtypes."""
+"""How does a checkpoint become a file for ``torch.load``? With filters, names and dtypes.
+
+A Trainer's has Lightning's keys. That of a nested dict of objects has the keys of the dict, as a file of plain Fabric.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from lightning_shardckpt.opening import assemble
 from lightning_shardckpt.regions import Region, fill
 from lightning_shardckpt.sources import Source
 from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.state.documents import FROZEN
+from lightning_shardckpt.state.objects import KEYS
+from lightning_shardckpt.state.statedicts import is_told_apart, states_of_checkpoint
 from lightning_shardckpt.storage.protocol import File
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
@@ -63,7 +69,7 @@ def plan_torch(source: Source, options: Options) -> TorchFile:
     if options.optimizer_keys == "id":
         staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
         checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
-    checkpoint = plain.of(checkpoint)
+    checkpoint = plain.of(_as_saved(checkpoint, options.naming))
     archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
     return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
 
@@ -83,6 +89,18 @@ def _converted(source: Source, options: Options, region: Region) -> Region:
     return region if written == stored else replace(region, conversion=conversion(stored, written))
 
 
+def _as_saved(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
+    """With the keys of the state that was saved, where the names still tell which module they are of."""
+    if not is_told_apart(checkpoint):
+        return {key: value for key, value in checkpoint.items() if key != KEYS}
+    if naming.changes_something:  # modules of which nothing is taken are not there
+        names, keys = tuple(checkpoint.get("state_dict", ())), checkpoint[KEYS]
+        modules = {key: prefix for key, prefix in keys["modules"].items() if any(n.startswith(prefix) for n in names)}
+        checkpoint[KEYS] = {**keys, "modules": modules}
+    frozen = {FROZEN: checkpoint[FROZEN]} if FROZEN in checkpoint else {}
+    return states_of_checkpoint(checkpoint) | frozen
+
+
 def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
     """Leave out what the filters do not take, and change the names of the rest."""
     state: Mapping[str, Any] = checkpoint.get("state_dict", {})
@@ -96,6 +114,8 @@ def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
 
 
 def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
+    if not optimizer:  # a Trainer's without one
+        return optimizer
     if any(isinstance(param, int) for group in optimizer["param_groups"] for param in group["params"]):
         raise ValueError(
             "an optimizer has numbers for its parameters, so that names cannot be chosen or changed; leave it out"
@@ -110,6 +130,8 @@ def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
 
 def _numbered(optimizer: dict[str, Any], staged: bool) -> dict[str, Any]:
     """The same as torch's ``Optimizer.state_dict`` has it: parameters numbered in the order of their groups."""
+    if not optimizer:  # a Trainer's without one
+        return optimizer
     params = [group["params"] for group in optimizer["param_groups"]]
     params = [in_order_of_layers(one) if staged else one for one in params]
     number = {param: i for i, param in enumerate(param for group in params for param in group)}

@@ -24,8 +24,10 @@ from lightning_shardckpt.staging import dtype_name
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.geometry import this_rank, view_at
 from lightning_shardckpt.state.model import model_leaves
+from lightning_shardckpt.state.objects import KEYS
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
+from lightning_shardckpt.state.statedicts import checkpoint_of_states, is_lightnings, is_weights
 from lightning_shardckpt.storage.local import LocalReader
 from lightning_shardckpt.whole import Tensors
 
@@ -36,7 +38,9 @@ Parts: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
 
 
 class PlainSource:
-    """A file of ``torch.save`` with Lightning's keys, with a state dict under "model", or that is a state dict.
+    """A file of ``torch.save`` with Lightning's keys, with state dicts of objects by key, or that is a state dict.
+
+    Of several modules, that under "model" is read, where there is one; ``with_all_modules`` reads all.
 
     Args:
         path: of the file; with ``files``, of their directory.
@@ -55,8 +59,13 @@ class PlainSource:
         self.path = path
         folder, name = os.path.split(os.path.abspath(path))
         self._folder, names = (path, list(files)) if files is not None else (folder, [name])
-        found = [mapped(os.path.join(self._folder, name), weights_only) for name in names]
-        self._checkpoint, state_dict = (parts or _all_parts)(found, path)
+        self._names, self._how = names, parts
+        self._found = [mapped(os.path.join(self._folder, name), weights_only) for name in names]
+        self._describe("model")
+
+    def _describe(self, only: str | None) -> None:
+        found = self._found
+        self._checkpoint, state_dict = self._how(found, self.path) if self._how else _all_parts(found, self.path, only)
         self._leaves: dict[str, Leaves] = {}
         self._documents: dict[str, Any] = {}
         if state_dict is not None:
@@ -69,7 +78,22 @@ class PlainSource:
             self._documents["frozen"] = self._checkpoint[FROZEN]
         specs = {n: specs_of(n, leaves, ((0, 1),)) for n, leaves in self._leaves.items()}
         self._components = {n: Component(found, self._leaves[n].aliases) for n, found in specs.items()}
-        self._read = ForeignSource(self._in_files(names))
+        self._read = ForeignSource(self._in_files(self._names))
+
+    def with_all_modules(self) -> PlainSource:
+        """Itself, from now on with all modules that the file has, the names of several behind their keys."""
+        if self._is_part:
+            self.close()
+            self._describe(None)
+        return self
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether the file has modules that are not read."""
+        if self._how is not None:
+            return False
+        whole = _parts(self._found[0], self.path, None)[0].get(KEYS)
+        return whole is not None and whole != self._checkpoint.get(KEYS)
 
     def _in_files(self, names: Sequence[str]) -> ForeignTensors:
         """The tensors that lie in the files in one piece."""
@@ -163,36 +187,33 @@ def mapped(path: str, weights_only: bool = True) -> Any:
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {str(error).partition(chr(10))[0]}") from error
 
 
-def _all_parts(found: list[Any], path: str) -> Parts:
+def _all_parts(found: list[Any], path: str, only: str | None) -> Parts:
     """Of a file that holds all, or of several that hold a state dict together."""
-    first, state_dict = _parts(found[0], path)
+    first, state_dict = _parts(found[0], path, only)
     for other in found[1:]:
-        state_dict = {**(state_dict or {}), **(_parts(other, path)[1] or {})}
+        state_dict = {**(state_dict or {}), **(_parts(other, path, only)[1] or {})}
     return first, state_dict
 
 
-def _parts(found: Any, path: str) -> Parts:
-    """Everything else, and the state dict; an optimizer alone has none.
+def _parts(found: Any, path: str, only: str | None) -> Parts:
+    """Everything else, and the state dict; None where there are optimizers alone.
 
     Raises:
-        CheckpointNotFoundError: if there is none.
+        CheckpointNotFoundError: if there is neither.
     """
-    if isinstance(found, dict) and isinstance(found.get("state_dict"), Mapping):
-        return {k: v for k, v in found.items() if k != "state_dict"}, dict(found["state_dict"])
-    if isinstance(found, dict) and isinstance(found.get("model"), Mapping) and _is_state_dict(found["model"]):
-        return {}, dict(found["model"])
-    if isinstance(found, Mapping) and _is_state_dict(found):
-        return {}, dict(found)
     if isinstance(found, dict) and isinstance(found.get("state"), dict) and isinstance(found.get("param_groups"), list):
         return {"optimizer_states": [found]}, None
+    if isinstance(found, Mapping) and not is_weights(found):
+        checkpoint = dict(found) if is_lightnings(found) else checkpoint_of_states(found, nested=True, only=only)
+        state_dict = None if checkpoint is None else checkpoint.pop("state_dict", None)
+        if checkpoint is not None and (isinstance(state_dict, Mapping) or "optimizer_states" in checkpoint):
+            return checkpoint, None if state_dict is None else dict(state_dict)
+    if is_weights(found):
+        return {}, dict(found)
     raise CheckpointNotFoundError(
-        f'{path!r} is a file, but no Lightning checkpoint: it has no state_dict; nor has it one as "model", nor is it '
-        "a dict of tensors"
+        f"{path!r} is a file, but no checkpoint: it has no state_dict, nor the state of a module or an optimizer under "
+        "another key, nor is it a dict of tensors"
     )
-
-
-def _is_state_dict(found: Mapping[Any, Any]) -> bool:
-    return bool(found) and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items())
 
 
 class Mapped(NamedTuple):

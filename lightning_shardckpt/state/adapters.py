@@ -99,7 +99,7 @@ def unchanging(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()
         if any(map(_alters_base, wrapped.peft_config.values())):
             inside = f"{name}." if name else ""
             frozen -= {one for one in frozen if one.startswith(inside) and ".base_layer." in one}
-    trained = {str(name) for state in optimizers for name, values in state["state"].items() if values}
+    trained = {str(name) for state in optimizers for name, values in state.get("state", {}).items() if values}
     return frozenset(frozen - trained - adapter_tensors(module, frozen))
 
 

@@ -95,6 +95,7 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
     tensors: dict[str, torch.Tensor] = {}
     document: dict[str, Any] = {}
     for number, state in enumerate(states):
+        state = state or {"state": {}, "param_groups": []}  # of a LightningModule without optimizers, from Lightning
         values: dict[str, Any] = {}
         for param, found in state["state"].items():
             for name, value in found.items():
@@ -167,6 +168,8 @@ class StoredOptimizer:
             if p in self.values or p in self.tensors
         }
         groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
+        if not groups and not state:
+            return {}  # as Lightning has it where a LightningModule has no optimizers
         return {"state": state, "param_groups": groups}
 
 
