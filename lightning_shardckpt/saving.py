@@ -283,7 +283,7 @@ class Save:
         if any(rank == group[0] for group in agreed["groups"]):
             names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer", "frozen")}
         for role, name in names.items():
-            if found.get(role):
+            if found.get(role) or (role == "optimizer" and role in found):  # that there are none is told, too
                 content = json.dumps(found[role], separators=(",", ":"), allow_nan=False).encode()
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 yield name, content

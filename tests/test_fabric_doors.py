@@ -5,8 +5,6 @@ Oracles: whole state before the save, and for what is written, plain Fabric and 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
