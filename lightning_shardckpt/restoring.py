@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.as_values import AsValues
 from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.formats.plain import PlainSource
@@ -135,12 +136,22 @@ class Restore:
         numbers = self._numbers(keys, source.document("optimizer"))
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
         self.present = [*objects, *(key for key in known if key != KEYS)]
+        if wanted := self._wanted_as_values(objects):
+            source = AsValues(source, keys or {}, wanted)
+            specs = source.components()["trainer"].tensors
+            known = source.trainer(blank)
         problems = self._compare_rest(known)
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
             problems += self._unnamed(source)
         names, others = self._names(prefixes)
         return SelectedSource(source, names, others, numbers), problems
+
+    def _wanted_as_values(self, stored: Sequence[str]) -> list[str]:
+        """Of the places of modules and optimizers in the checkpoint, those where something else is asked for."""
+        others = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
+        asked = {key_of(path[:end]) for path in others for end in range(1, len(path) + 1)}
+        return [key for key in stored if key in asked]
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
         """What stands before the stored names of each module that the checkpoint has."""

@@ -35,7 +35,7 @@ ROWS = [
     {"export"},
     {"pretrained"},
     {"mirroring", "mirrored"},
-    {"saving", "loading", "sharing", "selected"},
+    {"saving", "loading", "sharing", "selected", "as_values"},
     {"checkpoint"},
     {"describing", "restoring"},
     {"consolidate", "look", "verify", "lazy", "functional"},

@@ -70,6 +70,31 @@ def two_networks(fabric: Fabric, seed: int) -> dict[str, Any]:
     return {"one": one, "two": two, "stats": {"mean": torch.full((2,), float(seed))}}
 
 
+class Average:
+    """Has the state of a module, and is none."""
+
+    def __init__(self, value: float) -> None:
+        self.net = nn.Linear(2, 3)
+        nn.init.constant_(self.net.weight, value)
+        nn.init.constant_(self.net.bias, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.net.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict({name: whole(tensor) for name, tensor in state.items()})
+
+
+def with_state_dicts(fabric: Fabric, seed: int) -> dict[str, Any]:
+    """State dicts that are values, beside a module, and one that is another object's."""
+    torch.manual_seed(seed)
+    model, best = fabric.setup(nn.Linear(2, 3)), nn.Linear(2, 3)
+    tried = torch.optim.SGD(best.parameters(), lr=0.1 * seed, momentum=0.9)
+    best(torch.ones(1, 2)).sum().backward()
+    tried.step()
+    return {"model": model, "best": best.state_dict(), "tried": tried.state_dict(), "average": Average(float(seed))}
+
+
 def without_values(name: str, value: Any) -> bool:
     return "bias" not in name
 
@@ -85,8 +110,11 @@ def save_by_each_door(folder: str) -> None:
         two = two_networks(fabric, 1)
         fabric.save(f"{folder}/{door}-two", two)
         full_two = whole_of(two)
+        kept = with_state_dicts(fabric_by(door), 1)
+        fabric.save(f"{folder}/{door}-kept", kept)
+        full_kept = whole_of(kept)
         if fabric.is_global_zero:
-            torch.save({"state": full, "two": full_two}, f"{folder}/{door}.expected")
+            torch.save({"state": full, "two": full_two, "kept": full_kept}, f"{folder}/{door}.expected")
 
 
 def load_by_each_door(folder: str, saved_by: str, doors: tuple[str, ...]) -> None:
@@ -115,6 +143,13 @@ def load_by_each_door(folder: str, saved_by: str, doors: tuple[str, ...]) -> Non
         assert fabric.load(f"{path}-two", two) == {}
         assert differing(whole_of(two), expected["two"]) == [], f"two networks, {saved_by} read by {door}"
 
+        kept = with_state_dicts(fabric_by(door), 3)
+        assert fabric.load(f"{path}-kept", kept) == {}
+        assert differing(whole_of(kept), expected["kept"]) == [], f"state dicts, {saved_by} read by {door}"
+        wanted = {"model": kept["model"], "best": None, "tried": None, "average": None}
+        assert fabric.load(f"{path}-kept", wanted) == {}
+        assert differing(whole_of(wanted), expected["kept"]) == []
+
         filtered = fabric.load(f"{path}-filtered")
         assert filtered["model"].keys() == {n for n in expected["state"]["model"] if "bias" not in n}
         assert differing(filtered["step"], 2) == []
@@ -135,7 +170,7 @@ def test_what_any_door_saved_loads_through_every_door(saved: Path, saved_by: str
     run_ranks(world, load_by_each_door, str(saved), saved_by, DOORS if saved_by == "plain" else DOORS[1:])
     if saved_by != "plain":
         (tmp_path / f"{saved_by}.expected").symlink_to(saved / f"{saved_by}.expected")
-        for name in (saved_by, f"{saved_by}-two", f"{saved_by}-filtered", f"{saved_by}-optimizer"):
+        for name in (saved_by, f"{saved_by}-two", f"{saved_by}-filtered", f"{saved_by}-optimizer", f"{saved_by}-kept"):
             assert main(["consolidate", str(saved / name), "--output_file", str(tmp_path / name)]) == 0
         run_ranks(world, load_by_each_door, str(tmp_path), saved_by, DOORS)
 

@@ -145,9 +145,9 @@ def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
     for key, prefix in keys["modules"].items():
         state = OrderedDict((n.removeprefix(prefix), value) for n, value in model.items() if n.startswith(prefix))
         setattr(state, _METADATA, OrderedDict())  # so it is told from a dict of tensors
-        _insert(checkpoint, key, state)
+        insert(checkpoint, key, state)
     for key, state in zip(keys["optimizers"], optimizers, strict=False):
-        _insert(checkpoint, key, state)
+        insert(checkpoint, key, state)
     return checkpoint
 
 
@@ -164,7 +164,8 @@ def is_told_apart(checkpoint: Mapping[str, Any]) -> bool:
     return all(name.startswith(prefixes) for name in checkpoint.get("state_dict", {}))
 
 
-def _insert(state: Any, key: str, value: Any) -> None:
+def insert(state: Any, key: str, value: Any) -> None:
+    """Put a value in its place in a nested dict, by its path as ``key_of`` spells it; makes the dicts around it."""
     *parents, last = key.split("/")
     for parent in parents:
         state = state[int(parent)] if isinstance(state, list) else state.setdefault(parent, {})
