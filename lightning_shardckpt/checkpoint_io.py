@@ -351,7 +351,10 @@ class ShardCkptIO(CheckpointIO):
         if self._fabric is not None:
             return states_of_checkpoint(found)
         if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
-            return found
+            of_objects = None if is_lightnings(found) else checkpoint_of_states(found, nested=True, only="model")
+            if of_objects is None:
+                return found
+            found = of_objects
         return as_of_a_trainer(found, os.fspath(path))
 
     def load_whole(

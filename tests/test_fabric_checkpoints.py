@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_shardckpt import load, metadata, save
+from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardCkptIO
 from lightning_shardckpt.storage.local import LocalDraft
@@ -198,10 +199,15 @@ def from_trainer_to_fabric_and_back(folder: str) -> None:
     assert tiny.differences(tiny.full_state(plain, [own]), got["state"]) == []
     save(folder + "/plain.ckpt", {"net": plain, "optimizer": own}, overwrite=True)
 
-    for name in (back, folder + "/plain.ckpt"):
+    file = folder + "/file.pt"  # as plain Fabric has it
+    if fabric.is_global_zero:
+        consolidate(back, file)
+    fabric.barrier()
+    ways: list[tuple[str, Any]] = [(name, {"tensor_parallel_size": 1}) for name in (back, folder + "/plain.ckpt", file)]
+    for name, strategy in [*ways, (back, "ddp"), (file, "ddp")]:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = tiny.fit({"tensor_parallel_size": 1}, 0, resume=name, seed=7)
+            found = tiny.fit(strategy, 0, resume=name, seed=7)
         assert any("is not of Lightning's Trainer" in str(one.message) for one in told) == (dist.get_rank() == 0)
         assert tiny.differences(found["state"], got["state"]) == []
 
