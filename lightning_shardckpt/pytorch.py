@@ -69,6 +69,7 @@ from lightning_shardckpt.state.live import load_edited, not_live, parameter_name
 from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.position import make_resumable
+from lightning_shardckpt.stopping import Stopping
 from lightning_shardckpt.storage.places import is_url
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
@@ -212,6 +213,8 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self._ranks = Ranks.alone()
         self._ending = Ending.NONE
         self._continuation: Continuation | None = None
+        self._stopping = Stopping()
+        self._awaited = False
         self._restored = False
         self._loaded: tuple[dict[str, Any], frozenset[str]] | None = None
 
@@ -300,6 +303,8 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._continuation = self._loaded = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._stopping.forget()
         self._sharded = self._found() or self._shard()
         self._pipelined = self._pipeline_of(self._sharded)
         self.model = self.lightning_module
@@ -326,18 +331,24 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
 
         What Lightning itself has still to find, such as "hpc", it loads behind that hook.
         """
-        connector = trainer._checkpoint_connector
-        assert isinstance(self._launcher, ResolvingLauncher)
-        path = self._launcher.resumes_from or (connector._ckpt_path if connector._user_managed else None)
-
-        def is_there() -> bool:
-            given = path is not None and (is_url(path) or os.path.lexists(path))
-            return given or connector._hpc_resume_path is not None
-
-        if trainer.state.fn == TrainerFn.FITTING and self._ranks.step("looking for a checkpoint", is_there, any):
+        path, looking = self._path_to_resume(), "looking for a checkpoint"
+        if trainer.state.fn == TrainerFn.FITTING and self._ranks.step(looking, self._will_resume, any):
+            connector = trainer._checkpoint_connector
             connector._restore_modules_and_callbacks(None if path is None else os.fspath(path))
             keep_groups(trainer)
             self._restored = True
+
+    def _path_to_resume(self) -> Any:
+        """What the user gave, None where Lightning has still to find one."""
+        connector = self._trainer()._checkpoint_connector
+        assert isinstance(self._launcher, ResolvingLauncher)
+        return self._launcher.resumes_from or (connector._ckpt_path if connector._user_managed else None)
+
+    def _will_resume(self) -> bool:
+        """As far as this rank sees."""
+        path = self._path_to_resume()
+        given = path is not None and (is_url(path) or os.path.lexists(path))
+        return given or self._trainer()._checkpoint_connector._hpc_resume_path is not None
 
     def _check_room(self, trainer: pl.Trainer) -> None:
         """Collective: a stage of a pipeline knows only its own part of the model."""
@@ -443,8 +454,18 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
             rank = self.meshes.data_parallel_rank
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)  # type: ignore[attr-defined]
-        make_resumable(dataloader)
+        resumable, trainer = make_resumable(dataloader), self._trainer()
+        if trainer.training and trainer.state.fn == TrainerFn.FITTING:
+            self._await_continuation(dataloader if resumable else None)
         return dataloader
+
+    def _await_continuation(self, loader: Any | None) -> None:
+        """For a loader of training, None for one that can't wait."""
+        if loader is not None and (self._continuation is not None or self._will_resume()):
+            loader.wait()
+            self._awaited = True
+        elif loader is None and self._continuation is not None:
+            self._continuation.before_loaders()
 
     # --- steps ---
 
@@ -453,6 +474,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._stopping.forget()
         self._heed_preemption()
         if batch_idx == 0 and self.topology.tensor > 1:
             check_batch(batch, self.meshes.tensor_group, self.root_device)
@@ -581,6 +603,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._stopping.unwatch()
         self._unmark()
 
     # --- checkpoints ---
@@ -655,7 +678,8 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         if storage_options is not None:
             raise TypeError(f"ShardedStrategy has no storage options, got {storage_options!r}")
         trainer = self._trainer()
-        save = partial(save_checkpoint, self._attached_io(), trainer, self._place, checkpoint, filepath)
+        position = self._stopping.position(trainer)
+        save = partial(save_checkpoint, self._attached_io(), position, self._place, checkpoint, filepath)
         if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
         elif self._ending is not Ending.ALONE:
@@ -682,10 +706,14 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
 
     @override
     def on_train_start(self) -> None:
-        self._preemption.watch(self._trainer())
+        trainer = self._trainer()
+        self._preemption.watch(trainer)
+        self._stopping.watch(trainer)
         if self._continuation is not None:
-            self._continuation.apply(self._trainer())
-            self._continuation = None
+            self._continuation.apply(trainer)
+        elif self._awaited and trainer.fit_loop._data_fetcher is not None:
+            iter(trainer.fit_loop._data_fetcher)
+        self._continuation, self._awaited = None, False
 
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None

@@ -6,6 +6,7 @@ the states of loaders that have their own, since those differ between ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -24,6 +26,7 @@ from lightning_shardckpt.collector import resting
 from lightning_shardckpt.state.live import parameter_names, put_values
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
+from lightning_shardckpt.stopping import Position, train_loaders
 
 
 def checked_io(io: object) -> ShardCkptIO:
@@ -64,15 +67,16 @@ class Place:
         return (stage * saved.data_size + data_rank) * saved.ranks_each
 
 
-def save_checkpoint(io: ShardCkptIO, trainer: pl.Trainer, place: Place, checkpoint: dict[str, Any], path: Any) -> None:
+def save_checkpoint(
+    io: ShardCkptIO, position: Position, place: Place, checkpoint: dict[str, Any], path: str | os.PathLike[str]
+) -> None:
     """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it."""
     checkpoint = dict(checkpoint)
-    rank_state: dict[str, Any] = {
-        "rng": get_rng_state(),
-        "place": asdict(place),
-        "positions": [_position(loader) for loader in _train_loaders(trainer)],
-    }
+    rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(place), "positions": position.loaders}
     loops = checkpoint.get("loops")
+    if loops and position.fit_loop is not None:
+        checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
+        checkpoint["epoch"] = position.fit_loop["epoch_progress"]["current"]["completed"]
     if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
         state = dict(loops["fit_loop"]["state_dict"])
         rank_state["loaders"] = state.pop("combined_loader")
@@ -139,16 +143,31 @@ class Continuation:
         self._rng: dict[str, Any] = rank_state["rng"]
         self._positions: list[Any] = rank_state["positions"]
         self._batches = batches_done(checkpoint["loops"])
+        epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        self._epochs: int = epoch["started"]
+        self._ended: bool = epoch["processed"] >= epoch["started"]
         saved = Place(**rank_state["place"])
         self._same_data = saved.data_size == place.data_size
         self._fresh = place.data_rank if place.data_rank >= saved.data_size else None
 
+    def before_loaders(self) -> None:
+        """Call before Lightning begins loaders that can't wait until training starts."""
+        set_rng_state(self._rng)
+
     def apply(self, trainer: pl.Trainer) -> None:
         """Called when training starts: the train loaders exist, no batch has been drawn for this epoch."""
-        set_rng_state(self._rng)
+        fit, loaders = trainer.fit_loop, train_loaders(trainer)
+        over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
+        begun = not any(isinstance(loader, ResumableLoader) for loader in loaders)  # by Lightning, in before_loaders
+        if not (over and begun):
+            set_rng_state(self._rng)
         if self._fresh is not None:  # more data-parallel ranks than before: no two may draw the same noise
             torch.manual_seed(int(torch.randint(1 << 62, ())) + self._fresh)
-        loaders = _train_loaders(trainer)
+        if over:
+            self._restore_loaders(loaders)
+            begin_next_epoch(trainer, self._epochs, ended=self._ended)
+            fit._resuming_from_checkpoint = begun  # else Lightning begins the loaders when it begins the epoch
+            return
         if not self._resume(loaders, trainer) and self._batches:
             rank_zero_warn(
                 f"resuming after {self._batches} batches of an epoch, but the order of its data can't be continued "
@@ -156,11 +175,17 @@ class Continuation:
                 "DataLoader"
             )
         for loader in loaders:
-            epoch: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # its subclass
-            _set_sampler_epoch(loader, epoch)
-        fetcher = trainer.fit_loop._data_fetcher
-        if fetcher is not None:
-            iter(fetcher)  # Lightning made its iterator before the checkpoint was loaded, from another random state
+            _set_sampler_epoch(loader, fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
+        if fit._data_fetcher is not None and not begun:
+            iter(fit._data_fetcher)  # of loaders that have waited
+
+    def _restore_loaders(self, loaders: list[Any]) -> None:
+        """For an epoch that begins: seeds, and the loaders' own generators."""
+        if len(self._positions) == len(loaders):
+            for loader, position in zip(loaders, self._positions, strict=True):
+                if isinstance(loader, ResumableLoader) and position is not None:
+                    loader.set_sampler_seed(position["seed"])
+                    loader.set_own(position["own"] if self._same_data else [])
 
     def _resume(self, loaders: list[Any], trainer: pl.Trainer) -> bool:
         """Prepare the loaders; False if some can't continue with the batches that they would have drawn."""
@@ -188,10 +213,22 @@ class Continuation:
         return exact
 
 
-def _train_loaders(trainer: pl.Trainer) -> list[Any]:
-    loader = trainer.fit_loop._combined_loader
-    return [] if loader is None else list(loader.flattened)
+def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
+    """Make Lightning begin an epoch as a run does that has just finished one.
 
+    By itself, where there is a ``max_steps``, it takes up the epoch that is over, for one more batch or none.
 
-def _position(loader: object) -> dict[str, Any] | None:
-    return loader.position() if isinstance(loader, ResumableLoader) else None
+    Args:
+        trainer: whose loops have loaded their state.
+        epochs: so many were begun.
+        ended: whether the last one was over for Lightning, too, when it was saved.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    for progress, before in ((fit.epoch_progress.current, epochs), (fit.epoch_progress.total, None)):
+        done = progress.started if before is None else before  # type: ignore[attr-defined]  # its subclass
+        progress.ready = progress.started = progress.processed = progress.completed = done  # type: ignore[attr-defined]
+    if not ended:
+        loop._batches_that_stepped += 1  # the last batch of an epoch always steps, and is counted behind its hooks
+    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter says True if there is a max_steps
+    for each in (fit, loop, loop.val_loop):
+        each.reset_restart_stage()

@@ -41,7 +41,7 @@ ROWS = [
     {"consolidate", "look", "verify", "lazy", "functional"},
     {"parallel", "assigned"},
     {"checkpoint_io"},
-    {"adapt"},
+    {"adapt", "stopping"},
     {"resume", "job", "preemption", "latest", "preflight"},
     {"function_job"},
     {"pipelined"},
@@ -56,7 +56,8 @@ BYTES_ONLY = PURE | {"pages", "processes", "threads", "pending", "storage", "wri
 BYTES_ONLY |= {"locate", "whole", "regions", "shardfile", "foreign", "hub", "look"}
 LIGHT_START = BYTES_ONLY | {"mirrored", "verify", "lazy", "consolidate", "cli"}
 LIGHT_START |= {"__main__", "__init__", "registration"}
-DOORS = {"assigned", "checkpoint_io", "resume", "adapt", "job", "pipelined", "preemption", "latest", "preflight"}
+DOORS = {"assigned", "checkpoint_io", "resume", "stopping", "adapt", "job", "pipelined", "preemption", "latest"}
+DOORS |= {"preflight"}
 DOORS |= {"function_job", "on_mesh", "pytorch", "fabric"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}

@@ -108,17 +108,6 @@ def test_saving_leaves_no_trace_in_training(tmp_path: Path) -> None:
         assert tiny.differences(saving["state"], plain["state"]) == []
 
 
-def after_the_end(directory: str) -> tuple[list[float], list[float]]:
-    first = tiny.fit({}, 3, save=f"{directory}/a.ckpt")
-    return first["losses"], tiny.fit({}, 6, resume=f"{directory}/a.ckpt")["losses"]
-
-
-def test_a_run_that_ended_in_the_middle_of_an_epoch_continues_with_the_next_epoch(tmp_path: Path) -> None:
-    """Lightning counts the epoch in which max_steps was reached as done."""
-    for first, second in run_ranks(2, after_the_end, str(tmp_path)):
-        assert (len(first), len(second)) == (3, 3)
-
-
 class TwoLoaders(tiny.TinyLM):
     """Draws from two loaders, and validates in the middle of an epoch."""
 

@@ -41,9 +41,13 @@ class ResumableLoader(DataLoader[Any]):
 
     _epoch_start: dict[str, Any] | None = None
     _resumption: Resumption | None = None
+    _waits = False
 
     def __iter__(self) -> Any:
         self._epoch_start = None
+        if self._waits:
+            self._waits = False
+            return iter(())
         resumption, iterable = self._resumption, isinstance(self.dataset, IterableDataset)
         if resumption is not None:
             self._begin(resumption, resumption.then["process"])
@@ -88,7 +92,7 @@ class ResumableLoader(DataLoader[Any]):
         if process is not None and resumption.leader is resumption:
             set_rng_state(process)
         if process is resumption.then["process"]:
-            self._set_own(resumption.then["own"])
+            self.set_own(resumption.then["own"])
 
     def random(self) -> dict[str, Any]:
         """Random states of this process and of the loader's own generators."""
@@ -97,9 +101,10 @@ class ResumableLoader(DataLoader[Any]):
     def set_random(self, state: dict[str, Any]) -> None:
         """Continue from what ``random`` gave."""
         set_rng_state(state["process"])
-        self._set_own(state["own"])
+        self.set_own(state["own"])
 
-    def _set_own(self, states: list[torch.Tensor]) -> None:
+    def set_own(self, states: list[torch.Tensor]) -> None:
+        """Continue the loader's own generators."""
         for generator, state in zip(self._generators(), states, strict=False):
             generator.set_state(state)
 
@@ -113,6 +118,14 @@ class ResumableLoader(DataLoader[Any]):
     def resume(self, resumption: Resumption) -> None:
         """Begin the next epoch so."""
         self._resumption = resumption
+
+    def wait(self) -> None:
+        """Give nothing the next time: Lightning begins the loaders before it can be known where to go on.
+
+        What has no length it would have drawn a batch of, and lost it. Persistent workers are started that early, as
+        the run that did not stop had them before the epoch: starting them draws a random number.
+        """
+        self._waits = not self.persistent_workers
 
     def position(self) -> dict[str, Any]:
         """What a resumed run must know: the random states when this epoch began (None before), the sampler's seed."""
@@ -150,11 +163,12 @@ def _resumable_class(kind: Any) -> Any:
     return type(kind.__name__, (ResumableLoader, kind), {"__module__": kind.__module__})
 
 
-def make_resumable(loader: object) -> None:
-    """Let a DataLoader resume, in place; loaders with a state of their own, and other iterables, stay as they are."""
+def make_resumable(loader: object) -> bool:
+    """Let a DataLoader resume, in place; False for loaders with a state of their own, and other iterables."""
     if isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader) and not hasattr(loader, "state_dict"):
         kind: Any = type(loader)
         loader.__class__ = _resumable_class(kind)
+    return isinstance(loader, ResumableLoader)
 
 
 def batches_done(loops: dict[str, Any]) -> int | None:
