@@ -226,3 +226,50 @@ def from_an_iterable_to_a_loader(directory: str) -> int:
 
 def test_another_kind_of_loader_resumes_with_a_warning(tmp_path: Path) -> None:
     assert run_ranks(1, from_an_iterable_to_a_loader, str(tmp_path)) == [4]
+
+
+class Counted(IterableDataset[Any]):
+    """A stream without a length, of so many batches of two; it keeps what it gave, over all epochs."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self._batches, self.given = batches, 0
+
+    def __iter__(self) -> Any:
+        for _ in range(2 * self._batches):
+            self.given += 1
+            yield (torch.full((9,), self.given % 37),)
+
+
+class Estimating(tiny.TinyLM):
+    """Makes Lightning begin the loaders before a checkpoint is loaded, as for OneCycleLR."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def counted(directory: str, kind: type[tiny.TinyLM], stop: int) -> list[tuple[int, int]]:
+    """How many samples a stream gave, and how many steps they made, in a run and in one that resumes."""
+    found = []
+    more: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0, "max_epochs": -1}
+    for steps in (stop, 8):
+        stream, path = Counted(4), f"{directory}/{stop}.ckpt"
+        run = tiny.trainer({}, max_steps=steps, **more)
+        run.fit(module := kind(), DataLoader(stream, batch_size=2), ckpt_path=path if steps == 8 else None)
+        if steps == stop:
+            run.save_checkpoint(path)
+        found.append((stream.given, len(module.losses)))
+    return found
+
+
+def all_counted(directory: str) -> list[list[tuple[int, int]]]:
+    kinds = (tiny.TinyLM, Estimating)
+    return [counted(f"{directory}/{kind.__name__}", kind, stop) for kind in kinds for stop in (4, 2)]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_no_batch_of_a_stream_is_lost_by_a_resume(world: int, tmp_path: Path) -> None:
+    """In the middle of an epoch the batches that were used are given again, and one is drawn ahead of its step."""
+    at_the_end, in_the_middle = [(8, 4), (8, 4)], [(6, 2), (16, 6)]
+    assert run_ranks(world, all_counted, str(tmp_path)) == [[at_the_end, in_the_middle] * 2] * world
