@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.header import checksum
 from tests import tiny
 from tests.pool import run_ranks
@@ -269,6 +271,59 @@ def test_state_that_cannot_be_stored_on_one_rank_fails_the_save_on_all(tmp_path:
         assert kind == "StateError"
         assert "rank 1" in message and "mine/cache: builtins.function" in message
     assert list(tmp_path.iterdir()) == []
+
+
+class Kind(enum.Enum):
+    ONE = "one"
+
+
+class Keyed(pl.Callback):
+    """Counts, under a key that need not be a string."""
+
+    def __init__(self, key: Any) -> None:
+        self._key, self.count = key, 0
+
+    @property
+    def state_key(self) -> Any:
+        return type(self) if self._key == "type" else self._key
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def keyed(directory: str, strategy: str | dict[str, Any]) -> list[Any]:
+    """The message of a save with such a key, or what the callback has when training is done."""
+    found: list[Any] = []
+    for number, key in enumerate(["type", Kind.ONE, 7, ("a", 1)]):
+        path = f"{directory}/{number}.ckpt"
+        run = tiny.trainer(strategy, max_epochs=1, limit_val_batches=0, callbacks=[Keyed(key)])
+        run.fit(tiny.TinyLM(), tiny.loader(count=4))
+        try:
+            run.save_checkpoint(path)
+        except StateError as error:
+            found.append(str(error))
+            continue
+        then = Keyed(key)
+        run = tiny.trainer(strategy, max_epochs=2, limit_val_batches=0, callbacks=[then])
+        run.fit(tiny.TinyLM(), tiny.loader(count=4), ckpt_path=path)
+        found.append(then.count)
+    return found
+
+
+@pytest.mark.parametrize("strategy", [{}, "auto"], ids=str)
+def test_state_key_that_is_no_string_is_restored_or_refused_with_its_callback(strategy: Any, tmp_path: Path) -> None:
+    ((by_type, by_enum, *restored),) = run_ranks(1, keyed, str(tmp_path), strategy)
+    assert "tests.test_bad_input.Keyed: its state_key is <class" in by_type
+    assert "of type builtins.type" in by_type and "Return a string from state_key" in by_type
+    owner = "tests.test_bad_input.Keyed" if strategy == {} else "a callback"  # no CheckpointIO is told the Trainer
+    assert f"{owner}: its state_key is <Kind.ONE" in by_enum and "tests.test_bad_input.Kind" in by_enum
+    assert restored == [4, 4]
 
 
 def test_topology_that_does_not_divide_the_world() -> None:

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.adapters import adapters_of, unchanging, without
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.peft import adapters_to_json
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.tree import Encoder, encode_small
+from lightning_shardckpt.state.tree import Encoder, decode_small, encode_small
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning: users put anything there."""
@@ -43,8 +44,9 @@ def snapshot(
         adapters_only: leave out the parameters of ``module`` that training does not change.
 
     Raises:
-        StateError: listing every value that cannot be stored, by path.
+        StateError: listing every value that cannot be stored, by path, or every callback whose key cannot.
     """
+    _check_state_keys(checkpoint, module)
     encoder = Encoder(droppable=HYPER_PARAMETERS)
     tree = {k: encoder.encode(v, k) for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
     encoder.check()
@@ -69,6 +71,43 @@ def snapshot(
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(checkpoint["optimizer_states"])
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
     return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else ())
+
+
+def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -> None:
+    """Refuse the state of a callback whose key would come back as another one: it would not be found again.
+
+    Raises:
+        StateError: naming every such callback, as far as ``module`` knows its Trainer.
+    """
+    states = checkpoint.get("callbacks")
+    if not isinstance(states, Mapping):
+        return
+    callbacks = getattr(getattr(module, "_trainer", None), "callbacks", ())
+    lost = []
+    for key in (key for key in states if type(key) is not str and not _comes_back(key)):
+        owners = [type(callback) for callback in callbacks if callback.state_key == key]
+        if not owners and isinstance(key, type):
+            owners = [key]
+        named = ", ".join(map(_qualified, owners)) or "a callback"
+        lost.append(f"{named}: its state_key is {key!r}, of type {_qualified(type(key))}")
+    if lost:
+        raise StateError(
+            "callbacks whose state cannot be stored so that Lightning finds it again:\n  "
+            + "\n  ".join(lost)
+            + "\nReturn a string from state_key, such as type(self).__qualname__."
+        )
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _comes_back(key: Any) -> bool:
+    try:
+        found = decode_small(encode_small(key, "callbacks"))
+        return bool(found == key) and hash(found) == hash(key)
+    except (StateError, TypeError):  # not storable, or not hashable any more
+        return False
 
 
 def sharded_like(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
