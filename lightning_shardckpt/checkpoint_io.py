@@ -81,7 +81,7 @@ class ShardCkptIO(CheckpointIO):
             else changes one of them, and torch counts that up as its version, the save fails; see ``CopiesBehind``.
             Lightning's own strategies copy before they return, as without it.
         cast: read floating tensors into a model of another floating dtype, with a note, so that a run in ``bf16-true``
-            can go on from one in float32; moments get the dtype that the optimizer makes. False refuses that.
+            can go on from one in float32; moments that have their parameter's dtype keep to it. False refuses that.
         sync_files: make a save durable before it returns. With False it is faster, and still survives a death of the
             process at any moment, old or new; behind a crash of the machine or a loss of power neither may be left.
         share_reads: on a load under ``ShardedStrategy``, let ranks that hold the same of a DTensor (replicas of HSDP,

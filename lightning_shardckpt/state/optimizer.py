@@ -326,7 +326,7 @@ class OptimizerLoad:
                 assert component is not None
                 spec = component.tensors[key]
                 there = state.get(name)
-                dtype = self._dtype(key, spec.dtype, param, there)
+                dtype = self._dtype(key, spec.dtype, param)
                 if spec.shape == tuple(param.shape):
                     if there is not None and is_like(there, param, dtype) and id(there) not in shared:
                         tensor, found = there, live
@@ -340,13 +340,11 @@ class OptimizerLoad:
                 self._filled[id(param), name] = tensor
         return live, new
 
-    def _dtype(self, key: str, stored: str, param: torch.Tensor, there: object) -> torch.dtype:
-        """Of the state as it is to be: what the optimizer has, or makes: often the parameter's dtype."""
+    def _dtype(self, key: str, stored: str, param: torch.Tensor) -> torch.dtype:
+        """The parameter's dtype for state that was stored in the parameter's dtype, else the stored one."""
         same = TORCH_DTYPES[stored]
         if self._dtype_of_parameter is None or MARK in key.rpartition("/")[2] or not same.is_floating_point:
             return same
-        if isinstance(there, torch.Tensor):
-            return there.dtype if there.is_floating_point() else same
         before = self._dtype_of_parameter(self._names.get(id(param), ""))
         return param.dtype if before == stored and param.is_floating_point() else same
 
