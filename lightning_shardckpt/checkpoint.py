@@ -155,11 +155,15 @@ def _finished(job: Save, agreed: dict[str, Any], ranks: Ranks) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load brings back besides the tensors: the trainer's state dict, non-tensor module state, and notes."""
+    """What a load brings back besides the tensors: the trainer's state dict, non-tensor module state, and notes.
+
+    ``notes`` are of what nobody asked for; ``skipped`` are of what was to be skipped.
+    """
 
     trainer: dict[str, Any]
     extra_state: dict[str, Any]
     notes: list[str]
+    skipped: list[str]
 
 
 def load(
@@ -214,7 +218,7 @@ def load(
         if share:
             ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
         job.apply()
-        return Loaded(job.trainer, job.extra_state, job.notes)
+        return Loaded(job.trainer, job.extra_state, job.notes, job.skipped)
 
 
 def load_full(

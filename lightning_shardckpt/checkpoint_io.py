@@ -33,6 +33,7 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.formats.places import is_safetensors
 from lightning_shardckpt.loading import Live
 from lightning_shardckpt.mirroring import Also
+from lightning_shardckpt.parts import PARTS, checked_parts, checked_patterns
 from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.planning import Plans
 from lightning_shardckpt.pretrained.fitted import fitted_to
@@ -102,6 +103,14 @@ class ShardCkptIO(CheckpointIO):
         throttle_uploads: for URLs, let only one rank of each node upload at a time.
         pre_download: for URLs, a local folder to which the files that a rank needs are copied before they are read,
             once per node, and where they are found again; by the id of the save, so nothing stale is read.
+        resume: what ``fit`` takes from its ``ckpt_path``, by default all: "model", "optimizer" (the state of
+            parameters), "param_groups" (learning rates and other hyper-parameters of optimizers), "schedulers",
+            "loops" (epochs and steps), "data" (the position in it, and the state of a LightningDataModule),
+            "callbacks" and "random" (states of random number generators). What is not named stays as the Trainer made
+            it. For ``ShardedStrategy``; ``validate``, ``test`` and ``predict`` take the model whatever it says.
+        resume_skip: patterns of names of tensors that ``fit`` leaves as they are, such as ``"head.*"``, with the state
+            that optimizers have of them; names as ``metadata`` lists them, so that ``"optimizer/0/param_groups/*/lr"``
+            leaves learning rates. For ``ShardedStrategy``. It is an error if a pattern is the name of nothing.
     """
 
     def __init__(
@@ -120,6 +129,8 @@ class ShardCkptIO(CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
+        resume: Sequence[str] | None = None,
+        resume_skip: Sequence[str] = (),
     ) -> None:
         if size_per_shard <= 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
@@ -131,6 +142,7 @@ class ShardCkptIO(CheckpointIO):
             raise ValueError("overlap_copy is about asynchronous saves: set use_async=True, too")
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
+        self.resume, self.resume_skip = checked_parts(resume), checked_patterns("resume_skip", resume_skip)
         self.size_per_shard = size_per_shard
         self.verify, self.cast = verify, cast
         self.share_reads, self.adapters_only = share_reads, adapters_only
@@ -344,6 +356,11 @@ class ShardCkptIO(CheckpointIO):
         asynchronous saves of this process.
         """
         path = file_path(path)
+        if self.resumes_partly:
+            raise StateError(
+                "ShardCkptIO(resume=…, resume_skip=…) must know whether it is fit that loads, which Lightning's own "
+                "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
+            )
         if self._fabric is not None and self.use_async:
             drain_all()
             self._fabric.barrier("asynchronous saves of rank 0")
@@ -356,6 +373,11 @@ class ShardCkptIO(CheckpointIO):
                 return found
             found = of_objects
         return as_of_a_trainer(found, os.fspath(path))
+
+    @property
+    def resumes_partly(self) -> bool:
+        """Whether ``fit`` leaves something of its checkpoint."""
+        return bool(self.resume_skip) or self.resume != frozenset(PARTS)
 
     def load_whole(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -382,6 +404,7 @@ class ShardCkptIO(CheckpointIO):
         weights_only: bool | None = None,
         pick_rank: Callable[[Any], int] | None = None,
         regroup: Callable[[Mapping[str, Any]], None] | None = None,
+        partly: bool = False,
     ) -> engine.Loaded:
         """Load straight into live tensors: a sharded checkpoint of any topology, or one of another format.
 
@@ -396,6 +419,7 @@ class ShardCkptIO(CheckpointIO):
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
             regroup: see ``loading.Live``.
+            partly: leave out what ``resume`` and ``resume_skip`` say.
         """
         drain_all()
         with resting():
@@ -406,6 +430,8 @@ class ShardCkptIO(CheckpointIO):
             fitting = partial(fitted_to, module=self._module or nn.Module(), live=leaves, whole=self.names)
             live = Live(leaves, extra_state, optimizers, names, self.names, adapters, fitting)
             live = replace(live, regroup=regroup, cast=self.cast)
+            if partly:
+                live = replace(live, parts=self.resume, skip=self.resume_skip)
             loaded = engine.load(
                 os.fspath(path),
                 live,

@@ -23,7 +23,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -43,6 +43,7 @@ from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.model import Recipe, ShardedModule, rebind_optimizer
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
 from lightning_shardckpt.parallel.statistics import broadcast_statistics
+from lightning_shardckpt.parts import PARTS
 from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.pipelined import PipelinedSteps
 from lightning_shardckpt.pretrained.start import Pretrained, imported
@@ -405,14 +406,17 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     ) -> dict[str, Any]:
         """Collective: fills live objects in place, from any topology; without a state, each rank gets everything."""
         path, io = self.broadcast(path), self.checkpoint_io
+        if io.resume != frozenset(PARTS):
+            raise ValueError("ShardCkptIO(resume=…) is for a Trainer; leave parts out of the state that is loaded")
         self.reshard()
         if not state and not isinstance(state, nn.Module | Optimizer):
             return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
         drain_all()
         one = state if isinstance(state, dict) else {"state": state}
         objects = objects_in(one)
-        restore = Restore(one, objects, named_by=self._all, whole=self._whole(objects), cast=io.cast)
-        remainder, notes = restore.run(
+        names: dict[str, Any] = {"named_by": self._all, "whole": self._whole(objects)}
+        restore = Restore(one, objects, **names, skip=io.resume_skip, cast=io.cast)
+        remainder, loaded = restore.run(
             os.fspath(path),
             self._ranks,
             strict=strict,
@@ -421,8 +425,10 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
             storage=io.storage,
             weights_only=weights_only is not False,
         )
-        for note in notes:
+        for note in loaded.notes:
             rank_zero_warn(note)
+        for note in loaded.skipped:
+            rank_zero_info(note)
         return remainder if isinstance(state, dict) else {}
 
     @property

@@ -7,9 +7,10 @@ model and optimizers.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from typing import Any
@@ -31,6 +32,8 @@ from lightning_shardckpt.state.model import WholeNames, canonical_name
 from lightning_shardckpt.state.objects import Objects
 from lightning_shardckpt.state.statedicts import states_of_checkpoint
 from lightning_shardckpt.storage.places import Places
+
+_log = logging.getLogger(__name__)
 
 _PARTIES: WeakKeyDictionary[dist.ProcessGroup, Party] = WeakKeyDictionary()
 _ALONE = Party(Ranks.alone(), None)
@@ -160,6 +163,7 @@ def load(
     state: dict[str, Any] | None = None,
     *,
     strict: bool = True,
+    skip: Sequence[str] = (),
     prefix: str = "",
     key_mapping: KeyMapping | None = None,
     named_by: nn.Module | None = None,
@@ -184,6 +188,10 @@ def load(
             keys, or as attributes of a LightningModule that was saved. Optimizers are found by their keys, or in order.
             None: everything is returned with whole tensors on the CPU. Not collective then.
         strict: whether a difference is an error; else the rest is loaded.
+        skip: patterns of names of tensors that stay as they are, such as ``"head.*"``, with the state that optimizers
+            have of them; names of the state as ``metadata`` lists them, so that ``"optimizer/0/param_groups/*"``
+            leaves learning rates and other settings. Other state is left out by leaving it out of ``state``. What was
+            left is logged as information.
         prefix: of the stored names of parameters and buffers.
         key_mapping: from names in the state to stored names: a dict, pairs of regular expression and replacement, or a
             function. All names are mapped at once. It holds for the state of optimizers, too.
@@ -200,20 +208,26 @@ def load(
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         KeyError: with ``strict``, for keys of ``state`` that the checkpoint does not have.
-        MismatchError: with ``strict``, listing all other differences.
+        MismatchError: with ``strict``, listing all other differences; for a pattern of ``skip`` that nothing matches.
+        ValueError: for ``skip`` without a state.
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     drain_all()
     places = Places(storage_options=storage_options)
     if state is None:
+        if skip:
+            raise ValueError(f"skip={skip!r} is about what a state keeps: give the state, too")
         return states_of_checkpoint(engine.load_full(os.fspath(path), verify=verify, storage=places))
     party = _party(process_group)
     objects, whole = _looked_at(state, party.ranks)
-    restore = Restore(state, objects, prefix=prefix, key_mapping=key_mapping, named_by=named_by, whole=whole, cast=cast)
-    remainder, notes = restore.run(
+    names: dict[str, Any] = {"prefix": prefix, "key_mapping": key_mapping, "named_by": named_by}
+    restore = Restore(state, objects, **names, whole=whole, skip=skip, cast=cast)
+    remainder, loaded = restore.run(
         os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=places
     )
-    _warn(party, notes)
+    _warn(party, loaded.notes)
+    for note in loaded.skipped if party.ranks.rank == 0 else ():
+        _log.info(note)
     return remainder
 
 

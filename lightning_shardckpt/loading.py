@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 from lightning_shardckpt.casting import CastingSource, converts
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.index import Component
+from lightning_shardckpt.parts import PARTS, Skips, note_of_skipped
 from lightning_shardckpt.sources import Source, Target
 from lightning_shardckpt.staging import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.state.compound import MARK, described
 from lightning_shardckpt.state.geometry import is_expanded, new_like, overlapping
-from lightning_shardckpt.state.model import Differences, WholeNames, match_model
+from lightning_shardckpt.state.leaving import Leaving
+from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of
 from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer
 from lightning_shardckpt.state.peft import base_name
 from lightning_shardckpt.state.snapshot import Leaves
@@ -37,7 +39,8 @@ class Live:
     ``placed``: tensors of the user's to fill, by key of trainer state. ``like``: how such state is laid out that is not
     there yet. ``remedy``: how to load in spite of differences. ``regroup``: gets the trainer's state, without tensors,
     before the optimizers are compared, and may change their param groups. ``cast``: whether floating tensors may be
-    read into those of another floating dtype.
+    read into those of another floating dtype. ``parts``: of ``parts.PARTS``; of those the first three matter here.
+    ``skip``: patterns of names that stay as they are, see ``parts.Skips``.
     """
 
     model: Leaves
@@ -52,6 +55,8 @@ class Live:
     remedy: str = "Set strict_loading=False on the LightningModule"
     regroup: Callable[[Mapping[str, Any]], None] | None = None
     cast: bool = True
+    parts: frozenset[str] = frozenset(PARTS)
+    skip: tuple[str, ...] = ()
 
 
 class Load:
@@ -66,8 +71,10 @@ class Load:
         self._optimizers: list[OptimizerLoad] = []
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
+        self._skips = Skips(live.skip)
         self.targets: list[Target] = []
         self.notes: list[str] = []
+        self.skipped: list[str] = []
 
     def compare(self) -> dict[str, Any]:
         """On every rank: match the stored tensors with the live ones. Changes nothing.
@@ -100,15 +107,35 @@ class Load:
         )
         for name in [name for name, record in records.items() if document.get(name, record) != record]:
             found.add(name, f"{described(document[name])} in checkpoint, {described(records[name])} in model")
-        self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
+        if self._live.skip:
+            known = {*stored.tensors, *stored.aliases, *extra[0], *extra[1], *(left_out or {})}
+            matched = self._without_skipped(matched, names_of(live, ties), known, found)
+        if "model" in self._live.parts:
+            self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
+        else:
+            found.problems.clear()
         if self._live.optimizers is not None:
             self._compare_optimizers(self._live.optimizers, matched, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
-        pairs = ((stored.tensors[key].dtype, DTYPES[live.tensors[name].dtype]) for name, key in matched.items())
+        pairs = ((stored.tensors[target.key].dtype, DTYPES[target.tensor.dtype]) for target in self.targets)
         casts = sorted({f"{a} to {b}" for a, b in pairs if a != b})
         self.source = CastingSource(self.source) if self._live.cast else self.source
-        return {"differences": found.problems, "sources": sources, "kept": kept, "groups": groups, "casts": casts}
+        skipped = {"used": sorted(self._skips.used), "names": list(self._skips.names)}
+        report = {"differences": found.problems, "sources": sources, "kept": kept, "groups": groups}
+        return {**report, "casts": casts, "skipped": skipped}
+
+    def _without_skipped(
+        self, matched: dict[str, str], names: Mapping[str, list[str]], known: set[str], found: Differences
+    ) -> dict[str, str]:
+        """What matches, but for what is to be left as it is, which then differs as it likes."""
+        skipped = {name for name in sorted(known.union(*names.values())) if self._skips(name)}
+        found.problems = [line for line in found.problems if line.partition("  ")[0] not in skipped]
+        for tied in names.values():
+            left = [name for name in tied if name in skipped]
+            if 0 < len(left) < len(tied):
+                found.add(left[0], f"is to be skipped, but is one with {[*{*tied} - {*left}]}: skip all names, or none")
+        return {key: stored for key, stored in matched.items() if not skipped.intersection(names[key])}
 
     def _without_adapters(self, stored: Component) -> tuple[Leaves, list[str]]:
         """What to look for, and which adapters are not: of a checkpoint without any, when weights alone are loaded.
@@ -129,9 +156,12 @@ class Load:
         """On rank 0: what all ranks found, each difference once.
 
         Raises:
-            MismatchError: listing the differences, if ``strict``.
+            MismatchError: listing the differences, if ``strict``; or patterns of ``skip`` that are the name of nothing.
         """
         found = Differences()
+        left = list(dict.fromkeys(name for report in reports for name in report["skipped"]["names"]))
+        used = [pattern for report in reports for pattern in report["skipped"]["used"]]
+        skipped = note_of_skipped(self._live.skip, used, left, self.source.path)
         joined = self._joined(reports, found)
         lines = [line for report in reports for line in report["differences"]]
         problems = list(dict.fromkeys(lines + found.problems))
@@ -154,7 +184,7 @@ class Load:
             notes.append(f"{path} has no adapters: {len(kept)} tensors of adapters keep the values that they have")
         if casts := sorted({cast for report in reports for cast in report["casts"]}):
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
-        return {"notes": notes, "sources": sources, "joined": joined}
+        return {"notes": notes, "skipped": skipped, "sources": sources, "joined": joined}
 
     def _joined(self, reports: list[dict[str, Any]], found: Differences) -> dict[str, list[list[str]]]:
         """By optimizer, the param groups of the whole model, of which each pipeline stage has a part."""
@@ -171,7 +201,7 @@ class Load:
 
         Returns what is to be filled.
         """
-        self.notes, self.sources = judged["notes"], judged["sources"]
+        self.notes, self.skipped, self.sources = judged["notes"], judged["skipped"], judged["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
         live = {tuple(param.shape) for group in groups for param in group["params"]}
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
@@ -184,7 +214,9 @@ class Load:
             self.targets += [Target("optimizer", key, tensor) for key, tensor in there]
             self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in new]
         extra = self.source.document("model") or {}
-        self.extra_state = {n: decode_small(v) for n, v in extra.items() if n in self._live.extra_state}
+        if "model" in self._live.parts:
+            wanted = (name for name in extra if name in self._live.extra_state and not self._skips(name))
+            self.extra_state = {name: decode_small(extra[name]) for name in wanted}
         self._read_trainer()
         for target in self.targets:
             if not target.fresh and is_expanded(target.local):
@@ -219,7 +251,8 @@ class Load:
             raise MismatchError(
                 f"cannot resume training from {self.source.path!r}: it holds weights only, no optimizer state. "
                 "validate, test and predict can use it, and training can begin with it: "
-                "ShardedStrategy(pretrained=path). To resume training, save with save_weights_only=False."
+                'ShardedStrategy(pretrained=path), or ShardCkptIO(resume=["model"]). To resume training, save with '
+                "save_weights_only=False."
             )
         if self._live.regroup is not None:
             self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
@@ -233,7 +266,9 @@ class Load:
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
             one = StoredOptimizer(number, document[str(number)], component)
-            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, self._live.whole.parameters, dtypes)
+            leaving = Leaving(number, self._live.parts, self._skips)
+            whole = self._live.whole.parameters
+            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, whole, leaving, dtypes)
             load.compare(component, found, self._elsewhere)
             self._optimizers.append(load)
 

@@ -388,7 +388,9 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         return record
 
     def _begins_anew(self) -> bool:
-        return begins_anew(self._trainer(), self._launcher)
+        io, fitting = self.checkpoint_io, self._trainer().state.fn == TrainerFn.FITTING
+        lacks_weights = fitting and (io.resume_skip or "model" not in io.resume)
+        return bool(lacks_weights) or begins_anew(self._trainer(), self._launcher)
 
     def _pipeline_of(self, sharded: ShardedModule) -> PipelinedSteps | None:
         module = self.lightning_module
@@ -701,7 +703,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         state_dict = dict(checkpoint["state_dict"])
         self._loaded = state_dict, not_live(trainer.lightning_module, state_dict)
         if trainer.state.fn == TrainerFn.FITTING and rank_state is not None:
-            self._continuation = Continuation(checkpoint, rank_state, self._place)
+            self._continuation = Continuation(checkpoint, rank_state, self._place, self.checkpoint_io.resume)
         return checkpoint
 
     @override

@@ -17,6 +17,7 @@ from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.formats.plain import PlainSource
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.loading import Live
+from lightning_shardckpt.parts import checked_patterns
 from lightning_shardckpt.ranks import Ranks
 from lightning_shardckpt.selected import SelectedSource
 from lightning_shardckpt.sources import Source
@@ -74,6 +75,7 @@ class Restore:
         named_by: the module of an optimizer whose module is not in the state.
         whole: names of the model over all pipeline stages.
         cast: see ``loading.Live``.
+        skip: patterns of names that stay as they are, see ``parts.Skips``.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class Restore:
         named_by: nn.Module | None = None,
         whole: WholeNames | None = None,
         cast: bool = True,
+        skip: Sequence[str] = (),
     ) -> None:
-        self._cast = cast
+        self._cast, self._skip = cast, checked_patterns("skip", skip)
         self._state, self._objects, self._prefix = state, objects, prefix
         self._rename, self._whole = renaming(key_mapping), whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
@@ -114,6 +117,7 @@ class Restore:
             like=sharded_tensors(self._objects),
             remedy="Pass strict=False",
             cast=self._cast,
+            skip=self._skip,
         )
 
     def fitting(self, source: Source) -> tuple[Source, list[str]]:
@@ -241,8 +245,8 @@ class Restore:
         share_reads: bool | None,
         storage: Storage,
         weights_only: bool = True,
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Load; returns what of the checkpoint's plain state is left, and what a user should know.
+    ) -> tuple[dict[str, Any], engine.Loaded]:
+        """Load; returns what of the checkpoint's plain state is left, and what was loaded, with its notes.
 
         Collective: every rank of ``ranks`` must call it. Arguments and errors are those of ``functional.load``.
         """
@@ -264,7 +268,7 @@ class Restore:
                     f"{', '.join(map(repr, self.present))}. Pass strict=False to load the rest"
                 ) from error
             raise
-        return self.finish(loaded.trainer, loaded.extra_state), loaded.notes
+        return self.finish(loaded.trainer, loaded.extra_state), loaded
 
     @torch.no_grad()
     def finish(self, trainer: dict[str, Any], extra_state: Mapping[str, Any]) -> dict[str, Any]:

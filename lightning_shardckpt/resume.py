@@ -19,10 +19,11 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.collector import resting
+from lightning_shardckpt.parts import PARTS
 from lightning_shardckpt.state.live import parameter_names, put_values
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
@@ -95,26 +96,50 @@ def load_checkpoint(
     with resting():
         state_dict = module.state_dict()
     fitting = trainer.state.fn == TrainerFn.FITTING
+    parts = io.resume if fitting else frozenset(PARTS)
     loaded = io.load_into(
         path,
         state_dict,
-        trainer.strategy.optimizers if fitting else None,
+        trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None,
         parameter_names(module, io.names),
         strict=module.strict_loading,
         weights_only=weights_only,
         pick_rank=place.source_rank,
-        regroup=partial(_regroup, trainer),
+        regroup=partial(_regroup, trainer) if "callbacks" in parts else None,
+        partly=fitting,
     )
+    for note in loaded.skipped:
+        rank_zero_info(note)
     put_values(module, state_dict, loaded.extra_state)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = state_dict
     rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)
-    checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting)
-    if rank_state is not None and "loops" in checkpoint and Place(**rank_state["place"]).data_size == place.data_size:
+    checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting and "loops" in parts)
+    _leave_out(checkpoint, trainer, parts)
+    if left := [part for part in PARTS if part not in parts]:
+        rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
+    same_data = rank_state is not None and Place(**rank_state["place"]).data_size == place.data_size
+    if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint:
         states = rank_state.get("loaders", [])
         if any(states):  # a loader of the user's has a state of its own
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
     return checkpoint, rank_state
+
+
+def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset[str]) -> None:
+    """Take out of Lightning's checkpoint dict what is not to be resumed; its connector restores what is there."""
+    kept_by = {
+        "optimizer": [type(trainer.precision_plugin).__qualname__, "native_amp_scaling_state"],  # the loss scale
+        "loops": ["loops", "epoch", "global_step"],
+        "data": [type(getattr(trainer, "datamodule", None)).__qualname__],
+        "callbacks": ["callbacks"],
+    }
+    for key in (key for part, keys in kept_by.items() if part not in parts for key in keys):
+        checkpoint.pop(key, None)
+    if "schedulers" not in parts:
+        checkpoint["lr_schedulers"] = []
+    if "data" not in parts and "loops" in checkpoint:
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
 
 def _regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
@@ -139,11 +164,14 @@ def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
 class Continuation:
     """What remains to be done when training starts: random state and position in the data."""
 
-    def __init__(self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], place: Place) -> None:
-        self._rng: dict[str, Any] = rank_state["rng"]
-        self._positions: list[Any] = rank_state["positions"]
-        self._batches = batches_done(checkpoint["loops"])
-        epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    def __init__(
+        self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], place: Place, parts: frozenset[str]
+    ) -> None:
+        self._rng: dict[str, Any] | None = rank_state["rng"] if "random" in parts else None
+        self._positions: list[Any] | None = rank_state["positions"] if "data" in parts else None
+        loops = checkpoint.get("loops")
+        self._batches = None if loops is None else batches_done(loops)
+        epoch = {"started": 0, "processed": 0} if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
         saved = Place(**rank_state["place"])
@@ -152,23 +180,25 @@ class Continuation:
 
     def before_loaders(self) -> None:
         """Call before Lightning begins loaders that can't wait until training starts."""
-        set_rng_state(self._rng)
+        if self._rng is not None:
+            set_rng_state(self._rng)
 
     def apply(self, trainer: pl.Trainer) -> None:
         """Called when training starts: the train loaders exist, no batch has been drawn for this epoch."""
         fit, loaders = trainer.fit_loop, train_loaders(trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader) for loader in loaders)  # by Lightning, in before_loaders
-        if not (over and begun):
-            set_rng_state(self._rng)
-        if self._fresh is not None:  # more data-parallel ranks than before: no two may draw the same noise
-            torch.manual_seed(int(torch.randint(1 << 62, ())) + self._fresh)
+        if self._rng is not None:
+            if not (over and begun):
+                set_rng_state(self._rng)
+            if self._fresh is not None:  # more data-parallel ranks than before: no two may draw the same noise
+                torch.manual_seed(int(torch.randint(1 << 62, ())) + self._fresh)
         if over:
             self._restore_loaders(loaders)
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
             fit._resuming_from_checkpoint = begun  # else Lightning begins the loaders when it begins the epoch
             return
-        if not self._resume(loaders, trainer) and self._batches:
+        if self._positions is not None and not self._resume(loaders, self._positions, trainer) and self._batches:
             rank_zero_warn(
                 f"resuming after {self._batches} batches of an epoch, but the order of its data can't be continued "
                 "exactly: the number of data-parallel ranks or the dataloaders changed, or a loader is not a torch "
@@ -181,19 +211,19 @@ class Continuation:
 
     def _restore_loaders(self, loaders: list[Any]) -> None:
         """For an epoch that begins: seeds, and the loaders' own generators."""
-        if len(self._positions) == len(loaders):
+        if self._positions is not None and len(self._positions) == len(loaders):
             for loader, position in zip(loaders, self._positions, strict=True):
                 if isinstance(loader, ResumableLoader) and position is not None:
                     loader.set_sampler_seed(position["seed"])
                     loader.set_own(position["own"] if self._same_data else [])
 
-    def _resume(self, loaders: list[Any], trainer: pl.Trainer) -> bool:
+    def _resume(self, loaders: list[Any], positions: list[Any], trainer: pl.Trainer) -> bool:
         """Prepare the loaders; False if some can't continue with the batches that they would have drawn."""
-        if len(self._positions) != len(loaders):
+        if len(positions) != len(loaders):
             return False
         cycles = trainer.fit_loop._combined_loader is not None and "cycle" in trainer.fit_loop._combined_loader._mode
         exact, leader = self._same_data, None
-        for loader, position in zip(loaders, self._positions, strict=True):
+        for loader, position in zip(loaders, positions, strict=True):
             if not isinstance(loader, ResumableLoader):
                 exact = exact and hasattr(loader, "load_state_dict")
                 continue

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_shardckpt"
 # A module imports only from rows above its own. A folder (storage, state, look, …) counts as one module.
 ROWS = [
     {"errors"},
-    {"registration", "box", "text", "crc", "pages", "collector", "processes", "threads", "pending"},
+    {"parts", "registration", "box", "text", "crc", "pages", "collector", "processes", "threads", "pending"},
     {"layout", "header"},
     {"files"},
     {"index", "containers"},
@@ -51,7 +51,7 @@ ROWS = [
     {"__main__", "__init__"},
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
-PURE = {"errors", "box", "text", "crc", "layout", "header", "files", "index", "plan", "containers", "mirror"}
+PURE = {"errors", "parts", "box", "text", "crc", "layout", "header", "files", "index", "plan", "containers", "mirror"}
 BYTES_ONLY = PURE | {"pages", "processes", "threads", "pending", "storage", "write", "read", "fetch", "planning"}
 BYTES_ONLY |= {"locate", "whole", "regions", "shardfile", "foreign", "hub", "look"}
 LIGHT_START = BYTES_ONLY | {"mirrored", "verify", "lazy", "consolidate", "cli"}

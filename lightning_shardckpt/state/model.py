@@ -235,7 +235,7 @@ def match_model(
         converts: whether a stored dtype can be read into a live one.
     """
     left_out = left_out or {}
-    names = _names_of(live, ties)
+    names = names_of(live, ties)
     known = {**{key: key for key in stored.tensors}, **stored.aliases}
     matched: dict[str, str] = {}
     for key, tensor in live.tensors.items():
@@ -266,7 +266,7 @@ def match_model(
     return matched
 
 
-def _names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:
+def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:
     """All names of each live tensor, those of other pipeline stages included."""
     names: dict[str, list[str]] = {key: [key] for key in live.tensors}
     for alias, of in live.aliases.items():

@@ -23,6 +23,7 @@ from lightning_shardckpt.index import Component
 from lightning_shardckpt.staging import TORCH_DTYPES
 from lightning_shardckpt.state.compound import MARK, compound_names, is_compound, put_together, take_apart
 from lightning_shardckpt.state.geometry import acts_as_whole, is_like, layout_of, new_like
+from lightning_shardckpt.state.leaving import Leaving
 from lightning_shardckpt.state.merging import add_value
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.snapshot import Leaves
@@ -183,6 +184,7 @@ class OptimizerLoad:
         renamed: live FQN -> stored FQN where they differ (ties).
         whole: on a pipeline stage, the FQNs of all parameters of the model in order; what a stored number means is
             then found out together with the other stages, see ``join_groups``.
+        leaving: what stays as it is.
         dtypes: the stored dtype of a parameter, by live FQN, if state may be converted to another dtype.
     """
 
@@ -194,6 +196,7 @@ class OptimizerLoad:
         names: Mapping[int, str],
         renamed: Mapping[str, str],
         whole: Sequence[str] = (),
+        leaving: Leaving | None = None,
         dtypes: Callable[[str], str | None] | None = None,
     ) -> None:
         self._dtype_of_parameter = dtypes
@@ -201,7 +204,7 @@ class OptimizerLoad:
         self.is_joined = stored.numbered and bool(whole)
         self._stored_name: dict[int, str] = {}
         self._filled: dict[tuple[int, str], torch.Tensor] = {}  # by id of the parameter and name
-        self._names = names
+        self._names, self._leaving = names, leaving or Leaving(number)
         self._mapped = True
         live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         if self.is_joined:
@@ -215,6 +218,21 @@ class OptimizerLoad:
             known = {param for group in stored.groups for param in group}
             self._stored_name = {i: _as_pruned(renamed.get(names[i], names[i]), known) for group in live for i in group}
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
+        self._leaving.look_at(self._entries())
+
+    def _entries(self) -> Iterator[tuple[str, str]]:
+        """Live or stored name of a parameter and key of its state; param groups and their keys."""
+        values, tensors = self._stored.values, self._stored.tensors
+        of = {param: [*values.get(param, {}), *tensors.get(param, {})] for param in self._group_of}
+        every = list(dict.fromkeys(key for keys in of.values() for key in keys))
+        for number, group in enumerate(self._optimizer.param_groups):
+            for param in group["params"]:
+                stored = self._stored_name.get(id(param))
+                for key in every if self.is_joined else of.pop(stored, ()) if stored is not None else ():
+                    yield self._names[id(param)], key
+            yield from ((f"param_groups/{number}", key) for key in group if key not in _NOT_HYPER)
+        if not self._stored.numbered:
+            yield from ((name, key) for name, keys in of.items() for key in keys)
 
     def compare(
         self, component: Component | None, differences: Differences, elsewhere: frozenset[str] = frozenset()
@@ -232,8 +250,11 @@ class OptimizerLoad:
             return
         live = {self._stored_name[id(p)]: p for g in self._optimizer.param_groups for p in g["params"]}
         for name in sorted(known - live.keys() - elsewhere):
-            differences.add(f"{where}: {name}", "in checkpoint only")
+            if not self._leaving.param(name):
+                differences.add(f"{where}: {name}", "in checkpoint only")
         for name, param in live.items():
+            if self._leaving.param(self._names[id(param)]):
+                continue
             if name not in known:
                 differences.add(f"{where}: {self._names[id(param)]}", "in model only")
                 continue
@@ -242,11 +263,14 @@ class OptimizerLoad:
     def _compare_state(
         self, name: str, param: torch.Tensor, component: Component | None, differences: Differences
     ) -> None:
-        for key in self._stored.tensors.get(name, {}).values():
+        own = self._names[id(param)]
+        for entry, key in self._stored.tensors.get(name, {}).items():
             spec = component.tensors[key] if component is not None else None
             if spec is None or spec.shape == tuple(param.shape):
                 continue
-            inside = MARK in key.rpartition("/")[2] and isinstance(param, DTensor) and bool(layout_of(param).cuts)
+            if self._leaving.param(own) or self._leaving.entry(own, entry):
+                continue
+            inside = MARK in entry and isinstance(param, DTensor) and bool(layout_of(param).cuts)
             if inside or not acts_as_whole(param):
                 what = f"shape {spec.shape} of state for a sharded parameter of {tuple(param.shape)}"
                 differences.add(f"optimizer {self.number}: {key}", what)
@@ -321,8 +345,10 @@ class OptimizerLoad:
         """
         live, new = list[Keyed](), list[Keyed]()
         for param in self._params():
-            state = self._optimizer.state.get(param, {})
+            state, left = self._optimizer.state.get(param, {}), self._left(param)
             for name, key in self._stored.tensors.get(self._stored_name[id(param)], {}).items():
+                if name in left:
+                    continue
                 assert component is not None
                 spec = component.tensors[key]
                 there = state.get(name)
@@ -361,7 +387,7 @@ class OptimizerLoad:
             on_device = bool(group.get("capturable") or group.get("fused"))
             for param in group["params"]:
                 name = self._stored_name.get(id(param))
-                if name not in self._group_of:
+                if name not in self._group_of or self._leaving.param(self._names[id(param)]):
                     continue
                 values = self._stored.values.get(name, {})
                 values = copy.deepcopy(values) if name in given else values  # what was tied and is not here
@@ -371,15 +397,22 @@ class OptimizerLoad:
                 state |= {k: tensor for k, tensor in filled.items() if tensor is not None}
                 for compound in compound_names(state):
                     put_together(compound, state, param)
-                self._optimizer.state.pop(param, None)
+                left, before = self._left(param), self._optimizer.state.pop(param, {})
+                state = {k: v for k, v in state.items() if k not in left} | {k: before[k] for k in left if k in before}
                 if state:
                     self._optimizer.state[param] = state
-        groups = enumerate(self._optimizer.param_groups)
+        groups = enumerate(() if self._leaving.hyper else self._optimizer.param_groups)
         return [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
 
     def _params(self) -> list[torch.Tensor]:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return [p for p in params if self._stored_name.get(id(p)) in self._group_of]
+        there = [p for p in params if self._stored_name.get(id(p)) in self._group_of]
+        return [p for p in there if not self._leaving.param(self._names[id(p)])]
+
+    def _left(self, param: torch.Tensor) -> set[str]:
+        name = self._stored_name[id(param)]
+        stored = (*self._stored.values.get(name, {}), *self._stored.tensors.get(name, {}))
+        return self._leaving.entries(self._names[id(param)], stored, self._optimizer.state.get(param, {}))
 
     def _apply_hyper(self, number: int, group: dict[str, Any], sources: list[int] | None) -> list[str]:
         """Hyper-parameters follow the parameters: a group takes those of the groups that its parameters were in.
@@ -392,6 +425,8 @@ class OptimizerLoad:
         where = f"optimizer {self.number}, param group {number}"
         notes = []
         for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):
+            if self._leaving.setting(number, key):
+                continue
             values = [self._stored.hyper[i][key] for i in sources if key in self._stored.hyper[i]]
             if any(not _same(v, values[0]) for v in values[1:]):
                 kept = group.get(key)

@@ -1,0 +1,64 @@
+"""What of an optimizer does a load leave as it is? Hyper-parameters, state of parameters, single entries of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning_shardckpt.errors import MismatchError
+
+
+def _nothing(name: str) -> bool:
+    return False
+
+
+class Leaving:
+    """Of one optimizer.
+
+    Args:
+        number: which one it is, for the names.
+        parts: "optimizer" in it if the state of parameters is to be taken, "param_groups" if hyper-parameters are.
+        is_skipped: tells by name what is to be left besides; a parameter that is keeps its state, too.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parts: frozenset[str] = frozenset({"optimizer", "param_groups"}),
+        is_skipped: Callable[[str], bool] = _nothing,
+    ) -> None:
+        self._number, self._state, self.hyper = number, "optimizer" in parts, "param_groups" not in parts
+        self.is_skipped = is_skipped
+
+    def look_at(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Ask for all of these, so that it is known which patterns are the name of something."""
+        for name, key in entries:
+            self.entry(name, key)
+
+    def param(self, name: str) -> bool:
+        """Whether all state of a parameter stays."""
+        return not self._state or self.is_skipped(name)
+
+    def entry(self, name: str, key: str) -> bool:
+        """Whether an entry of a parameter's state stays."""
+        return self.is_skipped(f"optimizer/{self._number}/{name}/{key}")
+
+    def setting(self, group: int, key: str) -> bool:
+        """Whether a hyper-parameter of a param group stays."""
+        return self.entry(f"param_groups/{group}", key)
+
+    def entries(self, name: str, stored: Iterable[str], live: Mapping[str, Any]) -> set[str]:
+        """The stored entries of a parameter's state that stay.
+
+        Raises:
+            MismatchError: if some are to stay that are not there, beside others that are taken.
+        """
+        stored = {*stored}
+        left = {key for key in stored if self.entry(name, key)}
+        missing = sorted(left - live.keys())
+        if missing and left < stored:
+            raise MismatchError(
+                f"optimizer {self._number}: {missing} of {name} cannot be skipped alone, since the live optimizer has "
+                f"none yet: skip 'optimizer/{self._number}/{name}/*', or nothing of it"
+            )
+        return left
