@@ -49,7 +49,7 @@ class Background:
     """
 
     def __init__(self, ranks: Ranks, max_pending: int = 1) -> None:
-        self._ranks, self._max_pending = ranks, max_pending
+        self._ranks, self.max_pending = ranks, max_pending
         self._free: list[HostMemory] = []
         self._count = self._settled = 0  # saves begun; of which it was asked how they ended
         self._failed: set[int] = set()
@@ -237,7 +237,7 @@ class Background:
         if path is None:
             return not self._jobs
         saves = [job.path for job in self._jobs if job.memory is not None]
-        return len(saves) <= self._max_pending and path not in saves
+        return len(saves) <= self.max_pending and path not in saves
 
     def _forget(self) -> None:
         if not self._failures:

@@ -22,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt import checkpoint as engine
@@ -217,10 +218,14 @@ class ShardCkptIO(CheckpointIO):
         Or the state of Fabric, with state dicts of objects in their places.
         Collective under ``ShardedStrategy``: every rank must call it.
 
+        Args:
+            checkpoint: Lightning's dict.
+            path: where to.
+            storage_options: for this URL, in place of those of ``ShardCkptIO``.
+
         Raises:
             Exception: what an asynchronous save before this one failed with; this one is not begun then.
-            TypeError: for ``storage_options``, which are given once, to ``ShardCkptIO``.
-            ValueError: for ``also`` and a URL.
+            ValueError: for ``also`` and a URL, and for ``storage_options`` and a path of the file system.
             StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy.
         """
         if self.adapters_only and self._module is None:
@@ -228,8 +233,7 @@ class ShardCkptIO(CheckpointIO):
                 "ShardCkptIO(adapters_only=True) must know the module to tell what is frozen, which Lightning's own "
                 "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
             )
-        if storage_options is not None:
-            raise TypeError(f"give storage options to ShardCkptIO(storage_options=…), got {storage_options!r}")
+        storage = self._storage_for(path, storage_options)
         if self.also is not None and is_url(path):
             raise ValueError(
                 f"also={self.also!r} needs a file system, where ranks can write parts of one file; {os.fspath(path)!r} "
@@ -250,7 +254,7 @@ class ShardCkptIO(CheckpointIO):
             background = self._behind(Ranks.alone())
         about = about_of(checkpoint, self._topology)
         common: dict[str, Any] = {"ranks": self._ranks, "about": about, "size_per_shard": self.size_per_shard}
-        common |= {"storage": self.storage, "plans": self._plans, "also": self.also, "replicas": self.replicas}
+        common |= {"storage": storage, "plans": self._plans, "also": self.also, "replicas": self.replicas}
         overlap = self.overlap_copy and self._module is not None  # else nobody would call wait_for_copies
         if background is None:
             notes = engine.save(os.fspath(path), describe, **common)
@@ -265,6 +269,13 @@ class ShardCkptIO(CheckpointIO):
             return checkpoint
         found = checkpoint_of_states(checkpoint, nested=False)
         return checkpoint if found is None else found
+
+    def _storage_for(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
+        if options is None:
+            return self.storage
+        if not is_url(path) or not isinstance(self.storage, Places):
+            raise ValueError(f"storage_options are for URLs, and {os.fspath(path)!r} is none: leave out {options!r}")
+        return self.storage.having(options)
 
     def _with_hugging_face(self, found: Snapshot) -> Snapshot:
         """With what the module knows about Hugging Face, on the rank that stores it."""
@@ -354,6 +365,16 @@ class ShardCkptIO(CheckpointIO):
 
         Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
         asynchronous saves of this process.
+
+        Args:
+            path: the checkpoint.
+            map_location: the device for all tensors; by default the CPU. For a file of ``torch.save``, as in
+                ``torch.load``.
+            weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
+
+        Raises:
+            TypeError: for a ``map_location`` that is no device, and a checkpoint that is no file of ``torch.save``.
+            StateError: with ``resume`` or ``resume_skip``.
         """
         path = file_path(path)
         if self.resumes_partly:
@@ -382,16 +403,20 @@ class ShardCkptIO(CheckpointIO):
     def load_whole(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The whole checkpoint as it is: of a Trainer, of Fabric, or of other programs. Not collective."""
+        """The whole checkpoint as it is: of a Trainer, of Fabric, or of other programs. Not collective.
+
+        Arguments and errors are those of ``load_checkpoint``.
+        """
         drain_all()
         path, safe = file_path(path), weights_only is not False
         if os.path.isfile(path) and not is_safetensors(os.fspath(path)):
             plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=safe)
             return plain
+        device = device_of(map_location)
         found = engine.load_full(os.fspath(path), verify=self.verify, weights_only=safe, storage=self.storage)
         if frozen := found.pop(FROZEN, None):
             self._warn([f"{os.fspath(path)!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
-        return found
+        return moved_to(found, device)
 
     def load_into(
         self,
@@ -493,6 +518,31 @@ class ShardCkptIO(CheckpointIO):
             self._stay()
 
 
+def device_of(map_location: Any) -> torch.device:
+    """The device that a ``map_location`` names; None is the CPU.
+
+    Raises:
+        TypeError: for a function or a dict, since nothing here was on a device when it was stored.
+    """
+    if map_location is None or isinstance(map_location, str | int | torch.device):
+        return torch.device("cpu" if map_location is None else map_location)
+    raise TypeError(
+        f"map_location is a device, such as 'cpu' or 'cuda:0', got {map_location!r}: a sharded checkpoint does not "
+        "record devices that could be mapped"
+    )
+
+
+def moved_to(found: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A checkpoint dict with all its tensors on a device; what was one tensor stays one."""
+    there: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return there.setdefault(id(tensor), tensor.to(device)) if tensor.device != device else tensor
+
+    moved: dict[str, Any] = tree_map_only(torch.Tensor, move, found)
+    return moved
+
+
 def as_of_a_trainer(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:
     """Lightning's checkpoint dict, also where the checkpoint is of something else: training begins at step 0 then."""
     if _VERSION not in checkpoint:
@@ -512,11 +562,13 @@ def load_from_checkpoint(
     cls: type[_Loadable],
     checkpoint_path: str | os.PathLike[str],
     *,
+    map_location: torch.device | str | int | None = None,
     strict: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    pre_download: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> _Loadable:
-    """A module with the hyper-parameters and weights of a checkpoint, on the CPU, in this process alone.
+    """A module with the hyper-parameters and weights of a checkpoint, on one device, in this process alone.
 
     What ``LightningModule.load_from_checkpoint`` does for a file, for a sharded checkpoint of any topology. Waits for
     asynchronous saves of this process. Frozen parameters that a checkpoint of adapters leaves out stay as the module
@@ -525,8 +577,10 @@ def load_from_checkpoint(
     Args:
         cls: the class to construct.
         checkpoint_path: the checkpoint.
+        map_location: the device for the module; the CPU by default.
         strict: whether all names must match; by default as the module's ``strict_loading`` says.
         storage_options: for URLs, see ``ShardCkptIO``.
+        pre_download: for URLs, see ``ShardCkptIO``.
         kwargs: hyper-parameters that replace the stored ones.
 
     Raises:
@@ -534,10 +588,13 @@ def load_from_checkpoint(
         MismatchError: listing what is missing although the checkpoint does not leave it out, for one of adapters.
     """
     drain_all()
+    device = device_of(map_location)
     if os.path.isfile(checkpoint_path):
-        return cls.load_from_checkpoint(os.fspath(checkpoint_path), strict=strict, **kwargs)  # type: ignore[return-value]
-    places = Places(storage_options=storage_options)
+        where: Any = os.fspath(checkpoint_path)
+        return cls.load_from_checkpoint(where, map_location=device, strict=strict, **kwargs)  # type: ignore[return-value]
+    places = Places(storage_options=storage_options, pre_download=pre_download)
     checkpoint = engine.load_full(os.fspath(checkpoint_path), optimizers=False, storage=places)
+    checkpoint = moved_to(checkpoint, device)
     checkpoint = as_of_a_trainer(checkpoint, os.fspath(checkpoint_path), fitting=False)
     checkpoint = _pl_migrate_checkpoint(checkpoint, checkpoint_path=os.fspath(checkpoint_path))
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})

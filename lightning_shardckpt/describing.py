@@ -37,6 +37,8 @@ class Party:
     plans: Plans = field(default_factory=Plans)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
     background: Background | None = None
+    is_overlapping: bool = False
+    """Whether optimizers wait for copies."""
 
 
 class Saving:
@@ -52,13 +54,14 @@ class Saving:
         named_by: nn.Module | None,
         also: Also | None,
         storage_options: Mapping[str, Any] | None = None,
+        throttle_uploads: bool = False,
     ) -> None:
         if also not in (None, "huggingface"):
             raise ValueError(f'also is "huggingface" or None, got {also!r}')
         self.path, self.notes = path, list[str]()
         self._party, self._state, self._overwrite = party, state, overwrite
         self._prefix, self._named_by, self._also = prefix, named_by, also
-        self._storage_options = storage_options
+        self._storage_options, self._throttle_uploads = storage_options, throttle_uploads
 
     def options(self, size_per_shard: float, sync_files: bool, replicas: Replicas) -> dict[str, Any]:
         """What ``checkpoint.save`` takes besides path and description."""
@@ -71,7 +74,11 @@ class Saving:
             "ranks": self._party.ranks,
             "about": about_of(values, {}),
             "size_per_shard": size_per_shard,
-            "storage": Places(LocalStorage(sync_files=sync_files), storage_options=self._storage_options),
+            "storage": Places(
+                LocalStorage(sync_files=sync_files),
+                storage_options=self._storage_options,
+                throttle_uploads=self._throttle_uploads,
+            ),
             "plans": self._party.plans,
             "also": self._also,
             "replicas": replicas,

@@ -12,12 +12,14 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_shardckpt import checkpoint as engine
 from lightning_shardckpt.background import Background
@@ -52,6 +54,7 @@ def save(
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    throttle_uploads: bool = False,
 ) -> None:
     """Write a checkpoint of everything in ``state``; it is complete when this returns, and durable with ``sync_files``.
 
@@ -85,6 +88,7 @@ def save(
         replicas: see ``ShardCkptIO``.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
         storage_options: for URLs, see ``ShardCkptIO``.
+        throttle_uploads: for URLs, see ``ShardCkptIO``.
 
     Raises:
         FileExistsError: on every rank, if something is at the path and ``overwrite`` is not set.
@@ -93,7 +97,8 @@ def save(
     """
     party = _party(process_group)
     drain_all()  # one of them may be to this path
-    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also, storage_options)
+    where = os.fspath(path)
+    saving = Saving(party, where, state, overwrite, prefix, named_by, also, storage_options, throttle_uploads)
     notes = engine.save(saving.path, saving.describe, **saving.options(size_per_shard, sync_files, replicas))
     _warn(party, [*saving.notes, *notes])
 
@@ -111,11 +116,32 @@ def save_async(
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    throttle_uploads: bool = False,
+    max_pending: int = 1,
+    overlap_copy: bool = False,
 ) -> Future[None]:
     """Like ``save``, but return when everything is copied to host memory; a thread writes and commits it.
 
     Collective, as ``save`` is. What is saved are the values at the call. Waits while an earlier save waits to be
     written. The process does not end before all is written; loads wait for it.
+
+    Args:
+        path: as in ``save``, as are all but these two.
+        state: see ``save``.
+        overwrite: see ``save``.
+        prefix: see ``save``.
+        named_by: see ``save``.
+        size_per_shard: see ``save``.
+        sync_files: see ``save``.
+        also: see ``save``.
+        process_group: see ``save``.
+        storage_options: see ``save``.
+        throttle_uploads: see ``save``.
+        max_pending: how many saves may wait behind the one that is being written, when this one is added; see
+            ``ShardCkptIO``.
+        overlap_copy: return before optimizer state and the parameters of optimizers in ``state`` are copied; the next
+            step of any torch optimizer waits for that. If something else changes one of them, and torch counts that up
+            as its version, the save fails; see ``ShardCkptIO``.
 
     Returns:
         Done when the checkpoint is complete on all ranks. Who doesn't look gets its error from the next ``save_async``
@@ -124,15 +150,17 @@ def save_async(
     Raises:
         Exception: what a save before this one failed with, on every rank; else as ``save`` does.
     """
-    party = _party(process_group)
-    if party.background is None:
-        ranks = Ranks.of_group(_group(process_group)) if party.ranks.world > 1 else Ranks.alone()
-        party.background = Background(ranks)
-        party.background.linger_at_exit()
-    saving = Saving(party, os.fspath(path), state, overwrite, prefix, named_by, also, storage_options)
+    if max_pending < 0:
+        raise ValueError(f"max_pending is a number of saves and can't be negative, got {max_pending}")
+    party, where = _party(process_group), os.fspath(path)
+    background = _background(party, process_group, max_pending)
+    saving = Saving(party, where, state, overwrite, prefix, named_by, also, storage_options, throttle_uploads)
     options = saving.options(size_per_shard, sync_files, replicas)
-    writing = engine.save_async(saving.path, saving.describe, **options, background=party.background)
-    _warn(party, [*saving.notes, *party.background.notes()])
+    if overlap_copy and not party.is_overlapping:
+        register_optimizer_step_pre_hook(partial(_wait_for_copies, ref(background)))
+        party.is_overlapping = True
+    writing = engine.save_async(where, saving.describe, **options, background=background, overlap_copy=overlap_copy)
+    _warn(party, [*saving.notes, *background.notes()])
     done: Future[None] = Future()
     done.set_running_or_notify_cancel()
 
@@ -142,6 +170,22 @@ def save_async(
 
     writing.add_done_callback(tell)
     return done
+
+
+def _background(party: Party, process_group: dist.ProcessGroup | None, max_pending: int) -> Background:
+    if party.background is None:
+        ranks = Ranks.of_group(_group(process_group)) if party.ranks.world > 1 else Ranks.alone()
+        party.background = Background(ranks)
+        party.background.linger_at_exit()
+    party.background.max_pending = max_pending
+    return party.background
+
+
+def _wait_for_copies(background: ref[Background], *args: Any) -> None:
+    """Before every step of an optimizer; there is nothing to wait for when the ranks are gone."""
+    found = background()
+    if found is not None:
+        found.wait_for_copies()
 
 
 def wait(process_group: dist.ProcessGroup | None = None) -> None:
@@ -172,6 +216,7 @@ def load(
     share_reads: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    pre_download: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Bring everything in ``state`` to what a checkpoint of any topology has.
 
@@ -194,13 +239,15 @@ def load(
             left is logged as information.
         prefix: of the stored names of parameters and buffers.
         key_mapping: from names in the state to stored names: a dict, pairs of regular expression and replacement, or a
-            function. All names are mapped at once. It holds for the state of optimizers, too.
+            function. All names are mapped at once. It holds for the state of optimizers, too. A name or an expression
+            that is about nothing in the state is a difference.
         named_by: see ``save``.
         verify: whether to compare checksums.
         cast: see ``ShardCkptIO``.
         share_reads: see ``ShardCkptIO``.
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
+        pre_download: for URLs, see ``ShardCkptIO``; of checkpoints of other programs, a local copy is made in it.
 
     Returns:
         What the checkpoint has besides the model, the optimizers and what ``state`` asked for.
@@ -213,7 +260,7 @@ def load(
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     drain_all()
-    places = Places(storage_options=storage_options)
+    places = Places(storage_options=storage_options, pre_download=pre_download)
     if state is None:
         if skip:
             raise ValueError(f"skip={skip!r} is about what a state keeps: give the state, too")

@@ -14,13 +14,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.formats.detect import recognised
+from lightning_shardckpt.formats.places import files_of
 from lightning_shardckpt.header import DTYPE_BYTES
 from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
 from lightning_shardckpt.locate import open_checkpoint
 from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.places import is_url, storage_of
+from lightning_shardckpt.storage.places import Places, is_url
 from lightning_shardckpt.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -56,18 +58,24 @@ class Metadata:
     software: Mapping[str, str] | None = None
 
 
-def metadata(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Metadata:
+def metadata(
+    path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    pre_download: str | os.PathLike[str] | None = None,
+) -> Metadata:
     """What is in a checkpoint; reads its root index only, and does not import torch.
 
     Args:
         path: a checkpoint of this package, or a URL of one. Or one of torch.distributed.checkpoint, a directory of
             Hugging Face's, a file of safetensors or of ``torch.save``: these take torch and have no checksums.
         storage_options: for URLs, see ``ShardCkptIO``.
+        pre_download: see there; of URLs of checkpoints of other programs, a local copy is made in it.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
-    with open(path, storage_options=storage_options) as checkpoint:
+    with open(path, storage_options=storage_options, pre_download=pre_download) as checkpoint:
         return checkpoint.metadata
 
 
@@ -77,6 +85,7 @@ def load_keys(
     *,
     verify: bool = True,
     storage_options: Mapping[str, Any] | None = None,
+    pre_download: str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors by name, one after the other in the order of ``keys``; nothing else is read.
 
@@ -85,6 +94,7 @@ def load_keys(
         keys: names, see there; the same may come twice.
         verify: whether to compare checksums, where the format has some.
         storage_options: for URLs, see ``ShardCkptIO``.
+        pre_download: for URLs, see ``metadata``.
 
     Yields:
         Name and tensor, on the CPU; nobody else refers to it.
@@ -96,7 +106,7 @@ def load_keys(
     if isinstance(keys, str):
         raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
     wanted = list(keys)
-    with open(path, verify=verify, storage_options=storage_options) as checkpoint:
+    with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as checkpoint:
         missing = [_unknown(key, checkpoint) for key in dict.fromkeys(wanted) if key not in checkpoint]
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
@@ -105,7 +115,11 @@ def load_keys(
 
 
 def open(
-    path: str | os.PathLike[str], *, verify: bool = True, storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    pre_download: str | os.PathLike[str] | None = None,
 ) -> OpenCheckpoint:
     """A checkpoint as a mapping from names to tensors that are read where they are sliced. Close it after use.
 
@@ -115,12 +129,14 @@ def open(
         path: see ``metadata``.
         verify: whether to compare checksums, where the format has some. A block of them is read whole.
         storage_options: for URLs, see ``ShardCkptIO``.
+        pre_download: for URLs, see ``metadata``.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
     drain_all()
-    return OpenCheckpoint(os.fspath(path), verify, storage_of(path, storage_options) if is_url(path) else None)
+    places = Places(storage_options=storage_options, pre_download=pre_download)
+    return OpenCheckpoint(os.fspath(path), verify, places if is_url(path) else None)
 
 
 class LazyTensor:
@@ -170,10 +186,18 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         self._source: Source | None = None
         self._checkpoint: Checkpoint | None = None
         known = recognised(path) if storage is None else None
-        if known is None:
-            self._checkpoint = open_checkpoint(path, storage)
+        try:
+            self._checkpoint = open_checkpoint(path, storage) if known is None else None
+        except CheckpointNotFoundError:
+            copy = storage.copied(path, files_of) if isinstance(storage, Places) and is_url(path) else None
+            known = recognised(copy) if copy is not None else None
+            if copy is None or known is None:
+                raise
+            path = copy
+        if self._checkpoint is not None:
             self._components: Mapping[str, Component] = self._checkpoint.root.components
         else:
+            assert known is not None
             self._source = known.open(path, True)
             self._components = self._source.components()
         self._where: dict[str, tuple[str, str]] = {}

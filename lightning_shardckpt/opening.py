@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.formats.detect import recognised
+from lightning_shardckpt.formats.detect import Format, recognised
+from lightning_shardckpt.formats.places import files_of
 from lightning_shardckpt.header import checksum
 from lightning_shardckpt.locate import READABLE, did_you_mean
 from lightning_shardckpt.ranks import Ranks
@@ -21,6 +22,7 @@ from lightning_shardckpt.sources import ShardedSource, Source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.optimizer import StoredOptimizer
 from lightning_shardckpt.state.tree import decode_small
+from lightning_shardckpt.storage.places import Places, is_url
 from lightning_shardckpt.storage.protocol import Storage
 
 _LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
@@ -98,14 +100,22 @@ def open_source(
     """
     other = recognised(path)
     if other is not None:
-        source = other.open(path, weights_only)
-        return source, f"{other.name}, {_digest(source)}"
+        return _of_others(other, path, weights_only)
     try:
         sharded = ShardedSource(Checkpoint(storage, path), verify)
     except CheckpointNotFoundError as error:
+        copy = storage.copied(path, files_of) if isinstance(storage, Places) and is_url(path) else None
+        other = recognised(copy) if copy is not None else None
+        if copy is not None and other is not None:
+            return _of_others(other, copy, weights_only)
         hint = did_you_mean(path, READABLE) if "://" not in path and "did you mean" not in str(error) else ""
         raise CheckpointNotFoundError(str(error) + hint) from None
     return sharded, sharded.checkpoint.root.save_id
+
+
+def _of_others(known: Format, path: str, weights_only: bool) -> tuple[Source, str]:
+    source = known.open(path, weights_only)
+    return source, f"{known.name}, {_digest(source)}"
 
 
 def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True) -> dict[str, Any]:

@@ -677,11 +677,9 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Collective: every rank writes its own slices, under the same path."""
-        if storage_options is not None:
-            raise TypeError(f"ShardedStrategy has no storage options, got {storage_options!r}")
-        trainer = self._trainer()
+        trainer, io = self._trainer(), self._attached_io()
         position = self._stopping.position(trainer)
-        save = partial(save_checkpoint, self._attached_io(), position, self._place, checkpoint, filepath)
+        save = partial(save_checkpoint, io, position, self._place, checkpoint, filepath, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
         elif self._ending is not Ending.ALONE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -64,6 +64,20 @@ def renaming(mapping: KeyMapping | None) -> Callable[[str], str]:
     return renamed
 
 
+def unused(mapping: KeyMapping | None, names: Iterable[str]) -> list[str]:
+    """What of a mapping is about none of the names; of a function, nobody knows.
+
+    >>> unused({"a": "b", "c": "d"}, ["a"]), unused([(r"^l", "h"), ("x$", "y")], ["l.x", "z"])
+    (['c'], [])
+    """
+    if isinstance(mapping, Mapping):
+        return sorted({*mapping} - {*names})
+    if mapping is None or callable(mapping):
+        return []
+    names = [*names]
+    return [pattern for pattern, _ in mapping if not any(map(re.compile(pattern).search, names))]
+
+
 class Restore:
     """One load into a nested dict, on one rank.
 
@@ -93,6 +107,7 @@ class Restore:
         self._cast, self._skip = cast, checked_patterns("skip", skip)
         self._state, self._objects, self._prefix = state, objects, prefix
         self._rename, self._whole = renaming(key_mapping), whole or WholeNames()
+        self._key_mapping = key_mapping
         self._state_dict, self._root = objects.state_dict(), objects.root
         self._named = names_for(objects, named_by, self._whole)
         self._optimizers = list(objects.optimizers.values())
@@ -148,7 +163,8 @@ class Restore:
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
             problems += self._unnamed(source)
-        names, others = self._names(prefixes)
+        names, others, idle = self._names(prefixes)
+        problems += [f"key_mapping: {pattern!r}  is about no name in the state" for pattern in idle]
         return SelectedSource(source, names, others, numbers), problems
 
     def _wanted_as_values(self, stored: Sequence[str]) -> list[str]:
@@ -216,8 +232,11 @@ class Restore:
                 self._fitting.add(path)
         return problems
 
-    def _names(self, stored: dict[Path, str]) -> tuple[dict[str, str], Callable[[str], str | None]]:
-        """Name here → stored name of all entries; and the name that another stored entry of these modules has here."""
+    def _names(self, stored: dict[Path, str]) -> tuple[dict[str, str], Callable[[str], str | None], list[str]]:
+        """Name here → stored name of all entries; the name that another stored entry of these modules has here.
+
+        And what of the key mapping is about none of them.
+        """
         here = {self._objects.prefixes[path]: prefix for path, prefix in stored.items()}
 
         def moved(name: str, table: Mapping[str, str]) -> str | None:
@@ -226,13 +245,10 @@ class Restore:
             return None if longest is None else table[longest] + name.removeprefix(longest)
 
         entries = {canonical_name(name) for name in self._state_dict} | self._whole.state
-        names = {}
-        for name in sorted(entries):
-            there = moved(name, here)
-            if there is not None:
-                names[name] = self._prefix + self._rename(there)
+        moved_names = {name: there for name in sorted(entries) if (there := moved(name, here)) is not None}
+        names = {name: self._prefix + self._rename(there) for name, there in moved_names.items()}
         back = {self._prefix + prefix: mine for mine, prefix in here.items()}
-        return names, lambda name: moved(name, back)
+        return names, lambda name: moved(name, back), unused(self._key_mapping, moved_names.values())
 
     @resting()
     def run(

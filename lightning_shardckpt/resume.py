@@ -6,7 +6,6 @@ the states of loaders that have their own, since those differ between ranks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -69,7 +68,7 @@ class Place:
 
 
 def save_checkpoint(
-    io: ShardCkptIO, position: Position, place: Place, checkpoint: dict[str, Any], path: str | os.PathLike[str]
+    io: ShardCkptIO, position: Position, place: Place, checkpoint: dict[str, Any], path: Any, storage_options: Any
 ) -> None:
     """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it."""
     checkpoint = dict(checkpoint)
@@ -82,7 +81,7 @@ def save_checkpoint(
         state = dict(loops["fit_loop"]["state_dict"])
         rank_state["loaders"] = state.pop("combined_loader")
         checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
-    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path)
+    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path, storage_options)
 
 
 def load_checkpoint(

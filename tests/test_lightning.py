@@ -13,11 +13,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
+import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load_from_checkpoint
 from lightning_shardckpt.errors import MismatchError, StateError
 from tests import tiny
 from tests.faults.inject import Interposer
 from tests.pool import run_ranks
+from tests.stores import Bucket
 
 
 def _held_out() -> Any:
@@ -167,9 +169,31 @@ def test_other_checkpoint_ios_are_refused_with_the_remedy(io: Any) -> None:
         pl.Trainer(accelerator="cpu", devices=1, strategy=ShardedStrategy(), plugins=[io], logger=False)
 
 
-def test_storage_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="storage options"):
+def test_storage_options_are_refused_for_paths() -> None:
+    with pytest.raises(ValueError, match=r"storage_options are for URLs, and 'x\.ckpt' is none"):
         ShardCkptIO().save_checkpoint({}, "x.ckpt", storage_options={"a": 1})
+
+
+def saved_with_options_of_the_call(url: str, options: dict[str, Any]) -> None:
+    module = tiny.TinyLM()
+    trainer = tiny.trainer({}, max_steps=1, limit_val_batches=0)
+    trainer.fit(module, tiny.loader())
+    trainer.save_checkpoint(url, storage_options=options)
+    stored = lightning_shardckpt.load(url, storage_options=options)
+    assert torch.equal(stored["state_dict"]["head.weight"], module.head.weight)
+
+
+def test_storage_options_of_a_save_are_for_its_url(s3: Bucket) -> None:
+    run_ranks(1, saved_with_options_of_the_call, s3.url("a.ckpt"), s3.options)
+
+
+def test_map_location_is_a_device_or_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    lightning_shardckpt.save(path, {"state_dict": torch.nn.Linear(2, 2)})
+    assert ShardCkptIO().load_whole(path, map_location="meta")["state_dict"]["weight"].is_meta
+    assert not ShardCkptIO().load_whole(path)["state_dict"]["weight"].is_meta
+    with pytest.raises(TypeError, match="map_location is a device, such as 'cpu' or 'cuda:0', got <function"):
+        ShardCkptIO().load_whole(path, map_location=lambda storage, place: storage)
 
 
 class WithHyper(tiny.TinyLM):

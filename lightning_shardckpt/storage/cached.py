@@ -51,7 +51,7 @@ class CachedReader:
             return
         with self._lock:
             if name not in self._here:
-                self._copy(name)
+                have_copy(self._reader, name, self.folder)
                 self._here.add(name)
             local = self._local.twin()
         try:
@@ -72,57 +72,59 @@ class CachedReader:
         self._local.close()
         self._reader.close()
 
-    def _copy(self, name: str) -> None:
-        """Have the whole file here, unless it is.
 
-        Raises:
-            OSError: naming the file here, such as for a full disk.
-            TimeoutError: if another process takes too long to download it.
-        """
-        size, path = self._reader.size(name), os.path.join(self.folder, name)
-        if _is_whole(path, size):
+def have_copy(reader: Reader, name: str, folder: str) -> None:
+    """Have the whole file in a folder, unless it is; other processes may be about to, too.
+
+    Raises:
+        OSError: naming the file here, such as for a full disk.
+        TimeoutError: if another process takes too long to download it.
+    """
+    size, path = reader.size(name), os.path.join(folder, name)
+    if _is_whole(path, size):
+        return
+    unfinished = path + ".part"
+    file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _WAIT_S
+        while locks.take(file) is False:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process has been downloading {path!r} for {_WAIT_S:g} s")
+            time.sleep(_POLL_S)
+        if _is_whole(path, size):  # by then another rank had downloaded it
             return
-        unfinished = path + ".part"
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        _download(reader, name, size, file)
+        os.fsync(file)  # a file of the right size counts as whole from here on
+        os.rename(unfinished, path)
+    finally:
+        locks.release(file)
+
+
+def _download(reader: Reader, name: str, size: int, file: int) -> None:
+    os.ftruncate(file, size)
+    begins, failures, lock = iter(range(0, size, _WINDOW_BYTES)), list[BaseException](), threading.Lock()
+
+    def work() -> None:
         try:
-            deadline = time.monotonic() + _WAIT_S
-            while locks.take(file) is False:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has been downloading {path!r} for {_WAIT_S:g} s")
-                time.sleep(_POLL_S)
-            if _is_whole(path, size):  # by then another rank had downloaded it
-                return
-            self._download(name, size, file)
-            os.fsync(file)  # a file of the right size counts as whole from here on
-            os.rename(unfinished, path)
-        finally:
-            locks.release(file)
+            while not failures:
+                with lock:
+                    begin = next(begins, None)
+                if begin is None:
+                    return
+                window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
+                reader.read_into(name, begin, window)
+                write_at(file, window, begin)
+        except BaseException as error:
+            failures.append(error)
 
-    def _download(self, name: str, size: int, file: int) -> None:
-        os.ftruncate(file, size)
-        begins, failures, lock = iter(range(0, size, _WINDOW_BYTES)), list[BaseException](), threading.Lock()
-
-        def work() -> None:
-            try:
-                while not failures:
-                    with lock:
-                        begin = next(begins, None)
-                    if begin is None:
-                        return
-                    window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
-                    self._reader.read_into(name, begin, window)
-                    write_at(file, window, begin)
-            except BaseException as error:
-                failures.append(error)
-
-        count = min(_THREADS, -(-size // _WINDOW_BYTES)) - 1
-        threads = [threading.Thread(target=work, name="shardckpt-download") for _ in range(count)]
-        start(*threads)
-        work()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+    count = min(_THREADS, -(-size // _WINDOW_BYTES)) - 1
+    threads = [threading.Thread(target=work, name="shardckpt-download") for _ in range(count)]
+    start(*threads)
+    work()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _is_whole(path: str, size: int) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
-from lightning_shardckpt.storage.cached import CachedReader
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.header import checksum
+from lightning_shardckpt.storage.cached import CachedReader, have_copy
+from lightning_shardckpt.storage.durable import make_directories
 from lightning_shardckpt.storage.local import LocalStorage
 from lightning_shardckpt.storage.objects import Objects
 from lightning_shardckpt.storage.outputs import LocalOutputs
@@ -72,6 +76,12 @@ class Places:
         self._turn = one_per_machine if throttle_uploads else nullcontext
         self._cache = None if pre_download is None else os.fspath(pre_download)
 
+    def having(self, storage_options: Mapping[str, Any]) -> Places:
+        """The same places, with these options for URLs."""
+        found = copy(self)
+        found._options = dict(storage_options)
+        return found
+
     def of(self, path: str) -> Storage:
         """The storage for a path.
 
@@ -110,6 +120,33 @@ class Places:
         """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
         found = self.of(path).open(path)
         return CachedReader(found, self._cache) if self._cache is not None and is_url(path) else found
+
+    def copied(self, url: str, chosen: Callable[[Sequence[str]], Sequence[str]]) -> str | None:
+        """The path of a local copy of what is at a URL and is no checkpoint of this package; None if nothing is chosen.
+
+        Args:
+            url: of a file or a folder.
+            chosen: of the names of files there, those to copy.
+
+        Raises:
+            CheckpointNotFoundError: if there is something to copy, and no folder was given for it.
+        """
+        storage = self.remote(url)
+        there, found = storage.contents(url)
+        names = chosen(found)
+        if not names:
+            return None
+        if self._cache is None:
+            raise CheckpointNotFoundError(
+                f"{url!r} is of another program, and is read from a local copy: give the folder for it, as pre_download"
+            )
+        reader, tags = storage.files(there, names)
+        mark = checksum("\n".join([url, *names, *tags]).encode())
+        folder = os.path.join(os.path.abspath(self._cache), f"other-{mark}")
+        for name in names:
+            make_directories(os.path.dirname(os.path.join(folder, name)), sync=False)
+            have_copy(reader, name, folder)
+        return os.path.join(folder, names[0]) if storage.is_object(url) else folder
 
     def draft(self, path: str, save_id: str) -> Draft:
         """A new checkpoint that will appear at ``path``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
@@ -108,6 +108,19 @@ class RemoteStorage:
         except FileNotFoundError:
             return False
         return True
+
+    def contents(self, path: str) -> tuple[str, list[str]]:
+        """Of what is no checkpoint of this package, the folder and the names of its files; of one object, its own."""
+        folder = self._folder(path)
+        if self.is_object(path):
+            folder, _, name = folder.rpartition("/")
+            return folder, [name]
+        return folder, sorted(self._objects.names(folder))
+
+    def files(self, folder: str, names: Iterable[str]) -> tuple[RemoteReader, list[str]]:
+        """A reader of files in a folder, and what tells the present version of each from others."""
+        tags = [self._objects.stat(f"{folder}/{name}").tag for name in names]
+        return RemoteReader(self._objects, folder, b""), tags
 
     def is_empty(self, path: str) -> bool:
         """Whether nothing lies below the path."""
