@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,11 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.utils._pytree import tree_map_only
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async, wait
-from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
 from lightning_shardckpt.storage.local import LocalDraft
 from tests import small
-from tests.pool import ROOT, run_ranks
+from tests.pool import run_ranks
 
 State = dict[str, Any]
 
@@ -505,47 +503,6 @@ def test_an_error_of_an_asynchronous_save_is_in_its_future_and_in_wait(
     wait()
     save_async(tmp_path / "a", {"step": 2}).result(30)
     assert load(tmp_path / "a") == {"step": 2}
-
-
-# ── what other systems offer ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def rows() -> list[tuple[str, str]]:
-    """Of the table of founding names in the README: theirs, and the code here."""
-    texts = [(ROOT / name).read_text() for name in ("README.md",)]
-    head = "| Booster and OLMo-core |"
-    table = next(text.partition(head)[2] for text in texts if head in text)
-    lines = table.split("\n\n")[0].splitlines()[2:]
-    return [(theirs.strip(), ours.strip()) for _, theirs, ours, _ in (line.split("|") for line in lines)]
-
-
-FOUNDING = """
-save_model load_model save_optimizer load_optimizer save_lr_scheduler load_lr_scheduler shard gather_dtensor
-prefix size_per_shard use_safetensors use_async strict low_cpu_mem_mode num_threads save_state_dict
-load_state_dict async_save_state_dict save_model_and_optim_state async_save_model_and_optim_state
-load_model_and_optim_state process_group save_overwrite thread_count process_count enable_plan_caching
-key_mapping flatten_optimizer_state unshard_checkpoint load_keys get_checkpoint_metadata swap_param_keys
-prune_state_dict merge_state_dicts
-"""
-
-
-def test_everything_of_booster_and_olmo_core_has_a_counterpart_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    named = " ".join(re.findall(r"`([^`]*)`", " ".join(theirs for theirs, _ in rows())))
-    assert [name for name in FOUNDING.split() if not re.search(rf"\b{name}\b", named)] == []
-    saved, state = trained(1), trained(2, steps=0)
-    for theirs, ours in rows():
-        lines = re.findall(r"`([^`]*)`", ours)
-        assert lines or "not needed: " in ours, theirs
-        for line in lines:  # what is saved is of one script, what is loaded goes to another one
-            objects = saved if line.startswith("save") else state
-            names = {"save": save, "save_async": save_async, "load": load, "load_keys": load_keys, "metadata": metadata}
-            exec(f"found = {line}", names | {"consolidate": consolidate, "state": objects["nested"]} | objects)
-    assert differing(whole(state), whole(saved) | {"step": 0}) == []
-    full = torch.load("step-3.pt")
-    assert differing(dict(full["model"]), whole(saved["model"])) == []
 
 
 # ── several ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
