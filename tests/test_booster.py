@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,13 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt import load, metadata
 from lightning_shardckpt import open as open_checkpoint
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
+from lightning_shardckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    MismatchError,
+    ShardCkptError,
+)
 from tests import booster_dirs as booster
 from tests.pool import run_ranks
 
@@ -376,8 +384,49 @@ def test_what_the_ranks_disagree_on_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps(found))
     with pytest.raises(FormatError, match=r"offsets \(5, 0\) and lengths \(3, 4\) leave the global_shape \(6, 4\)"):
         load(folder)
+    folder = written("pickle")
+    torch.save({"embed.weight": Evil()}, folder / "pytorch_model-dist-00000.bin")
+    with pytest.raises(FormatError, match=r"file pytorch_model-dist-00000\.bin: 'Weights only load failed"):
+        load(folder)
     folder = written("strides")
     state = torch.load(folder / "pytorch_model-dist-00000.bin")
     torch.save({**state, "embed.weight": torch.zeros(4, 3).T}, folder / "pytorch_model-dist-00000.bin")
     with pytest.raises(FormatError, match="is not there in one piece"):
         load(folder)
+
+
+def changed(value: Any, choose: random.Random) -> Any:
+    """JSON with one value replaced."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    if not keys or choose.random() < 0.15:
+        return choose.choice([None, 5, -1, "x", "../x", [], {}, [1], True, 1e99, [10**9] * 2, "a\u0000b"])
+    key = choose.choice(keys)
+    value[key] = changed(value[key], choose)
+    return value
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("kind", ["optimizer", "ranks"])
+def test_random_damage_ends_in_a_documented_error_or_in_none(tmp_path: Path, kind: str, use_async: bool) -> None:
+    net, optimizer = trained(1)
+    if kind == "optimizer":
+        booster.write_optimizer(tmp_path / "a", optimizer.state_dict(), limit=SMALL, use_async=use_async)
+    else:
+        write_ranks(tmp_path / "a", net, version="snapshot", shard=True, limit=SMALL, safe=use_async)
+    choose, ended = random.Random(3), 0
+    for _ in range(80):
+        copy = Path(shutil.copytree(tmp_path / "a", tmp_path / "copy"))
+        file = choose.choice(sorted(copy.iterdir()))
+        content = bytearray(file.read_bytes())
+        if file.suffix == ".json":
+            content = bytearray(json.dumps(changed(json.loads(content), choose)).encode())
+        elif choose.random() < 0.3:
+            del content[choose.randrange(len(content)) :]
+        else:
+            content[choose.randrange(min(len(content), 600))] = choose.randrange(256)
+        file.write_bytes(content)
+        with contextlib.suppress(ShardCkptError, pickle.UnpicklingError):  # the last is torch's of a file of its own
+            load(copy)
+            ended += 1
+        shutil.rmtree(copy)
+    assert 0 < ended < 60

@@ -161,7 +161,10 @@ def _value(reader: Reader, folder: str, tensor: ForeignTensor, key: str, *, pick
     if nbytes > _SMALL_BYTES or (pickled and tensor.dtype != "U8"):
         raise FormatError(f"{where} is {tensor.dtype} {tensor.shape}, where a small value is expected")
     content = bytearray(nbytes)
-    reader.read_into(box.file, box.begin, memoryview(content))
+    try:
+        reader.read_into(box.file, box.begin, memoryview(content))
+    except EOFError as error:
+        raise CorruptionError(f"{where}: {error}") from None
     if pickled:
         return unpickle(bytes(content), {}, where)
     return tensor_from_bytes(bytes(content), tensor.dtype, list(tensor.shape))

@@ -29,6 +29,7 @@ from lightning_shardckpt.formats.places import rank_indexes
 from lightning_shardckpt.formats.plain import boxes_in, mapped, mappings
 from lightning_shardckpt.formats.safetensors import tensors_of
 from lightning_shardckpt.formats.source import ForeignSource, closed_on_error
+from lightning_shardckpt.formats.torchpickle import loaded
 from lightning_shardckpt.header import DTYPE_BYTES, check_file_name, check_shape, check_text, shown
 from lightning_shardckpt.staging import dtype_name
 from lightning_shardckpt.state.model import is_extra_state
@@ -97,7 +98,7 @@ def _held(reader: Reader, path: str, file: str) -> _Held:
         return dict(tensors_of(reader, file, path))
     if not os.path.isfile(os.path.join(path, file)):
         raise CorruptionError(f"{path!r}, file {file}: the file is missing, as named in an index")
-    state = mapped(os.path.join(path, file))
+    state = loaded(lambda: mapped(os.path.join(path, file)), lambda said: FormatError(f"{path!r}, file {file}: {said}"))
     if not isinstance(state, dict):
         raise FormatError(f"{path!r}, file {file} holds a {type(state).__name__}, not a dict of tensors")
     maps, found = list(mappings(path, file)), dict[str, Any]()
@@ -158,7 +159,10 @@ def _same(reader: Reader, a: Any, b: Any) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape) or not nbytes:
         return (a.dtype, a.shape) == (b.dtype, b.shape)
     for tensor in (a, b):
-        content = bytearray(nbytes)
-        reader.read_into(tensor.boxes[0].file, tensor.boxes[0].begin, memoryview(content))
+        content, box = bytearray(nbytes), tensor.boxes[0]
+        try:
+            reader.read_into(box.file, box.begin, memoryview(content))
+        except EOFError as error:
+            raise CorruptionError(f"file {box.file}: {error}") from None
         contents.append(content)
     return contents[0] == contents[1]

@@ -18,6 +18,7 @@ from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.foreign import ForeignBox, ForeignTensor, ForeignTensors
 from lightning_shardckpt.formats.source import ForeignSource
+from lightning_shardckpt.header import shown
 from lightning_shardckpt.index import Component
 from lightning_shardckpt.sources import Target
 from lightning_shardckpt.staging import dtype_name
@@ -185,6 +186,10 @@ def mapped(path: str, weights_only: bool = True) -> Any:
                 f"at all. If it is old, write it anew: torch.save(torch.load(path, weights_only=True), path)"
             ) from None
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {str(error).partition(chr(10))[0]}") from error
+    except (LookupError, TypeError, ValueError, EOFError, OverflowError, AttributeError, AssertionError) as error:
+        if not weights_only:  # it may be of what was executed
+            raise
+        raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
 
 
 def _all_parts(found: list[Any], path: str, only: str | None) -> Parts:
