@@ -192,7 +192,7 @@ def test_model_and_optimizer_in_one_directory_are_told_apart_by_their_index_file
 def test_the_scheduler_beside_it_is_a_file_of_torch(tmp_path: Path) -> None:
     """Booster writes ``torch.save(scheduler.state_dict())``: no tensors, nothing to cut."""
     torch.save({"last_epoch": 3}, tmp_path / "lr_scheduler")
-    with pytest.raises(CheckpointNotFoundError, match="no Lightning checkpoint"):
+    with pytest.raises(CheckpointNotFoundError, match="is a file, but no checkpoint"):
         load(tmp_path / "lr_scheduler")
     assert torch.load(tmp_path / "lr_scheduler") == {"last_epoch": 3}
 
