@@ -1,15 +1,18 @@
 """What is in a checkpoint, and how is a part of it read? Without a process group; names and shapes without torch.
 
 Tensors of the model have their own names; others begin with ``optimizer/`` or ``trainer/``, as in
-``optimizer/0/head.weight/exp_avg``.
+``optimizer/0/head.weight/exp_avg``. So do values that are stored in documents, see ``state.entries``; those that only
+one rank knew begin with ``rank/<rank>/``.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,8 @@ from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
 from lightning_shardckpt.locate import open_checkpoint
 from lightning_shardckpt.pending import drain_all
 from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.state.documents import document_of
+from lightning_shardckpt.state.entries import Entry, ValueInfo, entries_of
 from lightning_shardckpt.storage.places import Places, is_url
 from lightning_shardckpt.storage.protocol import Storage
 
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from lightning_shardckpt.sources import Source
 
 _NEAR = 3
+_PREFIXES = ("optimizer", "trainer", "rank")
+_RANK = re.compile(r"trainer-state-dist-(\d{5,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class TensorInfo:
 class Metadata:
     """What a checkpoint says of itself. ``tensors`` by name, those of the model first; ties have an entry each.
 
+    ``values``: of what is no tensor in a file (numbers, texts, small tensors, …) by name; None unless asked for.
+
     ``step``, ``epoch``, ``world_size``, ``topology`` and ``software`` inform people; only checkpoints of this package
     have them.
     """
@@ -56,19 +65,22 @@ class Metadata:
     world_size: int | None = None
     topology: Mapping[str, int] | None = None
     software: Mapping[str, str] | None = None
+    values: dict[str, ValueInfo] | None = None
 
 
 def metadata(
     path: str | os.PathLike[str],
     *,
+    values: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> Metadata:
-    """What is in a checkpoint; reads its root index only, and does not import torch.
+    """What is in a checkpoint; reads its root index, with ``values`` its documents, too, and does not import torch.
 
     Args:
         path: a checkpoint of this package, or a URL of one. Or one of torch.distributed.checkpoint, a directory of
             Hugging Face's, a file of safetensors or of ``torch.save``: these take torch and have no checksums.
+        values: list everything else that is stored, too: see ``Metadata.values``.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: see there; of URLs of checkpoints of other programs, a local copy is made in it.
 
@@ -76,7 +88,10 @@ def metadata(
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
     with open(path, storage_options=storage_options, pre_download=pre_download) as checkpoint:
-        return checkpoint.metadata
+        found = checkpoint.metadata
+        if not values:
+            return found
+        return replace(found, values={name: entry.info for name, entry in checkpoint.entries().items()})
 
 
 def load_keys(
@@ -86,18 +101,18 @@ def load_keys(
     verify: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors by name, one after the other in the order of ``keys``; nothing else is read.
+) -> Iterator[tuple[str, Any]]:
+    """Whole tensors, and values, by name, one after the other in the order of ``keys``; nothing else is read.
 
     Args:
         path: see ``metadata``.
-        keys: names, see there; the same may come twice.
+        keys: names of its ``tensors`` and ``values``; the same may come twice.
         verify: whether to compare checksums, where the format has some.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``metadata``.
 
     Yields:
-        Name and tensor, on the CPU; nobody else refers to it.
+        Name and tensor, on the CPU, or value; nobody else refers to it.
 
     Raises:
         KeyError: listing all names that are not there with the nearest ones that are, before anything is read.
@@ -107,11 +122,13 @@ def load_keys(
         raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
     wanted = list(keys)
     with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as checkpoint:
-        missing = [_unknown(key, checkpoint) for key in dict.fromkeys(wanted) if key not in checkpoint]
+        others = [key for key in dict.fromkeys(wanted) if key not in checkpoint]
+        entries = checkpoint.entries(others) if others else {}
+        missing = [_unknown(key, [*checkpoint, *entries]) for key in others if key not in entries]
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
         for key in wanted:
-            yield key, checkpoint[key][...]
+            yield key, checkpoint[key][...] if key in checkpoint else decoded(entries[key])
 
 
 def open(
@@ -217,6 +234,38 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         root = self._checkpoint.root
         return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
 
+    def entries(self, names: Iterable[str] | None = None) -> dict[str, Entry]:
+        """What is in documents, by name; of those alone that may have one of ``names``."""
+        first = None if names is None else [name.partition("/") for name in names]
+        parts: list[dict[str, Entry]] = []
+        for role in ("model", "optimizer", "trainer", "frozen", "peft", "huggingface"):
+            own = role in ("optimizer", "trainer")
+            if first is None or any(start == role or (not own and start not in _PREFIXES) for start, _, _ in first):
+                parts.append(entries_of(role, self._document(role)))
+        ranks = [int(match[1]) for name in self._documents() if (match := _RANK.fullmatch(name))]
+        for rank in sorted(ranks):
+            if first is None or any((s, rest.partition("/")[0]) == ("rank", str(rank)) for s, _, rest in first):
+                parts.append(entries_of("rank", self._document("rank", rank), rank))
+        found: dict[str, Entry] = {}
+        for name, entry in chain.from_iterable(part.items() for part in parts):
+            if name not in self._where:  # what is the model's comes first
+                found.setdefault(name, entry)
+        return found
+
+    def _documents(self) -> Iterable[str]:
+        return self._checkpoint.root.documents if self._checkpoint is not None else ()
+
+    def _document(self, role: str, rank: int = 0) -> Any:
+        if self._checkpoint is not None:
+            return document_of(self._checkpoint, role, rank)
+        assert self._source is not None
+        if role != "trainer":
+            return self._source.document(role)
+        from lightning_shardckpt.state.tree import Encoder  # of another format, which took torch already
+
+        rest = self._source.trainer(_no_tensor)
+        return Encoder(droppable=("",), inline_bytes=None).encode(rest)
+
     def read(self, component: str, key: str, dtype: str, box: Box) -> torch.Tensor:
         """The values in a box of a stored tensor."""
         import torch  # names and shapes are there without it
@@ -260,6 +309,23 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._where
+
+
+def decoded(entry: Entry) -> Any:
+    """The value of an entry of a document.
+
+    Raises:
+        FormatError: if it is not what its tag says.
+    """
+    if entry.is_plain:
+        return entry.value
+    from lightning_shardckpt.state.tree import decode_small  # names are there without torch
+
+    return decode_small(entry.value)
+
+
+def _no_tensor(key: str) -> torch.Tensor:
+    raise KeyError(key)  # other formats have none beside the trainer's state
 
 
 def region(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...]]:

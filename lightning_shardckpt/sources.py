@@ -25,9 +25,8 @@ from lightning_shardckpt.plan import Overlap, plan_load
 from lightning_shardckpt.processes import local_ranks
 from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.staging import bytes_of, is_host_memory
-from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, checked
+from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
-from lightning_shardckpt.state.merging import merge_optimizers
 from lightning_shardckpt.state.tree import decode
 from lightning_shardckpt.whole import Tensors, Wholes
 
@@ -140,18 +139,7 @@ class ShardedSource:
 
     def document(self, role: str, rank: int = 0) -> Any:
         """The JSON of a role; of "model", "optimizer" and "frozen" the union of what groups of ranks stored."""
-        known = self.checkpoint.root.documents
-        single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
-        single |= {"peft": PEFT, "huggingface": HUGGING_FACE}
-        if role in single:
-            name = single[role]
-            names = [name] if name in known else []
-        else:
-            names = sorted(n for n in known if n.startswith(f"{role}-state-dist-"))
-        found = [checked(role, self.checkpoint.document(name), f"{self.path!r}, {name}") for name in names]
-        if role == "optimizer" and len(found) > 1:
-            return merge_optimizers(found)
-        return {name: value for one in reversed(found) for name, value in one.items()} if found else None
+        return document_of(self.checkpoint, role, rank)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The decoded trainer state."""

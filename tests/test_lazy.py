@@ -17,9 +17,10 @@ import torch.distributed.checkpoint as dcp
 import lightning_shardckpt
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
 from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.staging import DTYPES
 from lightning_shardckpt.storage.local import LocalReader, LocalStorage
 from lightning_shardckpt.whole import Wholes
-from tests import zoo
+from tests import tiny, zoo
 from tests.pool import ROOT, run_ranks
 
 
@@ -189,3 +190,102 @@ def test_other_formats_are_opened_alike(tmp_path: Path) -> None:
         assert all(same(tensor, weights[key]) for key, tensor in loaded)
         with lightning_shardckpt.open(tmp_path / name) as checkpoint:
             assert same(checkpoint["a.weight"][5:9, ::7], weights["a.weight"][5:9, ::7])
+
+
+# ── what is in documents ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Told(torch.nn.Linear):
+    """With extra state."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"told": 3}
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+def everything(path: Path) -> dict[str, Any]:
+    """What is saved at a path, by the name that it should have."""
+    torch.manual_seed(0)
+    model = Told(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    small, large = torch.arange(3), torch.arange(700)
+    nested = {"names": ["a", 2.5], "none": None, "small": small, "large": large, "empty": [], "deep": [small, {"x": 1}]}
+    nested |= {7: (True,), "a/b": 1}
+    lightning_shardckpt.save(
+        path, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "nested": nested, "step": 9}
+    )
+    expected: dict[str, Any] = {**model.state_dict()}
+    for name, param in model.named_parameters():
+        expected |= {f"optimizer/0/{name}/{key}": value for key, value in optimizer.state[param].items()}
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    expected |= {f"optimizer/0/param_groups/0/{key}": value for key, value in group.items()}
+    expected["optimizer/0/param_groups/0/params"] = ["weight", "bias"]
+    expected |= {f"trainer/scheduler/{key}": value for key, value in scheduler.state_dict().items()}
+    expected |= {"trainer/step": 9, "trainer/nested/names": ["a", 2.5], "trainer/nested/none": None}
+    expected |= {"trainer/nested/deep/0": small, "trainer/nested/deep/1/x": 1}
+    expected |= {"trainer/nested/small": small, "trainer/nested/large": large, "trainer/nested/empty": []}
+    return expected | {"trainer/nested/7": (True,), "trainer/nested/a/b": 1}
+
+
+def test_everything_that_was_saved_has_a_name_and_comes_back_by_it(tmp_path: Path) -> None:
+    expected = everything(tmp_path / "a")
+    about = lightning_shardckpt.metadata(tmp_path / "a", values=True)
+    assert about.values is not None and not about.tensors.keys() & about.values.keys()
+    own = {name for name in about.values if name.startswith(("trainer/shardckpt", "trainer/_", "rank/"))}
+    assert {*about.tensors, *about.values} - own == expected.keys()
+    found = dict(lightning_shardckpt.load_keys(tmp_path / "a", expected))
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert same(found[name], value), name
+            info = about.tensors.get(name) or about.values[name]
+            assert (info.shape, info.dtype) == (tuple(value.shape), DTYPES[value.dtype])
+        else:
+            assert type(found[name]) is type(value) and found[name] == value, name
+            assert about.values[name].kind in (type(value).__name__, "none"), name
+    assert about.values["trainer/nested/small"].kind == "tensor"
+    assert len([*lightning_shardckpt.load_keys(tmp_path / "a", own)]) == len(own) > 0
+    assert lightning_shardckpt.metadata(tmp_path / "a").values is None
+    with pytest.raises(KeyError, match=r"'trainer/nested/smal' \(but 'trainer/nested/small'"):
+        next(lightning_shardckpt.load_keys(tmp_path / "a", ["trainer/nested/smal"]))
+
+
+def saved_by_a_trainer(path: str) -> None:
+    tiny.fit({}, 2, save=path)
+
+
+def test_what_only_a_rank_of_a_trainer_knew_has_its_name(tmp_path: Path) -> None:
+    run_ranks(2, saved_by_a_trainer, str(tmp_path / "a.ckpt"))
+    about = lightning_shardckpt.metadata(tmp_path / "a.ckpt", values=True)
+    assert about.values is not None
+    assert {name.split("/")[1] for name in about.values if name.startswith("rank/")} == {"0", "1"}
+    names = ["rank/1/place/data_rank", "rank/0/place/data_rank", "trainer/global_step", "optimizer/0/scale/step"]
+    found = dict(lightning_shardckpt.load_keys(tmp_path / "a.ckpt", names))
+    assert found["rank/1/place/data_rank"] == 1 and found["rank/0/place/data_rank"] == 0
+    assert found["trainer/global_step"] == 2 and found["optimizer/0/scale/step"] == torch.tensor(2.0)
+    everything_else = dict(lightning_shardckpt.load_keys(tmp_path / "a.ckpt", about.values))
+    assert everything_else.keys() == about.values.keys()
+
+
+def test_values_of_other_formats_have_the_same_names(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    torch.save({"state_dict": model.state_dict(), "epoch": 3, "loops": {"done": [1, 2]}}, tmp_path / "a.ckpt")
+    about = lightning_shardckpt.metadata(tmp_path / "a.ckpt", values=True)
+    assert about.values is not None
+    assert about.values.keys() == {"trainer/epoch", "trainer/loops/done"}
+    assert dict(lightning_shardckpt.load_keys(tmp_path / "a.ckpt", ["trainer/epoch", "weight"]))["trainer/epoch"] == 3
+
+
+def test_values_are_listed_without_torch(tmp_path: Path) -> None:
+    everything(tmp_path / "a")
+    script = f"""
+import sys, lightning_shardckpt
+print(len(lightning_shardckpt.metadata({str(tmp_path / "a")!r}, values=True).values))
+assert not {{"torch", "lightning", "lightning_fabric"}} & sys.modules.keys()
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.header import check_dtype, check_file_name, check_shape, check_text, parse_json, shown
+from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.state.merging import merge_optimizers
 from lightning_shardckpt.state.peft import adapters_from_json
 
 FROZEN = "shardckpt_frozen_parameters"
@@ -45,6 +47,22 @@ def checked(role: str, content: bytes, where: str) -> Any:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     return value
+
+
+def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
+    """The JSON of a role, None if there is none; of "model", "optimizer" and "frozen" the union over ranks."""
+    known = checkpoint.root.documents
+    single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
+    single |= {"peft": PEFT, "huggingface": HUGGING_FACE}
+    if role in single:
+        name = single[role]
+        names = [name] if name in known else []
+    else:
+        names = sorted(n for n in known if n.startswith(f"{role}-state-dist-"))
+    found = [checked(role, checkpoint.document(name), f"{checkpoint.path!r}, {name}") for name in names]
+    if role == "optimizer" and len(found) > 1:
+        return merge_optimizers(found)
+    return {name: value for one in reversed(found) for name, value in one.items()} if found else None
 
 
 def check_frozen(value: Any) -> None:
