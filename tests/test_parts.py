@@ -341,3 +341,18 @@ def elsewhere(directory: str) -> None:
 
 def test_what_cannot_know_that_it_resumes_a_fit_is_refused(tmp_path: Path) -> None:
     run_ranks(1, elsewhere, str(tmp_path))
+
+
+def begun_with_pretrained(directory: str) -> tuple[dict[str, State], dict[str, State], dict[str, Tensor]]:
+    path, weights = f"{directory}/a.ckpt", f"{directory}/weights.pt"
+    stored = run({}, 1, save_at=path).found
+    torch.save(seeded(tiny.TinyLM).state_dict(), weights)
+    found = run({"pretrained": weights}, 3, ckpt_path=path, resume_skip=["head.*"]).found
+    return stored, found, torch.load(weights)
+
+
+def test_what_is_skipped_begins_with_pretrained_weights(tmp_path: Path) -> None:
+    for stored, found, weights in run_ranks(1, begun_with_pretrained, str(tmp_path)):
+        for name, tensor in found["model"].items():
+            other = weights if "/head." in name else stored["model"]
+            assert torch.equal(tensor, other[name if other is not weights else name.removeprefix("model/")]), name
