@@ -154,7 +154,7 @@ def test_the_checkpoint_resumes_and_is_listed_as_any_other(saved: Path, capsys: 
     assert main(["inspect", str(saved), "--json"]) == 0
     listed = {file["name"]: file["bytes"] for file in json.loads(capsys.readouterr().out)["files"]}
     assert listed == {file.name: file.stat().st_size for file in saved.iterdir()}
-    run_ranks(1, resumed, str(saved))
+    run_ranks(2, resumed, str(saved))
 
 
 def resumed(path: str) -> None:

@@ -177,7 +177,7 @@ class Wider(tiny.TinyLM):
         super()._build()
         self.head = torch.nn.Linear(16, tiny.VOCABULARY + 1)
         self.blocks.append(tiny.Block())
-        self.mean = self.mean.float()
+        self.mean = self.mean.long()
 
 
 def load_other_model(path: str, strict: bool) -> Any:
@@ -206,7 +206,7 @@ def test_all_differences_between_model_and_checkpoint_are_listed_at_once(saved: 
     for error, _ in run_ranks(WORLD, load_other_model, saved, True):
         assert error is not None and error[0] == "MismatchError"
         assert "head.weight  shape (37, 16) in checkpoint, (38, 16) in model" in error[1]
-        assert "mean  dtype F64 in checkpoint, F32 in model" in error[1]
+        assert "mean  dtype F64 in checkpoint, I64 in model" in error[1]
         assert "blocks.2.norm.weight  in model only; the checkpoint has 'blocks." in error[1]
         assert "optimizer 0: blocks.2.norm.weight  in model only" in error[1]
 

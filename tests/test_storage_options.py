@@ -50,7 +50,7 @@ def test_functions_take_them(url: str, s3: Bucket, tmp_path: Path) -> None:
     assert diff(url, url, **options)["tensors"]["same"] == 2
     assert explain(url, "fsdp=2", **options)["totals"]["needs"] == 40
     assert "weight" in write_map(url, tmp_path / "map.html", onto="fsdp=2", **options).read_text()
-    assert torch.equal(torch.load(consolidate(url, tmp_path / "a.pt", **options))["state_dict"]["weight"], weight)
+    assert torch.equal(torch.load(consolidate(url, tmp_path / "a.pt", **options))["model"]["weight"], weight)
 
 
 def test_functions_take_them_for_a_path_in_vain(tmp_path: Path) -> None:
