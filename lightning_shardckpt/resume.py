@@ -26,7 +26,7 @@ from lightning_shardckpt.parts import PARTS
 from lightning_shardckpt.state.live import parameter_names, put_values
 from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
-from lightning_shardckpt.stopping import Position, train_loaders
+from lightning_shardckpt.stopping import Position, plateau_monitors, train_loaders
 
 
 def checked_io(io: object) -> ShardCkptIO:
@@ -73,6 +73,7 @@ def save_checkpoint(
     """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it."""
     checkpoint = dict(checkpoint)
     rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(place), "positions": position.loaders}
+    rank_state |= {key: found for key in ("monitored", "partial") if (found := getattr(position, key))}
     loops = checkpoint.get("loops")
     if loops and position.fit_loop is not None:
         checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
@@ -173,6 +174,9 @@ class Continuation:
         epoch = {"started": 0, "processed": 0} if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
+        self._awaited = self._batches is None and epoch["completed"] < epoch["started"]
+        self._monitored: dict[str, Any] = rank_state.get("monitored", {})
+        self._partial: list[str] = rank_state.get("partial", [])
         saved = Place(**rank_state["place"])
         self._same_data = saved.data_size == place.data_size
         self._fresh = place.data_rank if place.data_rank >= saved.data_size else None
@@ -194,6 +198,8 @@ class Continuation:
                 torch.manual_seed(int(torch.randint(1 << 62, ())) + self._fresh)
         if over:
             self._restore_loaders(loaders)
+            if self._awaited:
+                step_plateaus(trainer, self._epochs, self._monitored)
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
             fit._resuming_from_checkpoint = begun  # else Lightning begins the loaders when it begins the epoch
             return
@@ -203,10 +209,23 @@ class Continuation:
                 "exactly: the number of data-parallel ranks or the dataloaders changed, or a loader is not a torch "
                 "DataLoader"
             )
+        self._await_plateaus(trainer)
         for loader in loaders:
             _set_sampler_epoch(loader, fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
         if fit._data_fetcher is not None and not begun:
             iter(fit._data_fetcher)  # of loaders that have waited
+
+    def _await_plateaus(self, trainer: pl.Trainer) -> None:
+        """Let the epoch that goes on step its plateaus at its end, which Lightning leaves out."""
+        partial = sorted(set(self._partial) & set(plateau_monitors(trainer)))
+        if self._batches and partial:
+            rank_zero_warn(
+                f"ReduceLROnPlateau will miss the update of epoch {self._epochs - 1}: {', '.join(partial)} is a mean "
+                "over its training batches, and a run that resumes has only those that are left. Monitor a metric of the "
+                "validation, or resume from an epoch's end."
+            )
+        else:
+            trainer.fit_loop._restarting = False  # of this loop alone, which asks it for nothing else from here on
 
     def _restore_loaders(self, loaders: list[Any]) -> None:
         """For an epoch that begins: seeds, and the loaders' own generators."""
@@ -240,6 +259,25 @@ class Continuation:
             loader.resume(resumption)
             exact = exact and (start is not None or not self._batches)
         return exact
+
+
+def step_plateaus(trainer: pl.Trainer, epochs: int, monitored: Mapping[str, Any]) -> None:
+    """Step the schedulers that Lightning steps by a metric when an epoch is over, behind the hooks that save.
+
+    Args:
+        trainer: with the schedulers as they were saved.
+        epochs: so many were begun.
+        monitored: the metrics that were known.
+    """
+    if unknown := sorted(set(plateau_monitors(trainer)) - monitored.keys()):
+        rank_zero_warn(
+            f"ReduceLROnPlateau misses the update of epoch {epochs - 1}: {', '.join(unknown)} of that epoch was not "
+            "known yet when the checkpoint was saved. Save in on_train_epoch_end."
+        )
+    elif monitored:
+        trainer.fit_loop.epoch_progress.current.completed = epochs - 1  # the epoch whose number their frequency counts
+        trainer._logger_connector._callback_metrics.update(monitored)
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
 
 def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:

@@ -21,17 +21,53 @@ from lightning_shardckpt.state.rng import get_rng_state
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where training is: what Lightning counts (None: ask it), this rank's random state and place in its loaders."""
+    """Where training is: what Lightning counts (None: ask it), this rank's random state and place in its loaders.
+
+    And the metrics for which schedulers wait that Lightning steps behind the hooks of an epoch's end; of those
+    schedulers, the metrics that are means over the batches of the present epoch.
+    """
 
     fit_loop: Mapping[str, Any] | None
     rng: dict[str, Any]
     loaders: list[dict[str, Any] | None]
+    monitored: dict[str, Any]
+    partial: list[str]
 
 
 def present(trainer: pl.Trainer, fit_loop: Mapping[str, Any] | None = None) -> Position:
     """Where training is now."""
     loaders = [loader.position() if isinstance(loader, ResumableLoader) else None for loader in train_loaders(trainer)]
-    return Position(fit_loop, get_rng_state(), loaders)
+    monitored = {} if fit_loop else _monitored(trainer)
+    return Position(fit_loop, get_rng_state(), loaders, monitored, _partial(trainer))
+
+
+def plateau_monitors(trainer: pl.Trainer) -> list[str]:
+    """Of the schedulers that step by a metric when an epoch is over, the metrics."""
+    if not trainer.lightning_module.automatic_optimization:
+        return []
+    plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
+    return [config.monitor for config in plateaus if config.monitor is not None]
+
+
+def _partial(trainer: pl.Trainer) -> list[str]:
+    means = [metric.meta for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
+    names = {name for meta in means for name in (meta.name, f"{meta.name}_epoch")}
+    return [name for name in plateau_monitors(trainer) if name in names]
+
+
+def _monitored(trainer: pl.Trainer) -> dict[str, Any]:
+    """Their values, if they are about to be used: in the hooks of an epoch's end, or of its last validation."""
+    fit, monitors = trainer.fit_loop, plateau_monitors(trainer)
+    current = fit.epoch_progress.current
+    if not monitors or not fit.epoch_loop._num_ready_batches_reached():
+        return {}
+    if trainer.validating:  # what training logged is of the epoch before
+        known = trainer._logger_connector.metrics["callback"]
+    elif current.processed == current.started > current.completed:  # type: ignore[attr-defined]  # its subclass
+        known = trainer.callback_metrics
+    else:
+        return {}
+    return {name: known[name] for name in monitors if name in known}
 
 
 def train_loaders(trainer: pl.Trainer) -> list[Any]:
