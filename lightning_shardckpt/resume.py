@@ -221,8 +221,8 @@ class Continuation:
         if self._batches and partial:
             rank_zero_warn(
                 f"ReduceLROnPlateau will miss the update of epoch {self._epochs - 1}: {', '.join(partial)} is a mean "
-                "over its training batches, and a run that resumes has only those that are left. Monitor a metric of the "
-                "validation, or resume from an epoch's end."
+                "over its training batches, and a run that resumes has only those that are left. Monitor a metric of "
+                "the validation, or resume from an epoch's end."
             )
         else:
             trainer.fit_loop._restarting = False  # of this loop alone, which asks it for nothing else from here on
