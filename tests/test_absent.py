@@ -13,8 +13,9 @@ from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.absent import AbsentParameters
+from lightning_shardckpt.parallel.hollow import hollow, list_weights
 from lightning_shardckpt.parallel.stage_optimizer import show_all_stages, user_code
-from lightning_shardckpt.parallel.unknown import Unknown, hollow, list_weights
+from lightning_shardckpt.parallel.unknown import Unknown
 
 
 class Net(nn.Module):

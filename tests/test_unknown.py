@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.unknown import Unknown, enter, first_unknown, hollow, in_pass, unknowns
+from lightning_shardckpt.parallel.hollow import hollow
+from lightning_shardckpt.parallel.unknown import Unknown, enter, first_unknown, in_pass, unknowns
 
 CPU = torch.device("cpu")
 ORIGIN = "net.layers.3.weight"

@@ -18,12 +18,13 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.absent import AbsentParameters
 from lightning_shardckpt.parallel.gates import Gate, Gates, Stub, add_gate
 from lightning_shardckpt.parallel.gradients import GradientSync, sharing_groups
+from lightning_shardckpt.parallel.hollow import hollow, list_weights
 from lightning_shardckpt.parallel.mesh import Meshes
 from lightning_shardckpt.parallel.names import clean_fqn, inside, named_modules
 from lightning_shardckpt.parallel.pipeline import LossOf, Pipeline
 from lightning_shardckpt.parallel.schedule import Schedule, resolve_schedule
 from lightning_shardckpt.parallel.stages import Split, StagePlan, Where, plan_stages
-from lightning_shardckpt.parallel.unknown import Unknown, hollow, list_weights
+from lightning_shardckpt.parallel.unknown import Unknown
 
 
 @dataclass(frozen=True, slots=True)

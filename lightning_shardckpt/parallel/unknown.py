@@ -1,17 +1,16 @@
-"""What does a stage compute with before its first layer, where it has no values?
+"""Tensors that have a shape, but no value here: what a pipeline stage computes with outside of its own layers.
 
-Every stage of a pipeline runs the user's own step. Modules of other stages are there as *hollow* copies, whose weights
-are :class:`Unknown`: tensors that have a shape, a dtype and a device, but no value. Whatever is computed from one is
+Every stage of a pipeline runs the user's own step. Modules of other stages are there as copies (see `hollow`), whose
+weights are :class:`Unknown`: they have a shape, a dtype and a device, but no value. Whatever is computed from one is
 unknown, too; when the real activation arrives, the object itself becomes an ordinary tensor. Code that needs a value
 it cannot have (control flow, ``item``, writing into state) is told so at that very line.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -212,81 +211,6 @@ def leaked(what: str, unknown: Unknown) -> TopologyError:
 def first_unknown(tree: Any) -> Unknown | None:
     """The first unknown tensor of a nested structure."""
     return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Unknown)), None)
-
-
-def hollow(module: nn.Module, fqn: str, device: torch.device, known: dict[int, Unknown]) -> nn.Module:
-    """A copy of ``module`` without values: same classes and attributes, no parameters, no buffers, no hooks.
-
-    Weights are there as unknown attributes, so that its parts can be called, indexed and asked for their shapes;
-    `list_weights` makes them parameters of the copy.
-
-    Args:
-        known: what stands for parameters and buffers already, by ``id``; those of this module are added. A parameter
-            that modules share is one in their copies, too.
-
-    Raises:
-        TopologyError: if it cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
-        for name, tensor in named:
-            memo[id(tensor)] = known.setdefault(id(tensor), Unknown.like(tensor, name, device))
-    try:
-        twin = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise TopologyError(
-            f"{fqn} ({type(module).__name__}) is on another pipeline stage for some ranks, and cannot be copied "
-            f"without its weights: {type(error).__name__}: {error}"
-        ) from error
-    for part in twin.modules():
-        _strip(part)
-    return twin
-
-
-def list_weights(twin: nn.Module, here: Container[int]) -> None:
-    """Make the weights of a hollow copy its parameters, so that code which goes over all parameters meets them.
-
-    Args:
-        here: by ``id``, those that this rank has under another name; the code meets that one.
-    """
-    for part in twin.modules():
-        for name, weight in list(vars(part).items()):
-            if isinstance(weight, Unknown) and isinstance(weight, nn.Parameter) and id(weight) not in here:
-                del part.__dict__[name]
-                part._parameters[name] = weight
-
-
-class _Hollow(nn.Module):
-    """Mixed into the class of a hollow module: it has no state."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        pass
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """The stage that has the module loads what is given."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        return self
-
-    def get_extra_state(self) -> Any:
-        return nn.Module.get_extra_state(self)
-
-    def set_extra_state(self, state: Any) -> None:
-        return nn.Module.set_extra_state(self, state)
-
-
-def _strip(module: nn.Module) -> None:
-    for registered in (module._parameters, module._buffers):
-        for name, value in list(registered.items()):
-            if value is not None:
-                del registered[name]
-                module.__dict__[name] = value
-    module._non_persistent_buffers_set.clear()
-    for name, hooks in vars(module).items():
-        if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
-            hooks.clear()
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (_Hollow, kind), {"__module__": kind.__module__})
 
 
 def _one_element(meta: Tensor, device: torch.device) -> Tensor:
