@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -485,7 +486,7 @@ def test_asynchronous_checkpoints_equal_synchronous_ones_and_resume_alike(
     assert run_ranks(world, twins, strategy, str(tmp_path)) == [[True] * 5] * world
 
 
-def keep_one(strategy: Any, directory: str) -> dict[str, Any]:
+def keep_one(strategy: Any, directory: str, timed: bool = False) -> dict[str, Any]:
     """The save after the second step is held until the third."""
     io, seen = gated_io(), {}
     storage = io.storage
@@ -501,7 +502,8 @@ def keep_one(strategy: Any, directory: str) -> dict[str, Any]:
         storage.gate.set()
 
     pl.seed_everything(1)
-    keep = ModelCheckpoint(directory, save_top_k=1, every_n_train_steps=1, save_last="link", filename="{step}")
+    when: dict[str, Any] = {"train_time_interval": timedelta(microseconds=1)} if timed else {"every_n_train_steps": 1}
+    keep = ModelCheckpoint(directory, save_top_k=1, save_last="link", filename="{step}", **when)
     callbacks = [At(1, shut), At(2, look), keep]
     run = tiny.trainer(strategy, max_steps=3, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
     run.fit(module := tiny.TinyLM(), tiny.loader(), _held_out())
@@ -524,10 +526,18 @@ def _held_out() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world"), [pytest.param({}, 2, marks=pytest.mark.slow), ("auto", 1)], ids=["fsdp2", "stock"]
+    ("strategy", "world", "timed"),
+    [
+        pytest.param({}, 2, False, marks=pytest.mark.slow),
+        ("auto", 1, False),
+        pytest.param({}, 2, True, marks=pytest.mark.slow),
+    ],
+    ids=["fsdp2", "stock", "by time"],
 )
-def test_the_best_checkpoint_is_there_until_its_successor_is(strategy: Any, world: int, tmp_path: Path) -> None:
-    for found in run_ranks(world, keep_one, strategy, str(tmp_path / "run")):
+def test_the_best_checkpoint_is_there_until_its_successor_is(
+    strategy: Any, world: int, timed: bool, tmp_path: Path
+) -> None:
+    for found in run_ranks(world, keep_one, strategy, str(tmp_path / "run"), timed):
         assert found["held"] == {"step=1.ckpt"} and found["link is broken"]
         assert found["kept"] == ["last.ckpt", "step=3.ckpt"] and found["last"] == "step=3.ckpt"
         assert found["always some"] and found.get("after", True)
