@@ -49,6 +49,7 @@ from lightning_shardckpt.parallel.model import (
 )
 from lightning_shardckpt.parallel.replicas import check_batch
 from lightning_shardckpt.parallel.rng import same_rng, share_rng
+from lightning_shardckpt.parallel.sharding import numbers
 from lightning_shardckpt.parallel.sharding.values import check_state_of_shards
 from lightning_shardckpt.parallel.stage_optimizer import user_code, watch_state
 from lightning_shardckpt.parallel.statistics import broadcast_statistics, synchronize_batch_norms
@@ -472,7 +473,30 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
     # --- steps ---
 
     def _heed_preemption(self) -> None:
-        self._preemption.agree(self._trainer(), lambda told: self.reduce_boolean_decision(told, all=False))
+        self._preemption.agree(self._trainer(), self._agreed)
+
+    def _agreed(self, told: bool) -> bool:
+        """Whether any rank was told to end.
+
+        Collective: every rank of the world must call it.
+
+        Raises:
+            TopologyError: if ranks wrote different numbers into sharded tensors since they met last.
+        """
+        if self._apart:
+            return told
+        stages = self.topology.pipeline
+        found = torch.tensor([int(told), *numbers.votes(self.meshes.pipeline_rank, stages)], device=self.root_device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        anybody, *maxima = found.tolist()
+        if numbers.differ(maxima):
+            raise TopologyError(
+                "the ranks wrote different numbers into sharded parameters or optimizer state since the last batch, "
+                f"so their shards belong to different models now. Here the last was {numbers.last_noted()}. Reduce "
+                "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
+                "self.log(…, sync_dist=True) for what schedulers and callbacks read."
+            )
+        return bool(anybody)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -706,6 +730,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
 
     @override
     def on_train_start(self) -> None:
+        numbers.forget_numbers()
         trainer = self._trainer()
         self._preemption.watch(trainer)
         self._stopping.watch(trainer)
@@ -714,6 +739,10 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         elif self._awaited and trainer.fit_loop._data_fetcher is not None:
             iter(trainer.fit_loop._data_fetcher)
         self._continuation, self._awaited = None, False
+
+    @override
+    def on_train_end(self) -> None:
+        self._agreed(False)
 
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.derivatives import differentiate, register_hook
 from lightning_shardckpt.parallel.sharding.kinds import Kind, name_of, writes_first
+from lightning_shardckpt.parallel.sharding.numbers import note_numbers
 from lightning_shardckpt.parallel.sharding.placement import local_part
 from lightning_shardckpt.parallel.sharding.reductions import reduce, reduce_each
 from lightning_shardckpt.parallel.sharding.sharded_tensor import (
@@ -154,6 +155,7 @@ def _written(
     if not isinstance(target, DTensor) or not is_sharded(target):
         return on_wholes(func, args, kwargs)
     refuse_leaf(target, func)
+    note_numbers(name, target.shape, args, kwargs)
     if history and "out" not in kwargs and all(is_alike(t, target) for t in tensors):
         return _with_history(func, args, kwargs)
     if history or any(
@@ -190,6 +192,7 @@ def _lists(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         targets = [next((t for t in row if is_sharded(t)), None) for row in zip(*lists, strict=False)]
         if writes_first(func):
             targets = [row[0] if is_sharded(row[0]) else None for row in zip(*lists, strict=False)]
+            note_numbers(name, targets[0].shape if targets and targets[0] is not None else (), args, kwargs)
         found = func(*(_list_of_rows(a, targets, name) for a in args), **mapped(kwargs, local_of))
         if name.startswith(("_fused_", "_amp_")) or found is None or writes_first(func):
             return args[0] if found is not None else None

@@ -1,0 +1,59 @@
+"""Numbers of a rank's own that are written into sharded parameters end with an error on every rank.
+
+Oracle: the same code, with numbers that are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.pool import run_ranks
+
+
+class Writes(tiny.TinyLM):
+    """In one of several places, a number of the batch."""
+
+    def __init__(self, where: str, *, reduced: bool) -> None:
+        super().__init__()
+        self.where, self.reduced = where, reduced
+
+    def number(self, loss: Tensor) -> float:
+        return float(self.all_gather(loss.detach()).mean() if self.reduced else loss)
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        number = 1e-3 * self.number(outputs["loss"])
+        if self.where == "a weight":
+            with torch.no_grad():
+                self.head.weight.mul_(1 - number)
+        elif self.where == "many weights":
+            torch._foreach_mul_([p.data for p in self.parameters()], 1 - number)
+        elif self.where == "the learning rate":
+            self.trainer.optimizers[0].param_groups[0]["lr"] = number
+
+
+def train(where: str, reduced: bool, strategy: dict[str, Any], steps: int) -> str:
+    pl.seed_everything(1)
+    run = tiny.trainer(strategy, max_steps=steps, limit_val_batches=0)
+    try:
+        run.fit(Writes(where, reduced=reduced), tiny.loader())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, {"data_parallel_replicate_size": 2}], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("where", ["a weight", "many weights", "the learning rate"])
+def test_numbers_of_a_rank_s_own_are_an_error_at_the_next_batch(where: str, strategy: dict[str, Any]) -> None:
+    world = 4 if strategy else 2
+    assert run_ranks(world, train, where, True, strategy, 3) == [""] * world
+    for steps in (1, 3) if where != "the learning rate" else (3,):  # also behind the last batch
+        for said in run_ranks(world, train, where, False, strategy, steps):
+            assert said.startswith("TopologyError: the ranks wrote different numbers into sharded parameters")
+            assert "into a tensor of shape (" in said
