@@ -174,7 +174,8 @@ class Continuation:
         epoch = {"started": 0, "processed": 0} if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
-        self._awaited = self._batches is None and epoch["completed"] < epoch["started"]
+        unfinished = self._batches is None and epoch["completed"] < epoch["started"]
+        self._awaited = unfinished and "schedulers" in parts  # others begin anew
         self._monitored: dict[str, Any] = rank_state.get("monitored", {})
         self._partial: list[str] = rank_state.get("partial", [])
         saved = Place(**rank_state["place"])
