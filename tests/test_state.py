@@ -177,6 +177,9 @@ def test_sharded_tensors_under_other_keys_are_stored_sharded_and_return_sharded(
     assert len(sizes) == 4  # each rank wrote its part of the average
 
 
+TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+
+
 class NoFullTensor(TorchDispatchMode):
     """Notes the largest plain tensor that any operation returns."""
 
@@ -196,24 +199,38 @@ class Wide(tiny.TinyLM):
         self.wide = nn.Parameter(torch.randn(64, 1000))
 
 
-def save_and_load_watched(path: str) -> tuple[int, int, int]:
+def save_and_load_watched(path: str, strategy: dict[str, Any], behind: bool) -> tuple[int, int, int]:
     def gathering(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a DTensor was gathered")
 
-    run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
+    io = ShardCkptIO(use_async=behind)
+    run = tiny.trainer(strategy, max_steps=1, limit_val_batches=0, plugins=[io])
     run.fit(module := Wide(), tiny.loader())
     DTensor.full_tensor = DTensor.redistribute = gathering  # type: ignore[method-assign]
     checkpoint = run._checkpoint_connector.dump_checkpoint()
     with NoFullTensor() as saving:
         run.strategy.save_checkpoint(checkpoint, path)
+        io.wait()
     with NoFullTensor() as loading:
         run.strategy.load_checkpoint(path)
     return saving.largest, loading.largest, module.wide.numel()
 
 
-def test_no_rank_holds_a_full_tensor_while_saving_or_loading(tmp_path: Path) -> None:
-    for saving, loading, full in run_ranks(4, save_and_load_watched, str(tmp_path / "a.ckpt")):
-        assert max(saving, loading) <= full // 4
+@pytest.mark.parametrize(
+    ("strategy", "behind", "shards"),
+    [
+        ({}, False, 4),
+        pytest.param({}, True, 4, marks=pytest.mark.slow),
+        pytest.param(TP2, False, 2, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, True, 2, marks=pytest.mark.slow),
+    ],
+    ids=["fsdp", "asynchronous", "tensor", "pipeline"],
+)
+def test_no_rank_holds_a_full_tensor_while_saving_or_loading(
+    strategy: dict[str, Any], behind: bool, shards: int, tmp_path: Path
+) -> None:
+    for saving, loading, full in run_ranks(4, save_and_load_watched, str(tmp_path / "a.ckpt"), strategy, behind):
+        assert max(saving, loading) <= full // shards
 
 
 @pytest.mark.slow
