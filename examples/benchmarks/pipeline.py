@@ -115,10 +115,10 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.seen["step"].append(time.perf_counter() - self._clock)
         self.seen["work"].append(time.process_time() - self._work)
-        parameters = list(module.parameters())
-        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-        for state in trainer.optimizers[0].state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        own = [p for p in module.parameters() if not getattr(p, "is_elsewhere", False)]  # of this stage
+        tensors = [*own, *(p.grad for p in own if p.grad is not None)]
+        for parameter in own:
+            tensors += [v for v in trainer.optimizers[0].state[parameter].values() if isinstance(v, Tensor)]
         self.state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
