@@ -161,6 +161,9 @@ def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
     return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
+_NO_EPOCH = {"started": 0, "processed": 0, "completed": 0}
+
+
 class Continuation:
     """What remains to be done when training starts: random state and position in the data."""
 
@@ -171,7 +174,7 @@ class Continuation:
         self._positions: list[Any] | None = rank_state["positions"] if "data" in parts else None
         loops = checkpoint.get("loops")
         self._batches = None if loops is None else batches_done(loops)
-        epoch = {"started": 0, "processed": 0} if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
+        epoch = _NO_EPOCH if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
         unfinished = self._batches is None and epoch["completed"] < epoch["started"]

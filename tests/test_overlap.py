@@ -302,7 +302,7 @@ class Meddles(tiny.TinyLM):
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self.global_step == 2 and self.global_rank == self.trainer.world_size - 1:
             with torch.no_grad():
-                self.head.weight.mul_(0.5)
+                self.head.weight.to_local().mul_(0.5)  # type: ignore[operator]  # of the whole, all ranks would notice
 
 
 def meddled(directory: str) -> list[Any]:
