@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import ShardCkptIO, load_keys, save
 from lightning_shardckpt.cli import main
@@ -22,6 +23,7 @@ from tests import adapters, tiny
 from tests.nets import lora
 from tests.pool import run_ranks
 from tests.test_hugging_face import LLAMA, SIZES, TP
+from tests.test_state import NoFullTensor
 
 TP_FSDP = {**TP, "data_parallel_shard_size": 2}
 PP = {"pipeline_parallel_size": 2}
@@ -155,6 +157,28 @@ def test_the_checkpoint_resumes_and_is_listed_as_any_other(saved: Path, capsys: 
     listed = {file["name"]: file["bytes"] for file in json.loads(capsys.readouterr().out)["files"]}
     assert listed == {file.name: file.stat().st_size for file in saved.iterdir()}
     run_ranks(2, resumed, str(saved))
+
+
+def saved_watched(path: str) -> tuple[int, int]:
+    """The bytes of the largest plain tensor of a save in both formats, and of the model's largest tensor."""
+
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a DTensor was gathered")
+
+    run = tiny.trainer({}, max_steps=1, limit_val_batches=0, plugins=[ShardCkptIO(also="huggingface")])
+    run.fit(module := Causal("llama"), tiny.loader())
+    largest = max(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    DTensor.full_tensor = DTensor.redistribute = gathering  # type: ignore[method-assign]
+    checkpoint = run._checkpoint_connector.dump_checkpoint()
+    with NoFullTensor() as saving:
+        run.strategy.save_checkpoint(checkpoint, path)
+    return saving.largest, largest
+
+
+@pytest.mark.slow
+def test_no_rank_holds_a_full_tensor_while_both_formats_are_written(tmp_path: Path) -> None:
+    for saving, largest in run_ranks(4, saved_watched, str(tmp_path / "a.ckpt")):
+        assert 0 < saving <= -(-largest // 4)
 
 
 def resumed(path: str) -> None:

@@ -181,15 +181,15 @@ TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
 
 class NoFullTensor(TorchDispatchMode):
-    """Notes the largest plain tensor that any operation returns."""
+    """Notes the bytes of the largest plain tensor that any operation returns."""
 
     largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                self.largest = max(self.largest, tensor.numel())
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                self.largest = max(self.largest, tensor.numel() * tensor.element_size())
         return result
 
 
@@ -213,7 +213,7 @@ def save_and_load_watched(path: str, strategy: dict[str, Any], behind: bool) -> 
         io.wait()
     with NoFullTensor() as loading:
         run.strategy.load_checkpoint(path)
-    return saving.largest, loading.largest, module.wide.numel()
+    return saving.largest, loading.largest, module.wide.numel() * module.wide.element_size()
 
 
 @pytest.mark.parametrize(
