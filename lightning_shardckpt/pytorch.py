@@ -304,6 +304,7 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._continuation = self._loaded = None
+        numbers.forget_numbers()
         if trainer.state.fn == TrainerFn.FITTING:
             self._stopping.forget()
         self._sharded = self._found() or self._shard()
@@ -730,7 +731,6 @@ class ShardedStrategy(OnMesh, ParallelStrategy):  # type: ignore[misc]  # gives 
 
     @override
     def on_train_start(self) -> None:
-        numbers.forget_numbers()
         trainer = self._trainer()
         self._preemption.watch(trainer)
         self._stopping.watch(trainer)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import StateError
+from tests import tiny
 from tests.pool import run_ranks
 
 
@@ -73,3 +74,25 @@ def try_zero(path: str) -> list[str]:
 def test_a_zero_redundancy_optimizer_is_refused(tmp_path: Path) -> None:
     for rank in run_ranks(2, try_zero, str(tmp_path)):
         assert all("'training/optimizer' is a ZeroRedundancyOptimizer" in said for said in rank)
+
+
+def try_zero_in_a_trainer(path: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class Zero(tiny.TinyLM):
+        def configure_optimizers(self) -> Any:
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.1)
+
+    strategy = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
+    run = tiny.trainer(strategy, max_steps=1, limit_val_batches=0)
+    run.fit(Zero(), tiny.loader())
+    return _said(run.save_checkpoint, path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_zero_redundancy_optimizer_of_a_trainer_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(2, try_zero_in_a_trainer, str(tmp_path / "a.ckpt")):
+        assert "the optimizer is a ZeroRedundancyOptimizer" in said

@@ -52,6 +52,18 @@ class GroupParameters(list[Tensor]):
     def __len__(self) -> int:
         return len(self._shown()) if _IN_USER_CODE.get() else super().__len__()
 
+    def __reversed__(self) -> Iterator[Tensor]:
+        return reversed(self._shown())
+
+    def __add__(self, other: Any) -> Any:
+        return [*self, *other]
+
+    def __radd__(self, other: Any) -> Any:
+        return [*other, *self]
+
+    def copy(self) -> list[Tensor]:
+        return list(self._shown())
+
     def __getitem__(self, index: Any) -> Any:
         return self._shown()[index] if _IN_USER_CODE.get() else super().__getitem__(index)
 

@@ -22,7 +22,7 @@ from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.live import parameter_names
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.optimizer import optimizer_state
+from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_zero_redundancy
 
 KEYS = "shardckpt_keys"
 """Key of trainer state that tells where objects were: ``{"modules": {key: prefix}, "optimizers": [key, …]}``."""
@@ -121,25 +121,15 @@ def objects_in(state: Mapping[str, Any]) -> Objects:
 def _refuse_foreign(found: Objects) -> None:
     """Refuse what cuts state in ways of its own, of which neither tensors nor state dicts tell."""
     for path, optimizer in found.optimizers.items():
-        if _is_a(optimizer, "ZeroRedundancyOptimizer"):
-            raise StateError(
-                f"{key_of(path)!r} is a ZeroRedundancyOptimizer, each rank of which has the state of its own "
-                "parameters, and not a word of the others'. Shard the model instead (torch's fully_shard, or "
-                "ShardedStrategy), which cuts optimizer state, too."
-            )
+        refuse_zero_redundancy(optimizer, repr(key_of(path)))
     for path, module in found.modules.items() if found.optimizers else ():
-        if any(_is_a(part, "FullyShardedDataParallel") for part in module.modules()):
+        if any(is_of_torch(part, "FullyShardedDataParallel") for part in module.modules()):
             raise StateError(
                 f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of flat "
                 "parameters as state, and no word of where they belong. Use torch's fully_shard (FSDP2) or "
                 "ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
                 "get_state_dict; such a directory can be loaded here."
             )
-
-
-def _is_a(value: object, name: str) -> bool:
-    """By name, since to import the class takes a second."""
-    return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
 
 
 def unwrapped(value: Any) -> Any:

@@ -45,6 +45,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     Raises:
         StateError: if the optimizer has a parameter that the model does not have, or state of no parameter.
     """
+    refuse_zero_redundancy(optimizer, "the optimizer")
     _check_keys(optimizer)
     _check_own_entries(optimizer)
     groups = []
@@ -58,6 +59,25 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
     return {"state": state, "param_groups": groups}
+
+
+def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
+    """Refuse an optimizer that is cut in a way of its own.
+
+    Raises:
+        StateError: naming it by ``name``.
+    """
+    if is_of_torch(optimizer, "ZeroRedundancyOptimizer"):
+        raise StateError(
+            f"{name} is a ZeroRedundancyOptimizer, each rank of which has the state of its own parameters, and not a "
+            "word of the others'. Shard the model instead (torch's fully_shard, or ShardedStrategy), which cuts "
+            "optimizer state, too."
+        )
+
+
+def is_of_torch(value: object, name: str) -> bool:
+    """Whether a value is of torch's class of that name, which takes a second to import."""
+    return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
 
 
 def _check_keys(optimizer: Optimizer) -> None:
