@@ -1,4 +1,4 @@
-"""The whole story in one command: train, save, resume on other topologies, consolidate, use the result.
+"""Train, save, resume on other topologies, consolidate and use the result, in one command.
 
     python examples/main_job.py
 
@@ -9,7 +9,7 @@
    text.
 
 Each leg is `python examples/train.py fit --config configs/… --config configs/…`; this script only starts them and
-reads what they leave behind.
+reads what they leave.
 """
 
 from __future__ import annotations

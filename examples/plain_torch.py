@@ -1,4 +1,4 @@
-"""Plain torch, neither Trainer nor Fabric: train some steps, save, and go on from there on any number of processes.
+"""Plain torch without Trainer or Fabric: train some steps, save, and continue on any number of processes.
 
     python examples/plain_torch.py --steps 10
     torchrun --nproc-per-node 2 examples/plain_torch.py --steps 20

@@ -1,4 +1,4 @@
-"""Fabric: train some steps on any mix of parallelisms, save, and go on from there on another one.
+"""Fabric: train some steps on any mix of parallelisms, save, and continue on another one.
 
     python examples/with_fabric.py --steps 10 --devices 2
     python examples/with_fabric.py --steps 20 --devices 2 --pipeline 2

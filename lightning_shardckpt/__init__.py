@@ -6,13 +6,15 @@ Public names are resolved when they are first used: the tools in this package st
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.registration import register_with_lightning
+from lightning_shardckpt.compat.lightning_cli import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_shardckpt.checkpoint_io import ShardCkptIO, load_from_checkpoint
-    from lightning_shardckpt.functional import load, save, save_async, wait
+    from lightning_shardckpt.api import load, save, save_async, wait
+    from lightning_shardckpt.checkpoint_io import ShardCkptIO
+    from lightning_shardckpt.export.peft_export import export_adapters
+    from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata, open
-    from lightning_shardckpt.parallel.full import full_state_dict
+    from lightning_shardckpt.parallel.tensors.full import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
 
 __all__ = [
@@ -27,20 +29,22 @@ __all__ = [
     "metadata",
     "open",
     "full_state_dict",
+    "export_adapters",
 ]
 
-_WITHOUT_LIGHTNING = {
-    **dict.fromkeys(("load_keys", "metadata", "open"), "lightning_shardckpt.lazy"),
-    **dict.fromkeys(("save", "save_async", "load", "wait"), "lightning_shardckpt.functional"),
-    "full_state_dict": "lightning_shardckpt.parallel.full",
+_HOMES = {
+    "ShardedStrategy": "pytorch",
+    "ShardCkptIO": "checkpoint_io",
+    "load_from_checkpoint": "from_checkpoint",
+    **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
+    **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
+    "full_state_dict": "parallel.tensors.full",
+    "export_adapters": "export.peft_export",
 }
-register_with_lightning()
+register_with_lightning(trainer=f"{__name__}.pytorch", fabric=f"{__name__}.fabric")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _WITHOUT_LIGHTNING:
-        return getattr(import_module(_WITHOUT_LIGHTNING[name]), name)
-    # one module knows the other names
-    return getattr(import_module("lightning_shardckpt.pytorch"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

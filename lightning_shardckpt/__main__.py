@@ -2,7 +2,8 @@
 
 import sys
 
-from lightning_shardckpt.cli import run
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.tools.command_line import run_process
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run_process(main, sys.argv[1:])

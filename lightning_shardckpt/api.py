@@ -1,7 +1,7 @@
 """Save and load the objects of a plain torch script, with neither a Trainer nor Fabric.
 
 The state is a dict of modules, optimizers, learning rate schedulers, tensors and plain values, nested as you like; see
-``state.objects`` for what becomes of them. The checkpoints are those of ``ShardedStrategy``: each loads the other's
+``state.nested_dict`` for what becomes of them. The checkpoints are those of ``ShardedStrategy``: each loads the other's
 model and optimizers.
 """
 
@@ -19,26 +19,34 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_shardckpt import checkpoint as engine
-from lightning_shardckpt.background import Background
-from lightning_shardckpt.describing import Party, Saving, checked_state
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.mirroring import Also
-from lightning_shardckpt.pending import drain_all
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.restoring import KeyMapping, Restore
-from lightning_shardckpt.saving import Replicas
-from lightning_shardckpt.state.model import WholeNames, canonical_name
-from lightning_shardckpt.state.objects import Objects
-from lightning_shardckpt.state.statedicts import states_of_checkpoint
-from lightning_shardckpt.storage.places import Places
+from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.checkpoint_options import (
+    AsyncOptions,
+    ExtraFormat,
+    LoadOptions,
+    Replicas,
+    SaveOptions,
+)
+from lightning_shardckpt.checkpoint.nested_load import NestedLoad
+from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, checked_state
+from lightning_shardckpt.checkpoint.step_gate import StepGate
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
+from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.nested_dict import NestedObjects
+from lightning_shardckpt.state.state_dicts import states_of_checkpoint
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.system.pending_saves import drain_all
 
 _log = logging.getLogger(__name__)
 
-_PARTIES: WeakKeyDictionary[dist.ProcessGroup, Party] = WeakKeyDictionary()
-_ALONE = Party(Ranks.alone(), None)
+_SAVERS: WeakKeyDictionary[dist.ProcessGroup, SaveGroup] = WeakKeyDictionary()
+_ALONE = SaveGroup(Ranks.alone(), None)
 
 
 def save(
@@ -50,7 +58,7 @@ def save(
     named_by: nn.Module | None = None,
     size_per_shard: float = 1024,
     sync_files: bool = True,
-    also: Also | None = None,
+    also: ExtraFormat | None = None,
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -95,12 +103,22 @@ def save(
         StateError: listing what cannot be stored.
         Exception: the first failure of any rank, on every rank, naming it.
     """
-    party = _party(process_group)
+    savers = _savers_of(process_group)
     drain_all()  # one of them may be to this path
     where = os.fspath(path)
-    saving = Saving(party, where, state, overwrite, prefix, named_by, also, storage_options, throttle_uploads)
-    notes = engine.save(saving.path, saving.describe, **saving.options(size_per_shard, sync_files, replicas))
-    _warn(party, [*saving.notes, *notes])
+    options = SaveOptions(size_per_shard, also, replicas)
+    storage = _storage(sync_files, storage_options, throttle_uploads)
+    saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
+    notes = engine.save(
+        where,
+        saving.describe,
+        ranks=savers.ranks,
+        about=saving.about,
+        options=options,
+        storage=storage,
+        plans=savers.plans,
+    )
+    _warn(savers, [*saving.notes, *notes])
 
 
 def save_async(
@@ -112,7 +130,7 @@ def save_async(
     named_by: nn.Module | None = None,
     size_per_shard: float = 1024,
     sync_files: bool = True,
-    also: Also | None = None,
+    also: ExtraFormat | None = None,
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -120,7 +138,7 @@ def save_async(
     max_pending: int = 1,
     overlap_copy: bool = False,
 ) -> Future[None]:
-    """Like ``save``, but return when everything is copied to host memory; a thread writes and commits it.
+    """Save as ``save`` does, but return when everything is copied to host memory; a thread writes and commits it.
 
     Collective, as ``save`` is. What is saved are the values at the call. Waits while an earlier save waits to be
     written. The process does not end before all is written; loads wait for it.
@@ -137,7 +155,7 @@ def save_async(
         process_group: see ``save``.
         storage_options: see ``save``.
         throttle_uploads: see ``save``.
-        max_pending: how many saves may wait behind the one that is being written, when this one is added; see
+        max_pending: how many saves may wait while another one is being written, when this one is added; see
             ``ShardCkptIO``.
         overlap_copy: return before optimizer state and the parameters of optimizers in ``state`` are copied; the next
             step of any torch optimizer waits for that. If something else changes one of them, and torch counts that up
@@ -150,17 +168,25 @@ def save_async(
     Raises:
         Exception: what a save before this one failed with, on every rank; else as ``save`` does.
     """
-    if max_pending < 0:
-        raise ValueError(f"max_pending is a number of saves and can't be negative, got {max_pending}")
-    party, where = _party(process_group), os.fspath(path)
-    background = _background(party, process_group, max_pending)
-    saving = Saving(party, where, state, overwrite, prefix, named_by, also, storage_options, throttle_uploads)
-    options = saving.options(size_per_shard, sync_files, replicas)
-    if overlap_copy and not party.is_overlapping:
-        register_optimizer_step_pre_hook(partial(_wait_for_copies, ref(background)))
-        party.is_overlapping = True
-    writing = engine.save_async(where, saving.describe, **options, background=background, overlap_copy=overlap_copy)
-    _warn(party, [*saving.notes, *background.notes()])
+    options, going_on = SaveOptions(size_per_shard, also, replicas), AsyncOptions(max_pending, overlap_copy)
+    savers, where = _savers_of(process_group), os.fspath(path)
+    background = _background(savers, process_group, going_on.max_pending)
+    storage = _storage(sync_files, storage_options, throttle_uploads)
+    saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
+    if going_on.overlap_copy and savers.gate is None:
+        savers.gate = StepGate(partial(_wait_for_copies, ref(background)))
+    writing = engine.save_async(
+        where,
+        saving.describe,
+        ranks=savers.ranks,
+        about=saving.about,
+        options=options,
+        background=background,
+        storage=storage,
+        plans=savers.plans,
+        overlap_copy=going_on.overlap_copy,
+    )
+    _warn(savers, [*saving.notes, *background.notes()])
     done: Future[None] = Future()
     done.set_running_or_notify_cancel()
 
@@ -172,17 +198,22 @@ def save_async(
     return done
 
 
-def _background(party: Party, process_group: dist.ProcessGroup | None, max_pending: int) -> Background:
-    if party.background is None:
-        ranks = Ranks.of_group(_group(process_group)) if party.ranks.world > 1 else Ranks.alone()
-        party.background = Background(ranks)
-        party.background.linger_at_exit()
-    party.background.max_pending = max_pending
-    return party.background
+def _storage(sync_files: bool, storage_options: Mapping[str, Any] | None, throttle_uploads: bool) -> StorageRouter:
+    local = LocalStorage(sync_files=sync_files)
+    return StorageRouter(local, storage_options=storage_options, throttle_uploads=throttle_uploads)
 
 
-def _wait_for_copies(background: ref[Background], *args: Any) -> None:
-    """Before every step of an optimizer; there is nothing to wait for when the ranks are gone."""
+def _background(savers: SaveGroup, process_group: dist.ProcessGroup | None, max_pending: int) -> Background:
+    if savers.background is None:
+        ranks = Ranks.of_group(_group(process_group)) if savers.ranks.world > 1 else Ranks.alone()
+        savers.background = Background(ranks)
+        savers.background.linger_at_exit()
+    savers.background.max_pending = max_pending
+    return savers.background
+
+
+def _wait_for_copies(background: ref[Background]) -> None:
+    """Wait for copies before every step of an optimizer; there is nothing to wait for when the ranks are gone."""
     found = background()
     if found is not None:
         found.wait_for_copies()
@@ -196,10 +227,10 @@ def wait(process_group: dist.ProcessGroup | None = None) -> None:
     Raises:
         Exception: what a save failed with, on every rank; each failure is raised once.
     """
-    party = _party(process_group)
-    if party.background is not None:
-        party.background.settle(party.ranks)
-        _warn(party, party.background.notes())
+    savers = _savers_of(process_group)
+    if savers.background is not None:
+        savers.background.settle(savers.ranks)
+        _warn(savers, savers.background.notes())
 
 
 def load(
@@ -209,7 +240,7 @@ def load(
     strict: bool = True,
     skip: Sequence[str] = (),
     prefix: str = "",
-    key_mapping: KeyMapping | None = None,
+    key_mapping: KeyMappingLike | None = None,
     named_by: nn.Module | None = None,
     verify: bool = True,
     cast: bool = True,
@@ -238,9 +269,10 @@ def load(
             leaves learning rates and other settings. Other state is left out by leaving it out of ``state``. What was
             left is logged as information.
         prefix: of the stored names of parameters and buffers.
-        key_mapping: from names in the state to stored names: a dict, pairs of regular expression and replacement, or a
-            function. All names are mapped at once. It holds for the state of optimizers, too. A name or an expression
-            that is about nothing in the state is a difference.
+        key_mapping: from stored names, without ``prefix``, to names in the state: a dict of whole names or regular
+            expressions to new names (None leaves a tensor out), a function, its import path, or a file. All names are
+            mapped at once. It holds for the state of optimizers, too. An entry that is about nothing in the checkpoint
+            is a difference. See "Rename tensors" in the documentation.
         named_by: see ``save``.
         verify: whether to compare checksums.
         cast: see ``ShardCkptIO``.
@@ -260,35 +292,36 @@ def load(
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     drain_all()
-    places = Places(storage_options=storage_options, pre_download=pre_download)
+    places = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     if state is None:
         if skip:
             raise ValueError(f"skip={skip!r} is about what a state keeps: give the state, too")
         return states_of_checkpoint(engine.load_full(os.fspath(path), verify=verify, storage=places))
-    party = _party(process_group)
-    objects, whole = _looked_at(state, party.ranks)
-    names: dict[str, Any] = {"prefix": prefix, "key_mapping": key_mapping, "named_by": named_by}
-    restore = Restore(state, objects, **names, whole=whole, skip=skip, cast=cast)
-    remainder, loaded = restore.run(
-        os.fspath(path), party.ranks, strict=strict, verify=verify, share_reads=share_reads, storage=places
+    savers = _savers_of(process_group)
+    objects, whole = _looked_at(state, savers.ranks)
+    mapping = KeyMapping.of(key_mapping)
+    restore = NestedLoad(
+        state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip, cast=cast
     )
-    _warn(party, loaded.notes)
-    for note in loaded.skipped if party.ranks.rank == 0 else ():
+    options = LoadOptions(strict=strict, verify=verify, share_reads=share_reads)
+    remainder, loaded = restore.run(os.fspath(path), savers.ranks, options=options, storage=places)
+    _warn(savers, loaded.notes)
+    for note in loaded.skipped if savers.ranks.rank == 0 else ():
         _log.info(note)
     return remainder
 
 
-def _looked_at(state: dict[str, Any], ranks: Ranks) -> tuple[Objects, WholeNames]:
-    """What is in a state, and names over all ranks, if they have different ones: each a stage of a pipeline.
+def _looked_at(state: dict[str, Any], ranks: Ranks) -> tuple[NestedObjects, WholeNames]:
+    """Return what is in a state, and names over all ranks, if they have different ones: each a stage of a pipeline.
 
     Collective: every rank must call it.
     """
-    objects, names = Objects(), list[str]()
+    objects, names = NestedObjects(), list[str]()
 
     def look() -> str:
         nonlocal objects
         objects = checked_state(state)
-        names.extend(sorted({canonical_name(name) for name in objects.state_dict()}))
+        names.extend(sorted({clean_fqn(name) for name in objects.state_dict()}))
         return checksum("\n".join(names).encode())
 
     if ranks.step("looking at the state", look, lambda found: len({*found}) == 1):
@@ -304,18 +337,18 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _party(process_group: dist.ProcessGroup | None) -> Party:
+def _savers_of(process_group: dist.ProcessGroup | None) -> SaveGroup:
     if process_group is None and not dist.is_initialized():
         return _ALONE
     group = _group(process_group)
-    if group not in _PARTIES:
+    if group not in _SAVERS:
         members = tuple(dist.get_process_group_ranks(group))
         partly = members if len(members) < dist.get_world_size() or members != tuple(sorted(members)) else None
-        _PARTIES[group] = Party(Ranks.of_group(group), partly)
-    return _PARTIES[group]
+        _SAVERS[group] = SaveGroup(Ranks.of_group(group), partly)
+    return _SAVERS[group]
 
 
-def _warn(party: Party, notes: Iterable[str]) -> None:
-    if party.ranks.rank == 0:
+def _warn(savers: SaveGroup, notes: Iterable[str]) -> None:
+    if savers.ranks.rank == 0:
         for note in notes:
             warnings.warn(note, stacklevel=3)

@@ -1,8 +1,8 @@
-"""From a sharded checkpoint to files that other programs read: ``python -m lightning_shardckpt.consolidate DIR``.
+"""Convert a sharded checkpoint to files that other programs read: ``python -m lightning_shardckpt.consolidate DIR``.
 
 By default one file for ``torch.load``, with the same arguments, messages and exit codes as Lightning's
 ``lightning.pytorch.utilities.consolidate_checkpoint``. The file has Lightning's keys with whole tensors; it loads with
-``torch.load``'s defaults, so it holds no type that carries code: see ``torchfile.Plain``. Else files of safetensors, or
+``torch.load``'s defaults, so it holds no type that carries code. Else files of safetensors, or
 a directory for transformers. Memory does not grow with the checkpoint. No GPU, process group, user code or unpickling.
 """
 
@@ -16,9 +16,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jsonargparse import ArgumentParser, Namespace
+
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.export.exporting import (
-    Stored,
+from lightning_shardckpt.export.options import Format, OptimizerKeys, Options, Split, make_options
+from lightning_shardckpt.export.peft_export import export_adapters
+from lightning_shardckpt.export.safetensors_export import (
+    ExportSource,
     file_nbytes,
     is_replaceable,
     nbytes,
@@ -26,20 +30,21 @@ from lightning_shardckpt.export.exporting import (
     write_directory,
     write_file,
 )
-from lightning_shardckpt.export.options import Format, KeyMapping, OptimizerKeys, Options, Split, make_options
-from lightning_shardckpt.export.saved import Saved
-from lightning_shardckpt.formats.detect import recognised
-from lightning_shardckpt.formats.peft import export_adapters
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.locate import READABLE, described, did_you_mean
-from lightning_shardckpt.pending import drain_all
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.places import Places, file_path, is_url
+from lightning_shardckpt.export.sharded_checkpoint import ShardedCheckpoint
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.sources.detect import recognised
+from lightning_shardckpt.sources.did_you_mean import READABLE, described, did_you_mean
+from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.storage.protocol import Contents, Outputs
-from lightning_shardckpt.text import progress
+from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.system.text import progress
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:
-    from lightning_shardckpt.sources import Source
+    from lightning_shardckpt.sources.source import Source
 
 _log = logging.getLogger(__name__)
 _LISTED = 10
@@ -56,16 +61,17 @@ def consolidate(
     dtype: str | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    key_mapping: KeyMapping | None = None,
+    key_mapping: KeyMappingLike | None = None,
     strip_prefix: str | None = None,
     add_prefix: str | None = None,
     optimizer_keys: OptimizerKeys = "fqn",
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    tuning: Tuning = TUNING,
 ) -> Path | str:
     """Write the checkpoint in a folder for other programs, and return the path of the file or directory; or its URL.
 
-    It appears when it is complete and durable; an error leaves nothing behind. Waits for the asynchronous saves of this
+    It appears when it is complete and durable; an error leaves nothing there. Waits for the asynchronous saves of this
     process.
 
     Args:
@@ -84,14 +90,16 @@ def consolidate(
         dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
         include: patterns (``*``, ``?``, ``[…]``); only tensors whose name matches one are taken.
         exclude: patterns of names that are not taken.
-        key_mapping: new names: a mapping, a function, the path of a file of JSON or YAML with a mapping, or rules
-            ``REGEX=REPLACEMENT``, of which the first that is found in a name changes it.
+        key_mapping: from stored names to new ones: a dict of whole names or regular expressions to new names (None
+            leaves a tensor out), or a function; or texts, each ``OLD=NEW`` or the path of a file of JSON or YAML with a
+            dict, or the import path of a function. See "Rename tensors" in the documentation.
         strip_prefix: taken away from names that begin with it; for "huggingface", says which of several models.
         add_prefix: put before all names.
         optimizer_keys: "fqn" for parameters by name, "id" by number, as torch's own optimizers number them.
         overwrite: replace what an earlier call wrote there; at every moment the path has the old or the new. But a
             directory at a URL is deleted first, so that the two are never mixed.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
+        tuning: sizes of reads, and how many threads.
 
     Raises:
         ValueError: for options that do not go together, names that collide, patterns that match nothing, or an output
@@ -114,7 +122,7 @@ def consolidate(
         optimizer_keys=optimizer_keys,
         overwrite=overwrite,
     )
-    return consolidate_as(checkpoint_folder, output_file, options, storage_options)
+    return consolidate_as(checkpoint_folder, output_file, options, storage_options, tuning)
 
 
 def consolidate_as(
@@ -122,10 +130,11 @@ def consolidate_as(
     output_file: str | os.PathLike[str] | None,
     options: Options,
     storage_options: Mapping[str, Any] | None = None,
+    tuning: Tuning = TUNING,
 ) -> Path | str:
-    """Do what ``consolidate`` does, with options that were made sense of."""
+    """Do what ``consolidate`` does, with options that were made sense of; the other arguments are the same."""
     drain_all()
-    places = Places(storage_options=storage_options)
+    places = StorageRouter(storage_options=storage_options)
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
@@ -147,12 +156,12 @@ def consolidate_as(
         if options.format == "torch":
             opened = stack.enter_context(_opened_with_torch(places, where, checkpoint_folder))
             _check_output(outputs, output, source, options)
-            _write_torch(opened, outputs, output, options)
+            _write_torch(opened, outputs, output, options, tuning)
             _tell_left_out(where, opened)
         else:
             stored = stack.enter_context(_opened(places, where, checkpoint_folder))
             _check_output(outputs, output, source, options)
-            _export(stored, outputs, output, options)
+            _export(stored, outputs, output, options, tuning)
             _tell_left_out(where, stored)
     return output if is_url(output) else Path(output)
 
@@ -161,7 +170,7 @@ def consolidate_as(
 
 
 @contextmanager
-def _opened(places: Places, where: str, given: str | os.PathLike[str]) -> Iterator[Stored]:
+def _opened(places: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
     """The checkpoint in a folder or at a URL, without torch if it is one of ours."""
     try:
         checkpoint = Checkpoint(places, where)
@@ -170,11 +179,11 @@ def _opened(places: Places, where: str, given: str | os.PathLike[str]) -> Iterat
             yield source
         return
     with checkpoint:
-        yield Saved(checkpoint)
+        yield ShardedCheckpoint(checkpoint)
 
 
 @contextmanager
-def _opened_with_torch(places: Places, where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
+def _opened_with_torch(places: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
     """The checkpoint in a folder or at a URL, of any format."""
     ours = True
     try:
@@ -186,8 +195,10 @@ def _opened_with_torch(places: Places, where: str, given: str | os.PathLike[str]
             raise
         if not os.path.isdir(where):
             raise CheckpointNotFoundError(_what_is_wrong(Path(given))) from None
-    from lightning_shardckpt.opening import opened  # torch takes two seconds, which a mistyped path should not
-    from lightning_shardckpt.ranks import Ranks
+    from lightning_shardckpt.distributed.ranks import Ranks
+    from lightning_shardckpt.sources.open_source import (
+        opened,  # torch takes two seconds, which a mistyped path should not
+    )
 
     with ExitStack() as stack:
         try:
@@ -209,7 +220,7 @@ def _is_inside_a_checkpoint(outputs: Outputs, output: str) -> bool:
 
 
 def _check_output(outputs: Outputs, output: str, source: Path | None, options: Options) -> None:
-    """Whether something may be written there; ``source``: the directory that is read, if it is one."""
+    """Check that an output may be written there; ``source``: the directory that is read, if it is one."""
     there = outputs.kind(output)
     if there is None:
         return
@@ -226,19 +237,19 @@ def _check_output(outputs: Outputs, output: str, source: Path | None, options: O
         raise FileExistsError(f"{output} is not {what}, so it is not replaced; choose a different path")
 
 
-def _write_torch(source: Source, outputs: Outputs, output: str, options: Options) -> None:
-    from lightning_shardckpt.export.torchoutput import plan_torch, write_torch
+def _write_torch(source: Source, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
+    from lightning_shardckpt.export.torch_export import plan_torch, write_torch
 
     planned = plan_torch(source, options)
     opened = outputs.file(output, planned.file_nbytes, overwrite=options.overwrite)
     with opened as (file, notes), progress(planned.nbytes) as advance:
-        write_torch(source, planned, file, advance)
+        write_torch(source, planned, file, advance, tuning=tuning)
     _tell(planned.changed)
     for note in notes:
         _log.warning(note)
 
 
-def _export(stored: Stored, outputs: Outputs, output: str, options: Options) -> None:
+def _export(stored: ExportSource, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
     export = plan_export(stored, options)
 
     def may_go(contents: Contents) -> bool:
@@ -249,16 +260,16 @@ def _export(stored: Stored, outputs: Outputs, output: str, options: Options) -> 
         if options.is_file:
             opened = outputs.file(output, file_nbytes(export), overwrite=options.overwrite)
             file, notes = stack.enter_context(opened)
-            write_file(stored, export, file, advance)
+            write_file(stored, export, file, advance, tuning=tuning)
         else:
             new, notes = stack.enter_context(outputs.directory(output, replaceable=may_go))
-            write_directory(stored, export, new, advance)
+            write_directory(stored, export, new, advance, tuning=tuning)
     for note in (*export.notes, *notes):
         _log.warning(note)
 
 
 def _what_is_wrong(folder: Path) -> str:
-    """Why a folder is no checkpoint of ours: Lightning's sentences, and what we can tell beyond them."""
+    """Say why a folder is no checkpoint of ours: Lightning's sentences, and what we can tell beyond them."""
     said, hint = described(folder), did_you_mean(folder, READABLE)
     if not folder.exists():
         return f"The provided checkpoint folder does not exist: {folder}{hint}"
@@ -271,7 +282,7 @@ def _what_is_wrong(folder: Path) -> str:
     )
 
 
-def _tell_left_out(where: str, stored: Stored) -> None:
+def _tell_left_out(where: str, stored: ExportSource) -> None:
     if left_out := stored.document("frozen"):
         _log.warning(
             f"{where} was saved with adapters_only=True: {len(left_out)} frozen parameters are not in the output. "
@@ -286,7 +297,54 @@ def _tell(changed: list[str]) -> None:
         _log.warning(f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}")
 
 
-if __name__ == "__main__":
-    from lightning_shardckpt.cli import run
+# ── the command line ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    run(["consolidate", *sys.argv[1:]])
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tool with the arguments of a command line and return the exit status."""
+    return execute(lambda: Command("consolidate", run_command, command_parser().parse_args(list(arguments))))
+
+
+def run_command(arguments: Namespace) -> int:
+    """Run the tool with parsed arguments and return the exit status; wrong usage ends in SystemExit."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    folder, output = given.pop("checkpoint_folder"), given.pop("output_file", None)
+    storage_options = given.pop("storage_options", None)
+    try:
+        options = make_options(**given)
+    except ValueError as error:
+        command_parser().error(str(error))
+    consolidate_as(folder, output, options, storage_options)
+    return 0
+
+
+def command_parser() -> ArgumentParser:
+    """Return the parser of the tool's command line."""
+    parser = ArgumentParser(
+        prog=f"{PROGRAM}.consolidate",
+        description="Converts a checkpoint to a single file that `torch.load()` reads, or to files of safetensors.",
+    )
+    add = parser.add_argument
+    add("checkpoint_folder", type=str, help="the checkpoint: a directory or a URL")
+    default = "by default the name of the checkpoint with '.consolidated' appended"
+    add("--output_file", type=str, help=f"file, directory or URL, must not exist yet; {default}")
+    add("--overwrite", action="store_true", help="replace what an earlier run wrote there, at once")
+    known = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
+    add("--format", type=Format, default="torch", help=known)
+    add("--split", type=Split | None, help="of safetensors; chunks have an index; huggingface: chunks, else one_file")
+    add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
+    add("--optimizer", type=bool | None, help="whether to write optimizers; by default with torch alone")
+    add("--dtype", type=str, help="float64, float32, float16 or bfloat16: of all floating tensors of the model")
+    add("--include", action="append", type=str, metavar="PATTERN", help="take only such names; repeatable")
+    add("--exclude", action="append", type=str, metavar="PATTERN", help="leave such names out; repeatable")
+    mapping = "OLD=NEW, a stored name or regular expression and its new name, or a JSON or YAML file; repeatable"
+    add("--key_mapping", action="append", type=str, metavar="OLD=NEW|FILE", help=mapping)
+    add("--strip_prefix", type=str, help="take this from names that begin so; for huggingface, which of several models")
+    add("--add_prefix", type=str, help="put this before every name")
+    add("--optimizer_keys", type=OptimizerKeys, default="fqn", help="parameters by name, or as torch numbers them")
+    add_storage_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    run_process(main, sys.argv[1:])

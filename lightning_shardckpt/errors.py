@@ -1,4 +1,4 @@
-"""What can go wrong, as one small tree.
+"""The error classes, as one small tree.
 
     ShardCkptError
     ├── CheckpointNotFoundError  (FileNotFoundError)  no complete checkpoint at this path
@@ -18,7 +18,7 @@ class ShardCkptError(Exception):
 
 
 class CheckpointNotFoundError(ShardCkptError, FileNotFoundError):
-    """There is no complete checkpoint at this path."""
+    """No complete checkpoint is at this path."""
 
 
 class FormatError(ShardCkptError, ValueError):
@@ -42,4 +42,4 @@ class TopologyError(ShardCkptError, ValueError):
 
 
 class RankError(ShardCkptError, RuntimeError):
-    """Another rank failed or did not answer in time; the message names it."""
+    """Failure of another rank, or no answer in time; the message names it."""

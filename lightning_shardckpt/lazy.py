@@ -1,8 +1,8 @@
-"""What is in a checkpoint, and how is a part of it read? Without a process group; names and shapes without torch.
+"""List what is in a checkpoint and read parts of it, without a process group; names and shapes without torch.
 
 Tensors of the model have their own names; others begin with ``optimizer/`` or ``trainer/``, as in
-``optimizer/0/head.weight/exp_avg``. So do values that are stored in documents, see ``state.entries``; those that only
-one rank knew begin with ``rank/<rank>/``.
+``optimizer/0/head.weight/exp_avg``. So do values that are stored in documents, see ``state.document_entries``; those
+that only one rank knew begin with ``rank/<rank>/``.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.formats.detect import recognised
-from lightning_shardckpt.formats.places import files_of
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import COMPONENTS, Component, TensorSpec
-from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.pending import drain_all
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.index import Component, TensorSpec
+from lightning_shardckpt.format.index_json import COMPONENTS
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.detect import recognised
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.paths import files_of
+from lightning_shardckpt.state.document_entries import DocumentEntry, ValueInfo, entries_of
 from lightning_shardckpt.state.documents import document_of
-from lightning_shardckpt.state.entries import Entry, ValueInfo, entries_of
-from lightning_shardckpt.storage.places import Places, is_url
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_shardckpt.sources import Source
+    from lightning_shardckpt.sources.source import Source
 
 _NEAR = 3
 _PREFIXES = ("optimizer", "trainer", "rank")
@@ -51,7 +52,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a checkpoint says of itself. ``tensors`` by name, those of the model first; ties have an entry each.
+    """A checkpoint's description of itself. ``tensors`` by name, those of the model first; ties have an entry each.
 
     ``values``: of what is no tensor in a file (numbers, texts, small tensors, …) by name; None unless asked for.
 
@@ -75,14 +76,14 @@ def metadata(
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> Metadata:
-    """What is in a checkpoint; reads its root index, with ``values`` its documents, too, and does not import torch.
+    """Return what is in a checkpoint; reads its root index, with ``values`` its documents, and does not import torch.
 
     Args:
         path: a checkpoint of this package, or a URL of one. Or one of torch.distributed.checkpoint, a directory of
             Hugging Face's, a file of safetensors or of ``torch.save``: these take torch and have no checksums.
         values: list everything else that is stored, too: see ``Metadata.values``.
         storage_options: for URLs, see ``ShardCkptIO``.
-        pre_download: see there; of URLs of checkpoints of other programs, a local copy is made in it.
+        pre_download: see ``ShardCkptIO``; of URLs of checkpoints of other programs, a local copy is made in it.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
@@ -102,7 +103,7 @@ def load_keys(
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Whole tensors, and values, by name, one after the other in the order of ``keys``; nothing else is read.
+    """Yield whole tensors, and values, by name, in the order of ``keys``; nothing else is read.
 
     Args:
         path: see ``metadata``.
@@ -138,7 +139,7 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> OpenCheckpoint:
-    """A checkpoint as a mapping from names to tensors that are read where they are sliced. Close it after use.
+    """Return a checkpoint as a mapping from names to tensors that are read where they are sliced. Close it after use.
 
     Waits for the asynchronous saves of this process.
 
@@ -152,7 +153,7 @@ def open(
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
     drain_all()
-    places = Places(storage_options=storage_options, pre_download=pre_download)
+    places = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     return OpenCheckpoint(os.fspath(path), verify, places if is_url(path) else None)
 
 
@@ -182,7 +183,9 @@ class LazyTensor:
         return f"<LazyTensor {self.name!r}, {self.dtype} {self.shape}>"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The values of a slice as a new tensor on the CPU. Only the checksum blocks that it touches are read, now.
+        """Return the values of a slice as a new tensor on the CPU.
+
+        Only the checksum blocks that it touches are read, now.
 
         Args:
             index: integers, slices with positive steps, and one ``...``, as for a tensor; ``[...]`` is all of it.
@@ -196,7 +199,7 @@ class LazyTensor:
 
 
 class OpenCheckpoint(Mapping[str, LazyTensor]):
-    """What ``open`` returns: names and lazy tensors, those of the model first. For one thread at a time."""
+    """A checkpoint opened by ``open``: names and lazy tensors, those of the model first. For one thread at a time."""
 
     def __init__(self, path: str, verify: bool, storage: Storage | None = None) -> None:
         self.path, self._verify = path, verify
@@ -206,7 +209,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         try:
             self._checkpoint = open_checkpoint(path, storage) if known is None else None
         except CheckpointNotFoundError:
-            copy = storage.copied(path, files_of) if isinstance(storage, Places) and is_url(path) else None
+            copy = storage.local_copy(path, files_of) if isinstance(storage, StorageRouter) and is_url(path) else None
             known = recognised(copy) if copy is not None else None
             if copy is None or known is None:
                 raise
@@ -227,17 +230,17 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
 
     @property
     def metadata(self) -> Metadata:
-        """See ``metadata``."""
+        """The description that the function ``metadata`` returns."""
         tensors = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}
         if self._checkpoint is None:
             return Metadata(tensors)
         root = self._checkpoint.root
         return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
 
-    def entries(self, names: Iterable[str] | None = None) -> dict[str, Entry]:
-        """What is in documents, by name; of those alone that may have one of ``names``."""
+    def entries(self, names: Iterable[str] | None = None) -> dict[str, DocumentEntry]:
+        """Return the entries of documents by name; only those that may have one of ``names``."""
         first = None if names is None else [name.partition("/") for name in names]
-        parts: list[dict[str, Entry]] = []
+        parts: list[dict[str, DocumentEntry]] = []
         for role in ("model", "optimizer", "trainer", "frozen", "peft", "huggingface"):
             own = role in ("optimizer", "trainer")
             if first is None or any(start == role or (not own and start not in _PREFIXES) for start, _, _ in first):
@@ -246,7 +249,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         for rank in sorted(ranks):
             if first is None or any((s, rest.partition("/")[0]) == ("rank", str(rank)) for s, _, rest in first):
                 parts.append(entries_of("rank", self._document("rank", rank), rank))
-        found: dict[str, Entry] = {}
+        found: dict[str, DocumentEntry] = {}
         for name, entry in chain.from_iterable(part.items() for part in parts):
             if name not in self._where:  # what is the model's comes first
                 found.setdefault(name, entry)
@@ -261,24 +264,24 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         assert self._source is not None
         if role != "trainer":
             return self._source.document(role)
-        from lightning_shardckpt.state.tree import Encoder  # of another format, which took torch already
+        from lightning_shardckpt.state.json_tree import Encoder  # of another format, which took torch already
 
         rest = self._source.trainer(_no_tensor)
         return Encoder(droppable=("",), inline_bytes=None).encode(rest)
 
     def read(self, component: str, key: str, dtype: str, box: Box) -> torch.Tensor:
-        """The values in a box of a stored tensor."""
+        """Return the values in a box of a stored tensor."""
         import torch  # names and shapes are there without it
 
-        from lightning_shardckpt.sources import ShardedSource, Target
-        from lightning_shardckpt.staging import TORCH_DTYPES
+        from lightning_shardckpt.sources.source import ReadTarget, ShardedSource
+        from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
         if self._source is None:
             assert self._checkpoint is not None
             self._source = ShardedSource(self._checkpoint, self._verify)
         if box.numel:
             self._source.backed(component, key)
-        target = Target(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), fresh=True, box=box)
+        target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), fresh=True, box=box)
         self._source.verify([target])
         self._source.fill([target])
         return target.tensor
@@ -311,15 +314,15 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         return name in self._where
 
 
-def decoded(entry: Entry) -> Any:
-    """The value of an entry of a document.
+def decoded(entry: DocumentEntry) -> Any:
+    """Return the value of an entry of a document.
 
     Raises:
         FormatError: if it is not what its tag says.
     """
     if entry.is_plain:
         return entry.value
-    from lightning_shardckpt.state.tree import decode_small  # names are there without torch
+    from lightning_shardckpt.state.json_tree import decode_small  # names are there without torch
 
     return decode_small(entry.value)
 
@@ -329,7 +332,7 @@ def _no_tensor(key: str) -> torch.Tensor:
 
 
 def region(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...]]:
-    """The smallest box that an index needs of a tensor, and the index that remains to be applied to that.
+    """Return the smallest box that an index needs of a tensor, and the index that remains to be applied to that.
 
     Pure.
 
@@ -353,7 +356,7 @@ def region(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _range(item: Any, length: int, where: str) -> tuple[int, int, Any]:
-    """(start, stop, what remains) of one index."""
+    """Return (start, stop, what remains) of one index."""
     if isinstance(item, slice):
         low, high, step = item.indices(length)
         if step < 0:

@@ -1,4 +1,7 @@
-"""What every test is held to: no thread, process or environment variable of the pytest process outlives it."""
+"""What every test is held to: no thread, process or environment variable of the pytest process outlives it.
+
+And where it runs: files of tests run side by side, see support/lanes.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import pool, stores
+from tests.support import lanes, pool, stores
 
 # pytest's own, and what importing torch or Lightning sets for good.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
@@ -20,7 +23,23 @@ SESSION: set[int] = set()
 """Processes that serve the whole session."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json: what each test took")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return lanes.worker_count(config.args)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = lanes.longest_first(_file(item.nodeid) for item in items)
+    items.sort(key=lambda item: place[_file(item.nodeid)])  # stable: within a file, as written
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record_durations"):
+        config.pluginmanager.register(_Recorder(config), "record-durations")
     pool.warning_filters[:] = config.getini("filterwarnings")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # some tests interrupt
@@ -72,6 +91,34 @@ def no_changed_environment() -> Iterator[None]:
             if name in before:
                 os.environ[name] = before[name]
         pytest.fail(f"the test left environment variables changed: {changed}")
+
+
+class _Recorder:
+    """Measures each phase of a test where it runs, and writes the record where all reports arrive."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._durations, self._is_worker = lanes.Durations(), hasattr(config, "workerinput")
+
+    def pytest_runtest_logstart(self) -> None:
+        self._before = lanes.cpu_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        report = yield
+        now = lanes.cpu_s()
+        report.cpu_s, self._before = now - self._before, now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._durations.add(report.nodeid, report.duration, report.cpu_s)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if not self._is_worker and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self._durations.write()  # not of a run that was interrupted
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def _environment() -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""How fast is it, and how much faster could it be? Measures saves, loads and tools beside their limits and peers.
+"""Measure saves, loads and tools beside the limits of the machine and beside peers.
 
     python examples/benchmarks/compare.py                  # everything; --only save async, … for some of it
 
-Prints a table for each case, and writes them as results.json and results.png beside this file (the picture needs
-matplotlib: pip install 'lightning-shardckpt[bench]').
+Prints a table for each case, and writes them as results.json beside this file and as the picture of the documentation;
+with --out, both lie side by side. (The picture needs matplotlib: pip install 'lightning-shardckpt[bench]'.)
 
 A case is one set of processes: gloo ranks on this machine with one thread each, and an FSDP2 model in float32 with
 AdamW, --gb GB in all. Before anything is timed, each way has to bring back every bit of what it saved. Then all take
@@ -20,7 +20,7 @@ mapped files count). Loads with new moments begin without optimizer state, as th
 own function makes the state first.
 
 Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
-from the page cache, and from the disk behind it), reshard (other ranks, columns), small (microseconds per tensor),
+from the page cache, and from the disk below it), reshard (other ranks, columns), small (microseconds per tensor),
 remote (an object store, which is moto's server on loopback; requests and bytes, too), consolidate (shards of 4 ranks
 into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384 ranks, simulated), steps
 (where the time of ours goes, beside single things that it cannot do without).
@@ -62,6 +62,8 @@ SECTIONS = {
     "planning": planning,
     "steps": steps,
 }
+RESULTS = Path(__file__).with_name("results.json")
+PICTURE = Path(__file__).parents[2] / "docs" / "pages" / "images" / "benchmarks.png"
 _ROOM = 8  # times --gb: the files of a case at most
 
 
@@ -74,7 +76,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--slow", action="store_true", help="also what takes minutes: DCP's process, …")
     parser.add_argument("--dir", help="where to save (a temporary directory)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"), help="the JSON file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
     options = parser.parse_args()
     free = shutil.disk_usage(options.dir or tempfile.gettempdir()).free
     if free < _ROOM * options.gb * 1e9:
@@ -91,7 +93,8 @@ def main() -> None:
         seconds = round(time.perf_counter() - begin)
         about = {"gb": options.gb, "rounds": options.rounds, "tensors": options.tensors, "seconds": seconds}
         results = store(options.out, section, {**_machine(), **about}, rows)
-    print(f"{options.out}\n{draw(results, options.out.with_suffix('.png'))}")
+    picture = PICTURE if options.out == RESULTS else options.out.with_suffix(".png")
+    print(f"{options.out}\n{draw(results, picture)}")
 
 
 def _machine() -> dict[str, str | int]:

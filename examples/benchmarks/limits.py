@@ -1,4 +1,4 @@
-"""How fast could it be? The same bytes by plain system calls: one file of each rank, its shards one behind the other.
+"""The limits: the same bytes by plain system calls, one file of each rank, its shards one after the other.
 Where there is no file system, an object by plain requests.
 
 No format, no checksums, no agreement between ranks: what no way of saving or loading can beat.
@@ -59,7 +59,7 @@ def read(state: State, path: str) -> None:
 
 
 def read_into(tensors: Iterable[torch.Tensor], path: str) -> None:
-    """From the beginning of this rank's file into tensors, one behind the other."""
+    """From the beginning of this rank's file into tensors, one after the other."""
     fd, at = os.open(_file(path), os.O_RDONLY), 0
     try:
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Sections load and reshard: how fast does a checkpoint come back, on the same and on another topology?"""
+"""Sections load and reshard: loads on the same and on another topology."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our ways, through the door that Lightning uses: ``ShardCkptIO``, attached as ``ShardedStrategy`` does it.
+"""Our candidates, through the entry point that Lightning uses: ``ShardCkptIO``, attached as by ``ShardedStrategy``.
 
 All that a save costs is in its time: collecting the state dicts, agreement, checksums, indexes, fsync and the rename.
 """
@@ -14,15 +14,16 @@ from state import State
 from turns import Missing, Way
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.collector import resting
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
+from lightning_shardckpt.strategy.module_targets import module_targets
+from lightning_shardckpt.system.gc_pause import gc_paused
 
 OURS, UNSYNCED, UNVERIFIED, RESUMED = "ours", "ours, sync_files=False", "ours, verify=False", "ours, new moments"
 ASYNC, OVERLAP, SYNC = "ours, use_async=True", "ours, use_async, overlap_copy=True", "ours, blocking"
 
 
-def _door(state: State, **options: Any) -> ShardCkptIO:
+def _checkpoint_io(state: State, **options: Any) -> ShardCkptIO:
     """The CheckpointIO with these options, made once; all ranks must ask for theirs in the same order."""
     key = f"ShardCkptIO {options}"
     if key not in state.kept:
@@ -37,8 +38,8 @@ def attached(state: State, ranks: Ranks, **options: Any) -> ShardCkptIO:
     """A CheckpointIO of a strategy that trains ``state``."""
     io = ShardCkptIO(**options)
     io.attach(ranks, state.model, {})
-    if io.use_async:
-        io.go_behind(Ranks.of_default_group())
+    if io.async_saves.is_async:
+        io.async_saves.enable(Ranks.of_default_group())
     return io
 
 
@@ -56,30 +57,30 @@ def checkpoint(state: State) -> dict[str, Any]:
 
 def _state_dict(state: State) -> dict[str, Any]:
     """As ``ShardedStrategy`` collects it."""
-    with resting():
+    with gc_paused():
         return state.model.state_dict()
 
 
 def _save(state: State, path: str, **options: Any) -> None:
-    io = _door(state, **options)
+    io = _checkpoint_io(state, **options)
     io.save_checkpoint(checkpoint(state), path)
     io.wait()
 
 
 def _begin(state: State, path: str, **options: Any) -> Callable[[], Any]:
-    io = _door(state, **options)
+    io = _checkpoint_io(state, **options)
     io.save_checkpoint(checkpoint(state), path)
     return io.wait
 
 
 def _load(state: State, path: str, **options: Any) -> None:
-    load_into(_door(state, **options), state, path)
+    load_into(_checkpoint_io(state, **options), state, path)
 
 
 def load_into(io: ShardCkptIO, state: State, path: str) -> None:
     """As ``ShardedStrategy`` resumes."""
     optimizers = [state.optimizer] if state.optimizer is not None else None
-    io.load_into(path, _state_dict(state), optimizers, _names(state), strict=True)
+    io.load_into(path, module_targets(state.model, _state_dict(state), optimizers, io.names), strict=True)
 
 
 def way(name: str = OURS, **about: Any) -> Way:
@@ -110,7 +111,7 @@ COPIES = [
         COPY,
         "DCP, thread",
         begin=lambda s, p: _begin(s, p, **_BEHIND),
-        before_step=lambda s: _door(s, **_BEHIND).wait_for_copies(),
+        before_step=lambda s: _checkpoint_io(s, **_BEHIND).wait_for_copies(),
     ),
     Way(SYNC, _save, _load, COPY, "DCP, thread", begin=_begin),
 ]

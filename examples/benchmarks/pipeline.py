@@ -1,4 +1,4 @@
-"""What does a pipeline cost and save? Prints one table: each schedule against one process, on this machine's CPU.
+"""Compare each schedule of a pipeline with one process, on this machine's CPU, in one table.
 
     python examples/benchmarks/pipeline.py
 
@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from lightning_shardckpt import ShardedStrategy
-from lightning_shardckpt.parallel.schedule import bubble_fraction, resolve_schedule
+from lightning_shardckpt.parallel.pipeline.schedule import bubble_fraction, resolve_schedule
 
 ALONE = "one process"
 STAGES_PER_RANK = {

@@ -1,4 +1,4 @@
-"""Section planning: what does it cost a rank to find out what it writes and reads, in worlds of any size?
+"""Section planning: the time in which a rank finds out what it writes and reads, in worlds of any size.
 
 Pure functions in one process: 1,000 parameters and AdamW's moments of them. The peers exchange their plans; ours follow
 from layouts, so that a rank sends a digest, and what it wrote.
@@ -13,28 +13,29 @@ from math import prod
 
 from turns import MB, Facts, Row
 
-from lightning_shardckpt import layout as layout_module
-from lightning_shardckpt import plan as plan_module
-from lightning_shardckpt.files import FileInfo, document_name, rank_index_name
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import Component, RootIndex, TensorSpec, root_to_json
-from lightning_shardckpt.layout import Axis, Cut, Layout, parts_of_rank
-from lightning_shardckpt.plan import choose_replicas, plan_load, plan_save, table_digest
+from lightning_shardckpt.format import layout as layout_module
+from lightning_shardckpt.format import plan as plan_module
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name
+from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_to_json
+from lightning_shardckpt.format.layout import Axis, DimShard, Layout, parts_of_rank
+from lightning_shardckpt.format.plan import choose_replicas, plan_load, plan_save, table_digest
 
 WORLDS = (64, 1024, 16384)
 _SHAPES = [(4096, 4096), (16384, 4096), (4096,), (32000, 4096)]
 _PARAMETERS = 1000
 
 
-def _mesh(*sizes: int, cuts: tuple[Cut, ...]) -> Layout:
+def _mesh(*sizes: int, cuts: tuple[DimShard, ...]) -> Layout:
     return Layout(tuple(Axis(f"m{i}", n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes)), cuts)
 
 
 def _layouts(world: int) -> dict[str, Layout]:
     return {
-        "FSDP": _mesh(world, cuts=(Cut(0, 0),)),
-        "HSDP": _mesh(world // 8, 8, cuts=(Cut(1, 0),)),
-        "FSDP × TP": _mesh(world // 8, 8, cuts=(Cut(1, 0), Cut(0, 0))),
+        "FSDP": _mesh(world, cuts=(DimShard(0, 0),)),
+        "HSDP": _mesh(world // 8, 8, cuts=(DimShard(1, 0),)),
+        "FSDP × TP": _mesh(world // 8, 8, cuts=(DimShard(1, 0), DimShard(0, 0))),
     }
 
 
@@ -74,7 +75,7 @@ def _facts(world: int, layout: Layout) -> Facts:
     digest = checksum(table_digest({name: Component(tensors) for name, tensors in tables.items()}).encode())
     pieces = {name: plan_save(tensors, rank) for name, tensors in tables.items()}
     save_s = time.perf_counter() - begin
-    half = _mesh(world // 2, cuts=(Cut(0, 0),))
+    half = _mesh(world // 2, cuts=(DimShard(0, 0),))
     _forget()
     begin, overlaps = time.perf_counter(), 0
     for tensors in tables.values():

@@ -1,4 +1,4 @@
-"""Section remote: how fast does a checkpoint get to an object store and back, and how many requests does that take?"""
+"""Section remote: the time and the requests of a save to an object store, and of a load from there."""
 
 from __future__ import annotations
 

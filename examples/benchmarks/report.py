@@ -1,4 +1,4 @@
-"""What was measured, as numbers in a JSON file and as tables for the eye."""
+"""Measurements as numbers in a JSON file and as tables for people."""
 
 from __future__ import annotations
 

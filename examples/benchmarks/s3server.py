@@ -1,4 +1,4 @@
-"""Where does section remote save to? moto's server, which speaks S3, in a process of its own; it counts requests.
+"""The object store of section remote: moto's server, which speaks S3, in a process of its own; it counts requests.
 
     python examples/benchmarks/s3server.py       # prints its port, and ends with its standard input
 

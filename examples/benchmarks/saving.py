@@ -1,4 +1,4 @@
-"""Sections save and async: how long does a save take, and how long does it hold up training?"""
+"""Sections save and async: the time of a save, and the time for which it blocks training."""
 
 from __future__ import annotations
 

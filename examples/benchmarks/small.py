@@ -1,4 +1,4 @@
-"""Section small: what does a tensor cost that has hardly any bytes?"""
+"""Section small: the cost of tensors that have hardly any bytes."""
 
 from __future__ import annotations
 

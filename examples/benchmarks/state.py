@@ -1,4 +1,4 @@
-"""What is saved? A sharded model with its optimizer, whose every value follows from its name and place.
+"""The state that is saved: a sharded model with its optimizer, every value of which follows from its name and place.
 
 So any rank of any topology can tell alone whether a load brought back what was saved.
 """
@@ -112,7 +112,7 @@ class State:
 
     @cached_property
     def arena(self) -> mmap.mmap:
-        """A copy of this rank's shards, one behind the other, in memory that is page-aligned and was used before."""
+        """A copy of this rank's shards, one after the other, in memory that is page-aligned and was used before."""
         memory = mmap.mmap(-1, -(-self.nbytes // 4096) * 4096)
         memory.madvise(mmap.MADV_HUGEPAGE)
         at = 0

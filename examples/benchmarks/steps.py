@@ -1,4 +1,4 @@
-"""Section steps: where does the time of a save and of a load go? Beside it, what the machine needs for the same bytes.
+"""Section steps: where the time of a save and of a load goes, beside what the machine needs for the same bytes.
 
 Each case has the steps that ranks take together, in order, with the wait for the slowest rank; then all that is done
 between them, as a Trainer's state dicts; then single things that no save or load of this kind can do without.
@@ -19,11 +19,11 @@ from state import State, llama, view
 from state import small as small_state
 from turns import Facts, Row, case, clear, on_ranks
 
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.format.checksum import checksum
 
 _MILLI = 1e3
-_WINDOW = 4 << 20  # of a read that is hashed behind it
+_WINDOW = 4 << 20  # of a read that is hashed after it
 _ALL, _BETWEEN = "all", "between the steps"
 
 
@@ -83,7 +83,7 @@ def steps(options: Namespace, folder: str) -> list[Row]:
 def _large(options: Namespace, folder: str) -> list[Row]:
     state, path, plain = llama(options.gb), f"{folder}/steps", f"{folder}/plain"
     limits.write_buffered(state, plain, sync=True)
-    doors = {
+    candidates = {
         "save": _Timed(state),
         "asynchronous save": _Timed(state, use_async=True),
         "the same, overlap_copy": _Timed(state, use_async=True, overlap_copy=True),
@@ -93,19 +93,19 @@ def _large(options: Namespace, folder: str) -> list[Row]:
     loads["load, verified, new moments"] = verified
     found: dict[str, list[Facts]] = {}
     for _ in range(1 + options.rounds):  # in the first one nothing is planned yet
-        for name, door in doors.items():
+        for name, candidate in candidates.items():
             clear(path)
-            facts = door.save(path)
-            door.io.wait()
+            facts = candidate.save(path)
+            candidate.io.wait()
             floors = {"limit: checksums": lambda: _hash(state)}
             if name != "save":
                 floors = {"limit: memcpy": lambda: limits.copy(state, "")}
             found.setdefault(name, []).append(facts | {k: _seconds(work) for k, work in floors.items()})
         loads["load, verified"].load(path)  # from now on it is in the page cache
-        for name, door in loads.items():
+        for name, candidate in loads.items():
             if "new" in name:
                 state.empty_moments()
-            facts = door.load(path)
+            facts = candidate.load(path)
             found.setdefault(name, []).append(facts | _floors(state, plain))
     return _rows(found)
 
@@ -113,9 +113,9 @@ def _large(options: Namespace, folder: str) -> list[Row]:
 def _crowded(options: Namespace, folder: str) -> list[Row]:
     """More ranks than cores: what each does beside writing takes turns with the others'."""
     state, path, plain = llama(options.gb), f"{folder}/steps", f"{folder}/plain"
-    door, found = _Timed(state), list[Facts]()
+    candidate, found = _Timed(state), list[Facts]()
     for _ in range(1 + options.rounds):
-        facts = {**door.save(path), "limit: checksums": _seconds(lambda: _hash(state))}
+        facts = {**candidate.save(path), "limit: checksums": _seconds(lambda: _hash(state))}
         clear(path)
         facts["limit: O_DIRECT + fsync"] = _seconds(lambda: limits.write_direct(state, plain))
         clear(plain)
@@ -144,12 +144,12 @@ def _hash(state: State) -> None:
 
 def _small(options: Namespace, folder: str) -> list[Row]:
     state, path = small_state(options.tensors), f"{folder}/small"
-    door, found = _Timed(state), dict[str, list[Facts]]()
+    candidate, found = _Timed(state), dict[str, list[Facts]]()
     for _ in range(1 + options.rounds):
         clear(path)
         floor = {"limit: the state dict": _seconds(state.model.state_dict)}
-        found.setdefault(f"save of {options.tensors:,} tensors", []).append(door.save(path) | floor)
-        found.setdefault(f"load of {options.tensors:,} tensors", []).append(door.load(path) | floor)
+        found.setdefault(f"save of {options.tensors:,} tensors", []).append(candidate.save(path) | floor)
+        found.setdefault(f"load of {options.tensors:,} tensors", []).append(candidate.load(path) | floor)
     return _rows(found)
 
 

@@ -1,4 +1,4 @@
-"""How is one way compared with another? By turns in the same processes, and only after it has shown that it works.
+"""Compare candidates by turns in the same processes, and only after each has shown that it works.
 
 Every rank runs the same ways in the same order, round after round. Times are those of the slowest rank.
 """
@@ -66,6 +66,8 @@ def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> Any:
         port = free.getsockname()[1]
         free.close()
         answer = Path(folder, "answer.json")
+        gc.collect()
+        gc.freeze()  # what is imported need not be gone through by each collection of each rank
         start_processes(_enter, (world, port, answer, job, args), nprocs=world, start_method="fork")
         return json.loads(answer.read_text())
 
@@ -127,7 +129,7 @@ def take_turns(
 ) -> list[Row]:
     """A row for each way: the facts of every round, or why there are none. What fails ``check`` gets no turn.
 
-    Each round has an order of its own, since a way that leaves memory in a bad state slows the one behind it.
+    Each round has an order of its own, since a way that leaves memory in a bad state slows the one after it.
     """
     rows = {way.name: _row(way.name, way.limit, way.peer, **about) for way in ways}
     facts: dict[str, list[Facts]] = {way.name: [] for way in ways}

@@ -1,4 +1,4 @@
-"""How does a save go on while training does?
+"""Write saves in the background while training goes on.
 
 One thread of each rank, there while it has something to do, takes jobs in the order in which they came: saves, which
 all ranks have in the same order, and removals, which only some have. Its steps go over a ``Ranks`` of its own. It never
@@ -13,20 +13,23 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
+from lightning_shardckpt.checkpoint.staging import BackgroundCopies, HostMemory
+from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
-from lightning_shardckpt.pending import WRITERS
-from lightning_shardckpt.ranks import Ranks, described, raisable
-from lightning_shardckpt.staging import CopiesBehind, HostMemory
-from lightning_shardckpt.threads import NoThreadError, start
+from lightning_shardckpt.system.pending_saves import WRITERS
+from lightning_shardckpt.system.threads import NoThreadError, start
 
+_Failure: TypeAlias = tuple[int, ErrorReport]
+"""The number of a save, and its error; a list of two once it has travelled as JSON."""
 _LOOK_S = 1.0  # between two looks whether the thread is still there
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A save, or the removal behind the save of this number."""
+    """A save, or the removal that follows the save of this number."""
 
     number: int
     path: str
@@ -34,18 +37,18 @@ class _Job:
     memory: HostMemory | None
     """What a save was copied to; None for a removal."""
     done: Future[list[str]]
-    copies: CopiesBehind | None = None
+    copies: BackgroundCopies | None = None
     """What fills the memory, if that goes on."""
 
 
 class Background:
-    """What this rank still has to write and to remove.
+    """The queue of what this rank still has to write and to remove.
 
     The thread is no daemon: the interpreter does not leave before it has done everything.
 
     Args:
         ranks: who saves together; nobody else may use this object.
-        max_pending: how many saves may wait behind the one that is being written; each needs its own host memory.
+        max_pending: how many saves may wait after the one that is being written; each needs its own host memory.
     """
 
     def __init__(self, ranks: Ranks, max_pending: int = 1) -> None:
@@ -73,14 +76,14 @@ class Background:
         path: str,
         work: Callable[[Ranks], list[str]],
         memory: HostMemory,
-        copies: CopiesBehind | None = None,
+        copies: BackgroundCopies | None = None,
     ) -> Future[list[str]]:
         """Queue a save; every rank must, in the same order. ``work`` is called in the thread, with its ranks."""
         self._count += 1
         return self._put(_Job(self._count, path, lambda: work(self._ranks), memory, Future(), copies))
 
     def wait_for_copies(self) -> None:
-        """Until the tensors of all saves may change. Not collective; raises nothing."""
+        """Wait until the tensors of all saves may change. Not collective; raises nothing."""
         with self._lock:
             copies = [job.copies for job in self._jobs if job.copies is not None]
         for one in copies:
@@ -98,7 +101,7 @@ class Background:
             self._put(job)
 
     def memory(self) -> HostMemory:
-        """What the last save that ended was copied to; new memory if all is in use."""
+        """Return the memory to which the last save that ended was copied; new memory if all is in use."""
         with self._lock:
             return self._free.pop() if self._free else HostMemory()
 
@@ -121,14 +124,14 @@ class Background:
             self._told |= {number for number, _ in found}
             mine = {number: self._failures.pop(number, None) for number, _ in found}
             self._forget()
-        errors = [mine[number] or raisable(description, description["message"]) for number, description in found]
+        errors = [mine[number] or rebuild_error(report, report["message"]) for number, report in found]
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"another save in the background failed, too: {other}")
             raise errors[0]
 
     def linger_at_exit(self) -> None:
-        """When the process ends, let the others hear how the last save ended; see ``Ranks.linger``."""
+        """Let the others hear, when the process ends, how the last save ended; see ``Ranks.linger``."""
         atexit.register(self._ranks.linger)
 
     def drain(self) -> None:
@@ -159,7 +162,7 @@ class Background:
         return notes
 
     def is_idle(self) -> bool:
-        """Whether nothing is queued or under way."""
+        """Return whether nothing is queued or under way."""
         return not self._jobs
 
     def _is_alive(self) -> bool:
@@ -225,13 +228,13 @@ class Background:
         else:
             job.done.set_result(notes)
 
-    def _await(self, room_for: str | None) -> list[list[Any]]:
-        """Wait; returns number and description of the failures that were not raised yet."""
+    def _await(self, room_for: str | None) -> list[_Failure]:
+        """Wait; returns the failures that were not raised yet."""
         with self._lock:
             while self._is_alive() and not self._has_room(room_for):
                 self.waited = self.waited or room_for is not None
                 self._changed.wait(_LOOK_S)
-            return [[number, _described(error)] for number, error in sorted(self._failures.items())]
+            return [(number, _reported(error)) for number, error in sorted(self._failures.items())]
 
     def _has_room(self, path: str | None) -> bool:
         if path is None:
@@ -249,15 +252,15 @@ class Background:
             raise failure
 
 
-def _described(error: Exception) -> dict[str, Any]:
-    """As ``raisable`` takes it: an OSError puts its number before the message by itself."""
-    found = described(error)
+def _reported(error: Exception) -> ErrorReport:
+    """Return a report as ``rebuild_error`` takes it: an OSError puts its number before the message by itself."""
+    found = report_error(error)
     if isinstance(error, OSError) and error.errno is not None:
-        found["message"] = error.strerror
+        found["message"] = str(error.strerror)
     return found
 
 
-def _merged(reports: list[list[list[Any]]]) -> list[list[Any]]:
-    """On rank 0: every failure that some rank knows of, the earliest save's first."""
-    found = {number: description for report in reversed(reports) for number, description in report}
-    return [[number, found[number]] for number in sorted(found)]
+def _merged(of_ranks: list[list[_Failure]]) -> list[_Failure]:
+    """Return every failure that some rank knows of, the earliest save's first. Runs on rank 0."""
+    found = {number: report for failures in reversed(of_ranks) for number, report in failures}
+    return [(number, found[number]) for number in sorted(found)]

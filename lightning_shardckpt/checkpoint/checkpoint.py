@@ -1,8 +1,8 @@
-"""Save and load, in call order: the page that tells how a checkpoint comes to be and how it comes back.
+"""Save and load, in call order.
 
 ``save``: prepare → agree → (table → join →) write → commit. ``save_async`` copies before it writes, and leaves that to
-a thread. ``load``: open → compare → judge → plan → verify → (measure →) fill → (exchange →) apply. Each
-line of them is a ``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
+a thread. ``load``: open → compare → judge → plan → verify → fill → (exchange →) apply. Each line of them is a
+``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.background import Background
-from lightning_shardckpt.collector import resting
-from lightning_shardckpt.loading import Live, Load
-from lightning_shardckpt.mirroring import Also
-from lightning_shardckpt.opening import assemble, opened
-from lightning_shardckpt.planning import Plans
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About, Replicas, Save
-from lightning_shardckpt.sharing import Sharing, is_faster
-from lightning_shardckpt.sources import Target
-from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
+from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets
+from lightning_shardckpt.checkpoint.plan_cache import PlanCache
+from lightning_shardckpt.checkpoint.replica_reads import ReplicaReads, is_high_latency
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
+from lightning_shardckpt.checkpoint.save_values import Agreement
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.sources.open_source import assemble, opened
+from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.storage.places import Places
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.threads import uninterrupted
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.system.gc_pause import gc_paused
+from lightning_shardckpt.system.threads import uninterrupted
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
-_PLACES = Places()
+_PLACES = StorageRouter()
+_SAVE_DEFAULTS, _LOAD_DEFAULTS = SaveOptions(), LoadOptions()
 
 
 def save(
@@ -40,12 +43,10 @@ def save(
     describe: Callable[[], Snapshot],
     *,
     ranks: Ranks,
-    about: About,
-    size_per_shard: float,
+    about: RunInfo,
+    options: SaveOptions = _SAVE_DEFAULTS,
     storage: Storage = _PLACES,
-    plans: Plans | None = None,
-    also: Also | None = None,
-    replicas: Replicas = "same",
+    plans: PlanCache | None = None,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
@@ -57,11 +58,9 @@ def save(
         describe: gives this rank's state; called once, its errors reach all ranks.
         ranks: who saves together.
         about: for the root index.
-        size_per_shard: limit of a shard file in MB (2^20 bytes).
+        options: what the caller chose.
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
         plans: of earlier saves by the same caller; what still holds of them is not planned again.
-        also: a format in which the model is written a second time, into the same directory, by the same ranks.
-        replicas: whether tensors that several ranks hold must be the same, or the first rank's are stored.
 
     Returns:
         On rank 0, sentences for the user about what earlier saves left there; see ``Draft.notes``.
@@ -71,8 +70,8 @@ def save(
         MismatchError: if replicas differ, naming tensors and ranks.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
-    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also, replicas)
-    with resting(), job:
+    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache())
+    with gc_paused(), job:
         agreed = _agreed(job, describe, ranks)
         return _written(job, agreed, ranks)
 
@@ -82,16 +81,14 @@ def save_async(
     describe: Callable[[], Snapshot],
     *,
     ranks: Ranks,
-    about: About,
-    size_per_shard: float,
+    about: RunInfo,
+    options: SaveOptions = _SAVE_DEFAULTS,
     background: Background,
     storage: Storage = _PLACES,
-    plans: Plans | None = None,
-    also: Also | None = None,
-    replicas: Replicas = "same",
+    plans: PlanCache | None = None,
     overlap_copy: bool = False,
 ) -> Future[list[str]]:
-    """Like ``save``, but return when everything is copied to host memory; ``background`` writes and commits it.
+    """Save as ``save`` does, but return when everything is copied to host memory; ``background`` writes and commits it.
 
     Collective: every rank of ``ranks`` must call it, with the same path. What is saved are the values at the call.
     Waits while ``background`` has no room, or still writes to this path.
@@ -101,12 +98,10 @@ def save_async(
         describe: see ``save``.
         ranks: of the thread that calls; ``background`` has its own.
         about: see ``save``.
-        size_per_shard: see ``save``.
+        options: see ``save``.
         background: of this rank; it writes what it was given earlier first.
         storage: see ``save``.
         plans: see ``save``.
-        also: see ``save``.
-        replicas: see ``save``.
         overlap_copy: return before parameters and optimizer state are copied. Nobody may change them before
             ``background.wait_for_copies``; if somebody does, the save fails.
 
@@ -119,12 +114,12 @@ def save_async(
             then. Else as ``save`` does.
     """
     background.settle(ranks, room_for=path)
-    job = Save(path, ranks, about, size_per_shard, storage, plans or Plans(), also, replicas)
-    with resting(), ExitStack() as unfinished:
+    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache())
+    with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)
         agreed = _agreed(job, describe, ranks)
         memory = background.memory()
-        stage = partial(job.stage, agreed, memory, behind=overlap_copy)
+        stage = partial(job.stage, agreed, memory, overlap=overlap_copy)
         ranks.step(f"copying what to save to {path!r}", stage, _nothing)
         with uninterrupted():  # so that either the background has the draft, or this thread
             if job.copies is not None:
@@ -134,28 +129,29 @@ def save_async(
         return saved
 
 
-def _agreed(job: Save, describe: Callable[[], Snapshot], ranks: Ranks) -> dict[str, Any]:
+def _agreed(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agreement:
     agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
-    if "differ" in agreed:
+    if agreed is None:
         ranks.step(f"comparing replicas to save {job.path!r}", job.digests, job.blame)
+        raise AssertionError("unreachable: blame raises")
     if len(agreed["groups"]) > 1:  # pipeline stages: one rank of each kind tells what it holds
         agreed["tables"] = ranks.step(f"planning to save {job.path!r}", lambda: job.table(agreed), job.join)
     return agreed
 
 
-def _written(job: Save, agreed: dict[str, Any], ranks: Ranks) -> list[str]:
+def _written(job: SaveJob, agreed: Agreement, ranks: Ranks) -> list[str]:
     ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
     return job.notes
 
 
-def _finished(job: Save, agreed: dict[str, Any], ranks: Ranks) -> list[str]:
+def _finished(job: SaveJob, agreed: Agreement, ranks: Ranks) -> list[str]:
     with job:
         return _written(job, agreed, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load brings back besides the tensors: the trainer's state dict, non-tensor module state, and notes.
+    """The result of a load besides the tensors: the trainer's state dict, non-tensor module state, and notes.
 
     ``notes`` are of what nobody asked for; ``skipped`` are of what was to be skipped.
     """
@@ -168,34 +164,29 @@ class Loaded:
 
 def load(
     path: str,
-    live: Live,
+    live: LoadTargets,
     *,
     ranks: Ranks,
-    strict: bool = True,
-    verify: bool = True,
-    weights_only: bool = True,
+    options: LoadOptions = _LOAD_DEFAULTS,
     pick_rank: Callable[[Any], int] | None = None,
-    share_reads: bool | None = None,
     storage: Storage = _PLACES,
+    tuning: Tuning = TUNING,
 ) -> Loaded:
-    """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or what ``opening`` reads.
+    """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a file of another program.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads what it holds of each tensor, into the tensor's
-    own memory. All differences are found, and with ``verify`` all bytes checked on all ranks, before anything changes:
-    so live tensors are read twice, the second time from the page cache where that is large enough; optimizer state that
-    is allocated for the load, since there was none, and small tensors once.
+    own memory. All differences are found, and with ``options.verify`` all bytes checked on all ranks, before anything
+    changes: so live tensors are read twice, the second time from the page cache where that is large enough; optimizer
+    state that is allocated for the load, since there was none, and small tensors once.
 
     Args:
         path: what to load.
         live: what to load into.
         ranks: who loads together.
-        strict: whether a difference between checkpoint and live objects is an error; else the rest is loaded.
-        verify: whether to compare checksums.
-        weights_only: passed to ``torch.load`` for a file of ``torch.save``.
+        options: what the caller chose.
         pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
-        share_reads: whether ranks that hold the same of a DTensor each read a share of it and exchange the shares over
-            the mesh's process groups; by default where that is measured to be faster.
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
+        tuning: sizes.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
@@ -203,17 +194,15 @@ def load(
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     where = f"checkpoint {path!r}"
-    source_of = opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only)
-    with resting(), source_of as source:
-        job = Load(source, live, strict, pick_rank or (lambda _: ranks.rank))
+    safe = options.weights_only
+    source_of = opened(path, ranks=ranks, storage=storage, verify=options.verify, weights_only=safe)
+    with gc_paused(), source_of as source:
+        job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
         judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
-        sharing = Sharing(job.source, share_reads if ranks.world > 1 else False)
+        wanted = options.share_reads if ranks.world > 1 else False
+        sharing = ReplicaReads(job.source, wanted, high_latency=is_high_latency(source), tuning=tuning)
         share = ranks.step(f"planning to load {where}", lambda: sharing.plan(job.plan(judged)), sharing.choose)
-        ranks.step(f"verifying {where}", lambda: sharing.verify(share), _nothing)
-        if share is None:
-            share = ranks.step(f"measuring how fast {where} is read", sharing.measure, is_faster)
-            if not share:
-                ranks.step(f"verifying {where}", sharing.verify_rest, _nothing)
+        ranks.step(f"verifying {where}", lambda: sharing.verify(share=share), _nothing)
         ranks.step(f"reading {where}", sharing.fill, _nothing)
         if share:
             ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
@@ -229,7 +218,14 @@ def load_full(
     weights_only: bool = True,
     storage: Storage = _PLACES,
 ) -> dict[str, Any]:
-    """Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
+    """Return Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
+
+    Args:
+        path: of a checkpoint of this package or of another program, or a URL.
+        optimizers: whether optimizer state is in the dict.
+        verify: whether to compare checksums, where the format has some.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``.
+        storage: what opens checkpoints of this package.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
@@ -241,7 +237,7 @@ def load_full(
         def whole(component: str, key: str) -> torch.Tensor:
             spec = source.components()[component].tensors[key]
             shape = source.backed(component, key)
-            target = Target(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]), fresh=True)
+            target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]), fresh=True)
             source.verify([target])
             source.fill([target])
             return target.tensor

@@ -1,26 +1,32 @@
-"""How do ranks write the model a second time, so that transformers loads it from the checkpoint as it is?
+"""Write the model a second time, in safetensors files that transformers loads from the checkpoint as it is.
 
-Each writes its slices to their places in files that all of them fill; rank 0 adds headers, index and configuration.
-The files are durable before the root index lists them, and ``verify`` compares them with the shards.
+Where each tensor lies in such a mirror follows from what all ranks know, so nobody gathers anything: each rank writes
+its slices to their places in files that all of them fill, and rank 0 adds headers, index and configuration. The files
+are durable before the root index lists them, and ``verify`` compares them with the shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from lightning_shardckpt.containers import Container, index_json
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.hub import Model, pick
-from lightning_shardckpt.mirror import Run, runs_by_file
-from lightning_shardckpt.plan import Piece
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.plan import Overlap, Piece, byte_runs
+from lightning_shardckpt.format.safetensors_files import (
+    OutputFile,
+    OutputTensor,
+    chunk_names,
+    chunks,
+    container,
+    index_json,
+)
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.state.hf_directory import Model, pick
 from lightning_shardckpt.storage.protocol import Draft
-from lightning_shardckpt.write import Stage
-
-Also = Literal["huggingface"]
-"""Formats in which a save can write the model a second time."""
+from lightning_shardckpt.transfer.writer import Stage
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -43,7 +49,51 @@ def only_model(document: Mapping[str, Any] | None) -> Model:
     return model
 
 
-class Mirroring:
+def plan_mirror(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[OutputFile]:
+    """The files for tensors, of at most ``limit_bytes`` of data each. A larger tensor gets a file of its own.
+
+    Raises:
+        FormatError: naming a tensor that safetensors cannot hold.
+    """
+    groups = chunks(tensors, limit_bytes)
+    names = chunk_names("model", len(groups))
+    return [container(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+
+
+class MirrorRun(NamedTuple):
+    """Bytes ``[begin, begin + nbytes)`` of a piece, and where in the file they belong."""
+
+    offset: int
+    piece: Piece
+    begin: int
+    nbytes: int
+
+
+def runs_by_file(files: Iterable[OutputFile], pieces: Iterable[Piece]) -> dict[str, Iterator[MirrorRun]]:
+    """Return what of each file is in a rank's pieces, in runs contiguous in both; one tensor after the other."""
+    of_key: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        of_key.setdefault(piece.key, []).append(piece)
+    found = {}
+    for file in files:
+        mine = [one for one in zip(file.tensors, file.begins, strict=True) if one[0].source[1] in of_key]
+        if mine:
+            found[file.name] = _runs(mine, of_key)
+    return found
+
+
+def _runs(tensors: list[tuple[OutputTensor, int]], pieces: Mapping[str, list[Piece]]) -> Iterator[MirrorRun]:
+    for tensor, offset in tensors:
+        for piece in pieces[tensor.source[1]]:
+            wanted = tensor.box or Box.whole(piece.spec.shape)
+            common = piece.part.box.intersect(wanted) if wanted.numel else None
+            if common is not None:
+                overlap = Overlap(piece.writer, piece.part.box, common, common.within(wanted))
+                for begin, at, nbytes in byte_runs(overlap, wanted.shape, DTYPE_BYTES[tensor.dtype]):
+                    yield MirrorRun(offset + at, piece, begin, nbytes)
+
+
+class HFMirror:
     """The mirror of one save, on one rank.
 
     Args:
@@ -51,17 +101,17 @@ class Mirroring:
         texts: further files, which rank 0 writes, by name; a checkpoint is flat, so those in directories are left out.
     """
 
-    def __init__(self, files: list[Container], texts: Mapping[str, bytes]) -> None:
+    def __init__(self, files: list[OutputFile], texts: Mapping[str, bytes]) -> None:
         self._files = files
         self._texts = {name: content for name, content in texts.items() if "/" not in name}
 
     def write(self, draft: Draft, pieces: Iterable[Piece], stage: Stage) -> None:
-        """On every rank: its pieces, durable on return as all that a draft writes."""
+        """Write this rank's pieces, durable on return as all that a draft writes. Runs on every rank."""
         for name, runs in runs_by_file(self._files, pieces).items():
             draft.write_pieces(name, _bytes(runs, stage))
 
     def finish(self, draft: Draft) -> dict[str, FileInfo]:
-        """On rank 0, when all ranks have written: what makes the files whole; returns all of them."""
+        """Write what makes the files whole, and return all of them. Runs on rank 0, when all ranks have written."""
         found = []
         for file in self._files:
             draft.write_pieces(file.name, [(0, file.header)])
@@ -74,7 +124,7 @@ class Mirroring:
         return {info.name: info for info in found}
 
 
-def _bytes(runs: Iterator[Run], stage: Stage) -> Iterator[tuple[int, memoryview]]:
+def _bytes(runs: Iterator[MirrorRun], stage: Stage) -> Iterator[tuple[int, memoryview]]:
     piece, data = None, memoryview(b"")
     for run in runs:
         if run.piece is not piece:

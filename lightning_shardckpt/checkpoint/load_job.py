@@ -1,36 +1,37 @@
-"""What of stored state goes where: the steps of ``checkpoint.load``."""
+"""One load on one rank: match stored state with live objects, plan what is read, and apply it."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_shardckpt.casting import CastingSource, converts
+from lightning_shardckpt.checkpoint.parts import PARTS, Skips, note_of_skipped
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.parts import PARTS, Skips, note_of_skipped
-from lightning_shardckpt.sources import Source, Target
-from lightning_shardckpt.staging import DTYPES, TORCH_DTYPES
-from lightning_shardckpt.state.compound import MARK, described
-from lightning_shardckpt.state.geometry import is_expanded, new_like, overlapping
-from lightning_shardckpt.state.leaving import Leaving
+from lightning_shardckpt.format.clean_fqn import base_fqn
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.sources.casting import CastingSource, converts
+from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.state.compound_tensors import MARK, described
+from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of
-from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer
-from lightning_shardckpt.state.peft import base_name
+from lightning_shardckpt.state.optimizer import StoredOptimizer
+from lightning_shardckpt.state.optimizer_load import OptimizerLoad
+from lightning_shardckpt.state.partial_optimizer import Leaving
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
-from lightning_shardckpt.state.tree import decode_small
 
 _LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LoadTargets:
     """The objects to load into.
 
     ``extra_state``: canonical names of the model's values. ``optimizers`` None: weights only. ``names``: FQN by ``id``
@@ -59,10 +60,41 @@ class Live:
     skip: tuple[str, ...] = ()
 
 
-class Load:
+class Skipped(TypedDict):
+    """The state that ``skip`` left as it is on one rank: the patterns that matched, and the names."""
+
+    used: list[str]
+    names: list[str]
+
+
+class Comparison(TypedDict):
+    """The findings of one rank, as JSON, which is what a step of ranks exchanges."""
+
+    differences: list[str]
+    sources: dict[str, list[int] | None]
+    """By ``<optimizer>/<live group>``, the stored param groups that it continues; None if it has no parameters here."""
+    kept: list[str]
+    """Keys of adapters that the checkpoint does not have."""
+    groups: dict[str, list[list[str]]]
+    """Of optimizers that are joined over pipeline stages, the names in each param group here."""
+    casts: list[str]
+    skipped: Skipped
+
+
+class Judgement(TypedDict):
+    """Rank 0's conclusion from all comparisons."""
+
+    notes: list[str]
+    skipped: list[str]
+    sources: dict[str, list[int] | None]
+    joined: dict[str, list[list[str]]]
+    """Of joined optimizers, the param groups of the whole model."""
+
+
+class LoadJob:
     """One load on one rank: compared first, then judged for all ranks, planned, filled and applied."""
 
-    def __init__(self, source: Source, live: Live, strict: bool, pick_rank: Callable[[Any], int]) -> None:
+    def __init__(self, source: Source, live: LoadTargets, strict: bool, pick_rank: Callable[[Any], int]) -> None:
         self.source, self._live, self._strict, self._pick_rank = source, live, strict, pick_rank
         self._components: Mapping[str, Component] = {}
         here = {*live.model.tensors, *live.model.aliases, *live.extra_state}
@@ -72,12 +104,12 @@ class Load:
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
         self._skips = Skips(live.skip)
-        self.targets: list[Target] = []
+        self.targets: list[ReadTarget] = []
         self.notes: list[str] = []
         self.skipped: list[str] = []
 
-    def compare(self) -> dict[str, Any]:
-        """On every rank: match the stored tensors with the live ones. Changes nothing.
+    def compare(self) -> Comparison:
+        """Match the stored tensors with the live ones. Changes nothing. Runs on every rank.
 
         Returns every difference over model and optimizers, and which stored param groups each live one continues.
         """
@@ -111,7 +143,7 @@ class Load:
             known = {*stored.tensors, *stored.aliases, *extra[0], *extra[1], *(left_out or {})}
             matched = self._without_skipped(matched, names_of(live, ties), known, found)
         if "model" in self._live.parts:
-            self.targets = [Target("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
+            self.targets = [ReadTarget("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
         else:
             found.problems.clear()
         if self._live.optimizers is not None:
@@ -121,14 +153,19 @@ class Load:
         pairs = ((stored.tensors[target.key].dtype, DTYPES[target.tensor.dtype]) for target in self.targets)
         casts = sorted({f"{a} to {b}" for a, b in pairs if a != b})
         self.source = CastingSource(self.source) if self._live.cast else self.source
-        skipped = {"used": sorted(self._skips.used), "names": list(self._skips.names)}
-        report = {"differences": found.problems, "sources": sources, "kept": kept, "groups": groups}
-        return {**report, "casts": casts, "skipped": skipped}
+        return {
+            "differences": found.problems,
+            "sources": sources,
+            "kept": kept,
+            "groups": groups,
+            "casts": casts,
+            "skipped": {"used": sorted(self._skips.used), "names": list(self._skips.names)},
+        }
 
     def _without_skipped(
         self, matched: dict[str, str], names: Mapping[str, list[str]], known: set[str], found: Differences
     ) -> dict[str, str]:
-        """What matches, but for what is to be left as it is, which then differs as it likes."""
+        """Return what matches, without what is to be left as it is, which may then differ."""
         skipped = {name for name in sorted(known.union(*names.values())) if self._skips(name)}
         found.problems = [line for line in found.problems if line.partition("  ")[0] not in skipped]
         for tied in names.values():
@@ -138,7 +175,8 @@ class Load:
         return {key: stored for key, stored in matched.items() if not skipped.intersection(names[key])}
 
     def _without_adapters(self, stored: Component) -> tuple[Leaves, list[str]]:
-        """What to look for, and which adapters are not: of a checkpoint without any, when weights alone are loaded.
+        """Return what to look for, and the adapters that are not: of a checkpoint without any, when weights alone are
+        loaded.
 
         What an adapter trains as a whole is a copy of what the base has.
         """
@@ -147,13 +185,13 @@ class Load:
             return model, []
         if self.source.document("peft") or adapters & stored.tensors.keys():
             return model, []
-        kept = {key for key in adapters & model.tensors.keys() if base_name(key) not in stored.tensors}
+        kept = {key for key in adapters & model.tensors.keys() if base_fqn(key) not in stored.tensors}
         tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
         aliases = {alias: of for alias, of in model.aliases.items() if of not in kept}
         return replace(model, tensors=tensors, aliases=aliases, pinned=model.pinned - kept), sorted(kept)
 
-    def judge(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: what all ranks found, each difference once.
+    def judge(self, reports: list[Comparison]) -> Judgement:
+        """Join what all ranks found, each difference once. Runs on rank 0.
 
         Raises:
             MismatchError: listing the differences, if ``strict``; or patterns of ``skip`` that are the name of nothing.
@@ -186,8 +224,8 @@ class Load:
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         return {"notes": notes, "skipped": skipped, "sources": sources, "joined": joined}
 
-    def _joined(self, reports: list[dict[str, Any]], found: Differences) -> dict[str, list[list[str]]]:
-        """By optimizer, the param groups of the whole model, of which each pipeline stage has a part."""
+    def _joined(self, reports: list[Comparison], found: Differences) -> dict[str, list[list[str]]]:
+        """Return, by optimizer, the param groups of the whole model, of which each pipeline stage has a part."""
         return {
             str(one.number): one.join_groups(
                 [report["groups"][str(one.number)] for report in reports], self._live.whole.parameters, found
@@ -196,8 +234,8 @@ class Load:
             if one.is_joined
         }
 
-    def plan(self, judged: dict[str, Any]) -> list[Target]:
-        """On every rank: allocate what is not there to be filled, read what is not tensors. Changes nothing.
+    def plan(self, judged: Judgement) -> list[ReadTarget]:
+        """Allocate what is not there to be filled, and read what is not tensors. Changes nothing. Runs on every rank.
 
         Returns what is to be filled.
         """
@@ -211,8 +249,8 @@ class Load:
         shared = overlapping(self._live_tensors())
         for optimizer in self._optimizers:
             there, new = optimizer.tensors(self._components.get("optimizer"), shared)
-            self.targets += [Target("optimizer", key, tensor) for key, tensor in there]
-            self.targets += [Target("optimizer", key, tensor, fresh=True) for key, tensor in new]
+            self.targets += [ReadTarget("optimizer", key, tensor) for key, tensor in there]
+            self.targets += [ReadTarget("optimizer", key, tensor, fresh=True) for key, tensor in new]
         extra = self.source.document("model") or {}
         if "model" in self._live.parts:
             wanted = (name for name in extra if name in self._live.extra_state and not self._skips(name))
@@ -227,7 +265,7 @@ class Load:
         return self.targets
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
-        """What optimizer state could share memory with."""
+        """Yield the tensors that optimizer state could share memory with."""
         if self._optimizers:
             yield from self._live.model.tensors.values()
             yield from self._live.placed.values()
@@ -235,7 +273,7 @@ class Load:
             yield from optimizer.live_tensors()
 
     def _take_numbers(self, joined: Mapping[str, list[list[str]]]) -> None:
-        """On pipeline stages: which parameters the stored numbers mean."""
+        """Find which parameters the stored numbers mean, on pipeline stages."""
         found = Differences()
         for optimizer in self._optimizers:
             if optimizer.is_joined:
@@ -292,7 +330,7 @@ class Load:
             shape = spec.shape if device == "meta" else self.source.backed("trainer", key)
             tensors[key] = torch.empty(shape, dtype=dtype, device=device)
         self.targets += [
-            Target("trainer", key, tensor, fresh=tensor is not self._live.placed.get(key))
+            ReadTarget("trainer", key, tensor, fresh=tensor is not self._live.placed.get(key))
             for key, tensor in tensors.items()
             if not tensor.is_meta
         ]
@@ -304,7 +342,7 @@ class Load:
         self.trainer["rank_state"] = first if rank == 0 else decode_small(self.source.document("rank", rank))
 
     def _is_elsewhere(self, key: str) -> bool:
-        """Whether a key of trainer state is about what only other pipeline stages have."""
+        """Return whether a key of trainer state is about what only other pipeline stages have."""
         return bool(self._elsewhere) and entry_of(key, self._live.whole.state) in self._elsewhere
 
     def apply(self) -> None:

@@ -1,33 +1,34 @@
-"""How does stored state come back into the objects of a nested dict? What belongs to what, and under which name."""
+"""Load into the objects of a nested dict: what belongs to what, and under which name."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt import checkpoint as engine
-from lightning_shardckpt.as_values import AsValues
-from lightning_shardckpt.collector import resting
+from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.parts import checked_patterns
+from lightning_shardckpt.compat import dtensor
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.formats.plain import PlainSource
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.loading import Live
-from lightning_shardckpt.parts import checked_patterns
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.selected import SelectedSource
-from lightning_shardckpt.sources import Source
-from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.geometry import copy_slice
-from lightning_shardckpt.state.live import load_edited, not_live, put_values
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_value, model_leaves
-from lightning_shardckpt.state.objects import (
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.sources.as_values import AsValues
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.renamed import RenamedSource, model_names
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.state.dtensor_layout import copy_slice
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
+from lightning_shardckpt.state.module_io import load_edited, not_live, put_values
+from lightning_shardckpt.state.nested_dict import (
     KEYS,
-    Objects,
+    NestedObjects,
     Path,
     key_of,
     names_for,
@@ -36,69 +37,35 @@ from lightning_shardckpt.state.objects import (
     sharded_tensors,
     value_at,
 )
-from lightning_shardckpt.state.statedicts import checked_keys
+from lightning_shardckpt.state.state_dicts import checked_keys
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.system.gc_pause import gc_paused
 
-KeyMapping: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
-"""From names in the model to stored names: by name, by regular expression and replacement, or by a function."""
-
-
-def renaming(mapping: KeyMapping | None) -> Callable[[str], str]:
-    """A mapping as a function. All names are mapped at once, so they may be swapped; of rules, the first match counts.
-
-    >>> renaming({"a": "b", "b": "a"})("a"), renaming([(r"^layers\\.(\\d+)", r"h.\\1")])("layers.3.w")
-    ('b', 'h.3.w')
-    """
-    if mapping is None:
-        return lambda name: name
-    if isinstance(mapping, Mapping):
-        return lambda name: mapping.get(name, name)
-    if callable(mapping):
-        return mapping
-    rules = [(re.compile(pattern), replacement) for pattern, replacement in mapping]
-
-    def renamed(name: str) -> str:
-        rule = next(((p, r) for p, r in rules if p.search(name)), None)
-        return name if rule is None else rule[0].sub(rule[1], name)
-
-    return renamed
+_UNCHANGED = KeyMapping()
 
 
-def unused(mapping: KeyMapping | None, names: Iterable[str]) -> list[str]:
-    """What of a mapping is about none of the names; of a function, nobody knows.
-
-    >>> unused({"a": "b", "c": "d"}, ["a"]), unused([(r"^l", "h"), ("x$", "y")], ["l.x", "z"])
-    (['c'], [])
-    """
-    if isinstance(mapping, Mapping):
-        return sorted({*mapping} - {*names})
-    if mapping is None or callable(mapping):
-        return []
-    names = [*names]
-    return [pattern for pattern, _ in mapping if not any(map(re.compile(pattern).search, names))]
-
-
-class Restore:
+class NestedLoad:
     """One load into a nested dict, on one rank.
 
     Args:
         state: what to load into.
         objects: what is in it.
         prefix: of the stored names.
-        key_mapping: from names here to stored names without ``prefix``.
+        key_mapping: from stored names without ``prefix`` to those here.
         named_by: the module of an optimizer whose module is not in the state.
         whole: names of the model over all pipeline stages.
-        cast: see ``loading.Live``.
+        cast: see ``load_job.LoadTargets``.
         skip: patterns of names that stay as they are, see ``parts.Skips``.
     """
 
     def __init__(
         self,
         state: dict[str, Any],
-        objects: Objects,
+        objects: NestedObjects,
         *,
         prefix: str = "",
-        key_mapping: KeyMapping | None = None,
+        key_mapping: KeyMapping = _UNCHANGED,
         named_by: nn.Module | None = None,
         whole: WholeNames | None = None,
         cast: bool = True,
@@ -106,8 +73,7 @@ class Restore:
     ) -> None:
         self._cast, self._skip = cast, checked_patterns("skip", skip)
         self._state, self._objects, self._prefix = state, objects, prefix
-        self._rename, self._whole = renaming(key_mapping), whole or WholeNames()
-        self._key_mapping = key_mapping
+        self._key_mapping, self._whole = key_mapping, whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
         self._named = names_for(objects, named_by, self._whole)
         self._optimizers = list(objects.optimizers.values())
@@ -117,13 +83,13 @@ class Restore:
         self.present: list[str] = []
         """The keys that it has."""
 
-    def live(self) -> Live:
-        """What ``checkpoint.load`` fills."""
+    def live(self) -> LoadTargets:
+        """Return the live state that ``checkpoint.load`` fills."""
         tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
         leaves, _ = model_leaves(tensors, self._root if self._objects.modules else None, self._whole)
-        return Live(
+        return LoadTargets(
             leaves,
-            frozenset(canonical_name(n) for n, v in self._state_dict.items() if is_value(n, v)),
+            frozenset(clean_fqn(n) for n, v in self._state_dict.items() if is_value(n, v)),
             self._optimizers if self._objects.optimizers else None,
             {id(p): self._named.get(id(p), f"#{i}") for o in self._optimizers for i, p in enumerate(_params(o))},
             self._whole,
@@ -136,12 +102,14 @@ class Restore:
         )
 
     def fitting(self, source: Source) -> tuple[Source, list[str]]:
-        """What of a source is asked for, under the names here, and what it does not have or has otherwise, a line each.
+        """Return what of a source is asked for, under the names here, and a line for each thing that it lacks or has
+        otherwise.
 
         Raises:
             FormatError: if it says of modules and optimizers what cannot be.
+            MismatchError: if the key mapping gives two stored tensors one name, or has entries the other way round.
         """
-        if isinstance(source, PlainSource):
+        if isinstance(source, TorchFileSource):
             source = source.with_all_modules()
         components = source.components()
         specs = components.get("trainer", Component({})).tensors
@@ -163,18 +131,17 @@ class Restore:
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
             problems += self._unnamed(source)
-        names, others, idle = self._names(prefixes)
-        problems += [f"key_mapping: {pattern!r}  is about no name in the state" for pattern in idle]
-        return SelectedSource(source, names, others, numbers), problems
+        names, others = self._names(prefixes, source, problems)
+        return RenamedSource(source, names, others, numbers), problems
 
     def _wanted_as_values(self, stored: Sequence[str]) -> list[str]:
-        """Of the places of modules and optimizers in the checkpoint, those where something else is asked for."""
+        """Return the stored places of modules and optimizers where something else is asked for."""
         others = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
         asked = {key_of(path[:end]) for path in others for end in range(1, len(path) + 1)}
         return [key for key in stored if key in asked]
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
-        """What stands before the stored names of each module that the checkpoint has."""
+        """Return what stands before the stored names of each module that the checkpoint has."""
         here, found = self._objects.prefixes, {}
         stored: dict[str, str] = {} if keys is None else keys["modules"]
         for path, prefix in here.items():
@@ -189,7 +156,7 @@ class Restore:
         return found
 
     def _numbers(self, keys: dict[str, Any] | None, document: Any) -> list[int]:
-        """Which stored optimizers are those here; such as it does not have are left out."""
+        """Return the stored numbers of the optimizers that are here; those that were not stored are left out."""
         count = len(document or ())
         stored: list[str] = (keys["optimizers"] if keys is not None else [])[:count]
         paths = list(self._objects.optimizers)
@@ -232,53 +199,49 @@ class Restore:
                 self._fitting.add(path)
         return problems
 
-    def _names(self, stored: dict[Path, str]) -> tuple[dict[str, str], Callable[[str], str | None], list[str]]:
+    def _names(
+        self, stored: dict[Path, str], source: Source, problems: list[str]
+    ) -> tuple[dict[str, str | None], Callable[[str], str | None]]:
         """Name here → stored name of all entries; the name that another stored entry of these modules has here.
 
-        And what of the key mapping is about none of them.
+        Adds a line to ``problems`` for each entry of the key mapping that is about none of them.
         """
         here = {self._objects.prefixes[path]: prefix for path, prefix in stored.items()}
+        back = {prefix: mine for mine, prefix in here.items()}
+        known = [n.removeprefix(self._prefix) for n in model_names(source) if n.startswith(self._prefix)]
+        if wrong := self._key_mapping.misunderstood(known):
+            raise MismatchError(f"cannot load {source.path!r}: key_mapping: " + "\n  ".join(wrong))
+        idle = self._key_mapping.unused(known)
+        problems += [f"key_mapping: {old!r}  is about no name in the checkpoint" for old in idle]
+        stored_names = self._key_mapping.renamed(known)
 
-        def moved(name: str, table: Mapping[str, str]) -> str | None:
-            fitting = [prefix for prefix in table if name.startswith(prefix)]
-            longest = max(fitting, key=len, default=None)
-            return None if longest is None else table[longest] + name.removeprefix(longest)
+        def other(name: str) -> str | None:
+            new = self._key_mapping(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else ()
+            return _moved(new[0], back) if new else None
 
-        entries = {canonical_name(name) for name in self._state_dict} | self._whole.state
-        moved_names = {name: there for name in sorted(entries) if (there := moved(name, here)) is not None}
-        names = {name: self._prefix + self._rename(there) for name, there in moved_names.items()}
-        back = {self._prefix + prefix: mine for mine, prefix in here.items()}
-        return names, lambda name: moved(name, back), unused(self._key_mapping, moved_names.values())
+        names: dict[str, str | None] = {}
+        for name in sorted({clean_fqn(name) for name in self._state_dict} | self._whole.state):
+            if (there := _moved(name, here)) is not None:
+                names[name] = self._prefix + stored_names[there] if there in stored_names else None
+        return names, other
 
-    @resting()
+    @gc_paused()
     def run(
         self,
         path: str,
         ranks: Ranks,
         *,
-        strict: bool,
-        verify: bool,
-        share_reads: bool | None,
+        options: LoadOptions,
         storage: Storage,
-        weights_only: bool = True,
     ) -> tuple[dict[str, Any], engine.Loaded]:
         """Load; returns what of the checkpoint's plain state is left, and what was loaded, with its notes.
 
-        Collective: every rank of ``ranks`` must call it. Arguments and errors are those of ``functional.load``.
+        Collective: every rank of ``ranks`` must call it. Errors are those of ``api.load``.
         """
         try:
-            loaded = engine.load(
-                path,
-                self.live(),
-                ranks=ranks,
-                strict=strict,
-                verify=verify,
-                weights_only=weights_only,
-                share_reads=share_reads,
-                storage=storage,
-            )
+            loaded = engine.load(path, self.live(), ranks=ranks, options=options, storage=storage)
         except MismatchError as error:
-            if self.missing and strict:
+            if self.missing and options.strict:
                 raise KeyError(
                     f"checkpoint {path!r} does not have {', '.join(map(repr, self.missing))} of the state; it has "
                     f"{', '.join(map(repr, self.present))}. Pass strict=False to load the rest"
@@ -292,7 +255,7 @@ class Restore:
 
         Args:
             trainer: what ``checkpoint.load`` returned of the trainer's state.
-            extra_state: see there.
+            extra_state: what it returned of the model's values that are no tensors.
         """
         if self._objects.modules:
             put_values(self._root, self._state_dict, extra_state)
@@ -317,10 +280,16 @@ class Restore:
         return {key: value for key, value in trainer.items() if key not in (KEYS, "rank_state")}
 
 
+def _moved(name: str, prefixes: Mapping[str, str]) -> str | None:
+    """The name with the longest prefix that it has replaced; None if it has none of them."""
+    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
+    return None if longest is None else prefixes[longest] + name.removeprefix(longest)
+
+
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    locals_ = [getattr(t, "_local_tensor", t) for t in (a, b)]
+    locals_ = [dtensor.local_tensor(t) for t in (a, b)]
     return type(a) is type(b.detach()) and locals_[0].data_ptr() == locals_[1].data_ptr() and bool(locals_[0].numel())

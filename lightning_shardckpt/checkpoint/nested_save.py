@@ -1,93 +1,68 @@
-"""What does a rank contribute to a save of a nested dict of objects?"""
+"""Describe a nested dict of objects for a save, on one rank."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.background import Background
+from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.plan_cache import PlanCache
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.step_gate import StepGate
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
-from lightning_shardckpt.header import shown
-from lightning_shardckpt.layout import parts_of_rank
-from lightning_shardckpt.mirroring import Also
-from lightning_shardckpt.planning import Plans
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About, Replicas
-from lightning_shardckpt.state.geometry import layout_of, this_rank
-from lightning_shardckpt.state.huggingface import HuggingFace
-from lightning_shardckpt.state.objects import Objects, checkpoint_of, names_for, objects_in
+from lightning_shardckpt.format.layout import parts_of_rank
+from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
+from lightning_shardckpt.state.hf_document import HuggingFace
+from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.storage.places import Places, is_url
+from lightning_shardckpt.storage.router import StorageRouter, is_url
 
 
 @dataclass(slots=True)
-class Party:
-    """Those who save and load together, and what they keep between calls."""
+class SaveGroup:
+    """The ranks that save and load together, and what they keep between calls."""
 
     ranks: Ranks
     members: tuple[int, ...] | None
     """Ranks of the default process group, where these are not all of them."""
-    plans: Plans = field(default_factory=Plans)
+    plans: PlanCache = field(default_factory=PlanCache)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
     background: Background | None = None
-    is_overlapping: bool = False
-    """Whether optimizers wait for copies."""
+    gate: StepGate | None = None
+    """Lets optimizers wait for copies."""
 
 
-class Saving:
+class NestedSave:
     """One save of a state: its description, once asked for, and what a user should know."""
 
     def __init__(
         self,
-        party: Party,
+        party: SaveGroup,
         path: str,
         state: dict[str, Any],
+        *,
         overwrite: bool,
         prefix: str,
         named_by: nn.Module | None,
-        also: Also | None,
-        storage_options: Mapping[str, Any] | None = None,
-        throttle_uploads: bool = False,
+        storage: StorageRouter,
     ) -> None:
-        if also not in (None, "huggingface"):
-            raise ValueError(f'also is "huggingface" or None, got {also!r}')
         self.path, self.notes = path, list[str]()
         self._party, self._state, self._overwrite = party, state, overwrite
-        self._prefix, self._named_by, self._also = prefix, named_by, also
-        self._storage_options, self._throttle_uploads = storage_options, throttle_uploads
-
-    def options(self, size_per_shard: float, sync_files: bool, replicas: Replicas) -> dict[str, Any]:
-        """What ``checkpoint.save`` takes besides path and description."""
-        if replicas not in get_args(Replicas):
-            raise ValueError(f'replicas is "same" or "first", got {replicas!r}')
-        if size_per_shard <= 0:
-            raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size_per_shard}")
-        values = self._state if isinstance(self._state, dict) else {}  # else ``describe`` says so, on all ranks
-        return {
-            "ranks": self._party.ranks,
-            "about": about_of(values, {}),
-            "size_per_shard": size_per_shard,
-            "storage": Places(
-                LocalStorage(sync_files=sync_files),
-                storage_options=self._storage_options,
-                throttle_uploads=self._throttle_uploads,
-            ),
-            "plans": self._party.plans,
-            "also": self._also,
-            "replicas": replicas,
-        }
+        self._prefix, self._named_by, self._storage = prefix, named_by, storage
+        self.about = about_of(state if isinstance(state, dict) else {}, {})  # else ``describe`` says so, on all ranks
 
     def describe(self) -> Snapshot:
-        """What this rank contributes."""
+        """Return what this rank contributes."""
         if not self._overwrite and self._party.ranks.rank == 0:
-            _refuse_existing(self.path, Places(storage_options=self._storage_options))
+            _refuse_existing(self.path, self._storage)
         objects = checked_state(self._state)
         names = names_for(objects, self._named_by, prefix=self._prefix)
         module = objects.root if objects.modules else None
@@ -102,11 +77,11 @@ class Saving:
         return _with_prefix(found, self._prefix)
 
 
-def about_of(state: Mapping[str, Any], topology: dict[str, int]) -> About:
-    """What the root index says of a run, from what its state has as numbers of steps and epochs."""
+def about_of(state: Mapping[str, Any], topology: dict[str, int]) -> RunInfo:
+    """Return what the root index says of a run, from what its state has as numbers of steps and epochs."""
     known = [state.get(key) for key in ("global_step", "step", "epoch")]
     step, other, epoch = (n if type(n) is int and 0 <= n < 1 << 63 else None for n in known)
-    return About(other if step is None else step, epoch, topology)
+    return RunInfo(other if step is None else step, epoch, topology)
 
 
 def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
@@ -124,7 +99,7 @@ def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
     return replace(found, leaves=leaves, documents=documents)
 
 
-def _refuse_existing(path: str, places: Places) -> None:
+def _refuse_existing(path: str, places: StorageRouter) -> None:
     if is_url(path):
         try:
             places.open(path).close()
@@ -134,8 +109,9 @@ def _refuse_existing(path: str, places: Places) -> None:
         raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
 
 
-def _check_members(found: Snapshot, party: Party) -> None:
-    """Of some ranks only: that their places among themselves say which slices of a DTensor they have.
+def _check_members(found: Snapshot, party: SaveGroup) -> None:
+    """Check that the places of ranks among themselves say which slices of a DTensor they have, if only some of them
+    save.
 
     Raises:
         StateError: for a DTensor that other ranks have a part of, too, or of which the ranks here have other slices.
@@ -158,8 +134,8 @@ def _check_members(found: Snapshot, party: Party) -> None:
                 )
 
 
-def checked_state(state: dict[str, Any]) -> Objects:
-    """What is in a state.
+def checked_state(state: dict[str, Any]) -> NestedObjects:
+    """Return what is in a state, checked to be one.
 
     Raises:
         TypeError: if it is no dict with texts as keys.

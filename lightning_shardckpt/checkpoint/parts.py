@@ -1,4 +1,4 @@
-"""Which parts of a checkpoint does a load take? Everything else stays as it is in the live objects. No torch."""
+"""The parts of a checkpoint that a load takes. Everything else stays as it is in the live objects. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from lightning_shardckpt.errors import MismatchError
 
 PARTS = ("model", "optimizer", "param_groups", "schedulers", "loops", "data", "callbacks", "random")
-"""What ``ShardCkptIO(resume=…)`` names, in the words of torch and Lightning; see there."""
+"""The parts that ``ShardCkptIO(resume=…)`` may name, in the words of torch and Lightning."""
 
 _LISTED = 10
 
@@ -66,7 +66,7 @@ class Skips:
     """Of what is left, in order."""
 
     def __call__(self, name: str) -> bool:
-        """Whether what has the name is left as it is."""
+        """Return whether the tensor or value of that name is left as it is."""
         hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
         self.used.update(hits)
         if hits:
@@ -75,7 +75,7 @@ class Skips:
 
 
 def note_of_skipped(patterns: Sequence[str], used: Iterable[str], names: Sequence[str], path: str) -> list[str]:
-    """What a person should know of what was left, of all ranks.
+    """Return what a person should know of what was left, of all ranks.
 
     Args:
         patterns: all of them.

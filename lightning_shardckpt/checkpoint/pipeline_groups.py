@@ -1,25 +1,25 @@
-"""How do the tables of groups of ranks, such as pipeline stages, become one? Done on rank 0, without tensors."""
+"""Join the tables of groups of ranks, such as pipeline stages, into one. Done on rank 0, without tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_shardckpt.checkpoint.plan_cache import Tables
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.index import Component, TensorSpec
-from lightning_shardckpt.layout import as_holders, unheld
-from lightning_shardckpt.planning import Tables
+from lightning_shardckpt.format.index import Component, TensorSpec
+from lightning_shardckpt.format.layout import as_holders, unheld
 from lightning_shardckpt.state.trainer import entry_of
 
 _LISTED = 5
 
 
 def held_by(spec: TensorSpec, ranks: list[int]) -> TensorSpec:
-    """The same tensor, as held by other ranks."""
+    """Return a spec of the same tensor, as held by other ranks."""
     return TensorSpec(spec.dtype, spec.shape, spec.layout, as_holders(ranks), spec.pinned)
 
 
 def table_of(tables: Mapping[str, Component], name: str) -> Component:
-    """One of the tables, or an empty one."""
+    """Return one of the tables, or an empty one."""
     return tables.get(name, Component({}))
 
 

@@ -1,4 +1,4 @@
-"""What follows from the tables of a save alone? It is kept for the next save, which nearly always has the same."""
+"""Reuse save plans while the set of tensors is unchanged, as it nearly always is from one save to the next."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Generic, TypeVar
 
-from lightning_shardckpt.containers import Container, Tensor
-from lightning_shardckpt.index import (
-    COMPONENTS,
-    ROOT_NAME,
-    Component,
-    RootIndex,
-    TablesText,
-    root_from_json,
-    root_to_json,
-    tables_to_text,
-)
-from lightning_shardckpt.plan import check_cover, plan_save
-from lightning_shardckpt.write import FilePlan, plan_files
+from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex
+from lightning_shardckpt.format.index_json import COMPONENTS, TablesText, root_from_json, root_to_json, tables_to_text
+from lightning_shardckpt.format.plan import check_cover, plan_save
+from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
+from lightning_shardckpt.transfer.writer import FilePlan, plan_files
 
 Tables = dict[str, Component]
 """The tensors of every component, and the names that share one; without files."""
@@ -28,22 +20,25 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Last(Generic[K, V]):
+class LastResult(Generic[K, V]):
     """The result for the last key, made again for another one."""
 
     def __init__(self) -> None:
         self._known: tuple[K, V] | None = None
 
     def of(self, key: K, make: Callable[[], V]) -> V:
-        """What ``make`` returns; not called if it was for an equal key. Neither may be changed afterwards."""
+        """Return the result of ``make``, or the last one if its key is equal.
+
+        Neither result nor key may change afterwards.
+        """
         if self._known is None or self._known[0] != key:
             self._known = key, make()
         return self._known[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a rank writes for some tables, and what rank 0 says of them in the root index.
+class SavePlan:
+    """The plan of what a rank writes for some tables, and what rank 0 says of them in the root index.
 
     ``elements`` are those of this rank and of all ranks.
     """
@@ -56,15 +51,15 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plans:
+class PlanCache:
     """Results for the last save of somebody who saves again and again. Holds no tensors; for one thread at a time."""
 
-    digest: Last[Tables, str] = field(default_factory=Last)
-    plan: Last[tuple[Tables, int, int, float], Plan] = field(default_factory=Last)
-    mirror: Last[tuple[list[Tensor], int], list[Container]] = field(default_factory=Last)
+    digest: LastResult[Tables, str] = field(default_factory=LastResult)
+    plan: LastResult[tuple[Tables, int, int, float], SavePlan] = field(default_factory=LastResult)
+    mirror: LastResult[tuple[list[OutputTensor], int], list[OutputFile]] = field(default_factory=LastResult)
 
 
-def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> Plan:
+def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> SavePlan:
     """The plan of ``rank`` for tables that all ranks have agreed on.
 
     Raises:
@@ -76,13 +71,13 @@ def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> P
         files[component] = plan_files(component, rank, pieces, size_per_shard)
     here = sum(p.part.box.numel for planned in files.values() for file in planned for p in file.pieces)
     if rank != 0:
-        return Plan(tables, files, here)
+        return SavePlan(tables, files, here)
     for name, table in tables.items():
         check_cover(name, table.tensors)
     everywhere = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
     text = tables_to_text(tables)
     _check(RootIndex("0" * 32, world, {n: replace(t, indexes={}) for n, t in tables.items()}, {}), text)
-    return Plan(tables, files, here, everywhere, text)
+    return SavePlan(tables, files, here, everywhere, text)
 
 
 def check_new_parts(root: RootIndex) -> None:

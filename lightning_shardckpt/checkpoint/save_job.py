@@ -7,53 +7,67 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cache, reduce
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, only_model, plan_mirror
+from lightning_shardckpt.checkpoint.pipeline_groups import (
+    check_held,
+    check_ties,
+    check_trainer,
+    held_by,
+    joined_tables,
+    table_of,
+)
+from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
+from lightning_shardckpt.checkpoint.save_values import Agreement, GroupTable, SaveWish, Written
+from lightning_shardckpt.checkpoint.staging import (
+    BackgroundCopies,
+    HostMemory,
+    copy_all,
+    parameters_of,
+    unchanged_until_a_step,
+    versioned,
+)
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.header import check_json_size, checksum
-from lightning_shardckpt.hub import CONFIG_DTYPES, Model
-from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_from_json, root_to_json
-from lightning_shardckpt.joining import check_held, check_ties, check_trainer, held_by, joined_tables, table_of
-from lightning_shardckpt.layout import REPLICATED
-from lightning_shardckpt.mirror import plan_mirror
-from lightning_shardckpt.mirroring import Also, Mirroring, only_model
-from lightning_shardckpt.plan import table_digest
-from lightning_shardckpt.planning import Plan, Plans, Tables, check_new_parts, plan_rank
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.staging import CopiesBehind, HostMemory, copy_all, dtype_name, host_bytes
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
+from lightning_shardckpt.format.layout import REPLICATED
+from lightning_shardckpt.format.plan import table_digest
+from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
-from lightning_shardckpt.state.geometry import local_tensor, this_rank, view_at
-from lightning_shardckpt.state.replicas import Digests, combined, differing, replica_digests
+from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
+from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
+from lightning_shardckpt.state.json_tree import references, union
+from lightning_shardckpt.state.replica_digests import Digests, combined, differing, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
-from lightning_shardckpt.state.tree import references, union
+from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.write import MB, write_component
+from lightning_shardckpt.transfer.writer import MB, write_component
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What the root index says of the run that saved."""
+class RunInfo:
+    """The root index's words about the run that saved."""
 
     step: int | None = None
     epoch: int | None = None
     topology: dict[str, int] = field(default_factory=dict)
 
 
-Replicas = Literal["same", "first"]
-"""What of tensors that several ranks hold is stored: they must be the same, or the lowest rank's counts."""
-
 _LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What this rank writes: the values of pieces, live or copied, by the piece's id; documents by file name."""
+    """The content that a rank writes: values of pieces, live or copied, by the piece's id; documents by file name."""
 
     tensors: dict[int, torch.Tensor]
     documents: dict[str, bytes]
@@ -61,36 +75,33 @@ class Staged:
     """Of live values, the tensors that they are parts of."""
 
 
-class Save:
+class SaveJob:
     """One save on one rank: what it knows at each step."""
 
     def __init__(
         self,
         path: str,
         ranks: Ranks,
-        about: About,
-        size_per_shard: float,
+        about: RunInfo,
+        options: SaveOptions,
         storage: Storage,
-        plans: Plans,
-        also: Also | None = None,
-        replicas: Replicas = "same",
+        plans: PlanCache,
     ) -> None:
         self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
-        self._replicas, self._digests = replicas, Digests()
-        self._size_per_shard, self._plans, self._also = size_per_shard, plans, also
-        self._mirroring: Mirroring | None = None
+        self._options, self._plans, self._digests = options, plans, Digests()
+        self._mirroring: HFMirror | None = None
         self._draft: Draft | None = None
         self.notes: list[str] = []
-        self._agreed: dict[str, Any] = {}
-        self._plan = Plan()
+        self._save_id = ""
+        self._plan = SavePlan()
         self._trainer: Any = None
         self._staged: Staged | None = None
-        self.copies: CopiesBehind | None = None
+        self.copies: BackgroundCopies | None = None
 
-    def prepare(self, describe: Callable[[], Snapshot]) -> dict[str, Any]:
-        """On every rank: what it wants to save, as a digest."""
-        self._snapshot = _pinned(describe()) if self._replicas == "first" else describe()
-        if self._ranks.world > 1 and self._replicas == "same":
+    def prepare(self, describe: Callable[[], Snapshot]) -> SaveWish:
+        """Return what this rank wants to save, as a digest. Runs on every rank."""
+        self._snapshot = _pinned(describe()) if self._options.replicas == "first" else describe()
+        if self._ranks.world > 1 and self._options.replicas == "same":
             self._digests = replica_digests(self._snapshot.leaves, this_rank())
         everyone = ((0, self._ranks.world),)
         self._own_tables: Tables = {
@@ -107,8 +118,11 @@ class Save:
             "replicas": combined(self._digests),
         }
 
-    def agree(self, wishes: list[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: one path and step, a save id, groups of ranks that hold the same tensors, and the draft."""
+    def agree(self, wishes: list[SaveWish]) -> Agreement | None:
+        """Agree on one path and step, groups of ranks that hold the same tensors, and the draft. Runs on rank 0.
+
+        None if replicas differ.
+        """
         for what in ("path", "step"):
             found = {json.dumps(wish[what]): rank for rank, wish in reversed(list(enumerate(wishes)))}
             if len(found) > 1:
@@ -120,27 +134,27 @@ class Save:
             groups.setdefault(wish["digest"], []).append(rank)
         self._groups = list(groups.values())
         if any(_differ([wishes[rank]["replicas"] for rank in group]) for group in self._groups):
-            return {"differ": True}
+            return None
         mirror = {}
-        if self._also is not None:
+        if self._options.also is not None:
             if "peft" in self._snapshot.documents:
                 raise StateError(
-                    f"also={self._also!r} cannot write a model with adapters of PEFT: transformers would not find its "
-                    "weights under their names. Leave it out, and make a folder for PEFT of the checkpoint with "
-                    "`python -m lightning_shardckpt.consolidate DIR --format peft`."
+                    f"also={self._options.also!r} cannot write a model with adapters of PEFT: transformers would not "
+                    "find its weights under their names. Leave it out, and make a folder for PEFT of the checkpoint "
+                    "with `python -m lightning_shardckpt.consolidate DIR --format peft`."
                 )
             document = self._snapshot.documents.get("huggingface")
             mirror = {k: v for k, v in only_model(document).recorded.items() if k != "files"}
         save_id = uuid.uuid4().hex
         self._begin(save_id)
-        return {"save_id": save_id, "groups": self._groups, "mirror": mirror}
+        return {"save_id": save_id, "groups": self._groups, "mirror": mirror, "tables": ""}
 
     def digests(self) -> Digests:
-        """On every rank, if replicas differ: what it has."""
+        """Return what this rank has, as digests. Runs on every rank, if replicas differ."""
         return self._digests
 
     def blame(self, reports: list[Digests]) -> None:
-        """On rank 0: say what differs.
+        """Say what differs. Runs on rank 0.
 
         Raises:
             MismatchError: naming tensors and ranks.
@@ -154,8 +168,11 @@ class Save:
             'or take those of the lowest rank with replicas="first".'
         )
 
-    def table(self, agreed: dict[str, Any]) -> dict[str, Any] | None:
-        """On the first rank of every group: its tables, as a root index without files, and its trainer's state."""
+    def table(self, agreed: Agreement) -> GroupTable | None:
+        """Return a group's tables, as a root index without files, and its trainer's state.
+
+        Runs on each group's first rank.
+        """
         group = next((group for group in agreed["groups"] if self._ranks.rank == group[0]), None)
         if group is None:
             return None
@@ -172,8 +189,8 @@ class Save:
         }
         return {"tables": text, "tied": tied, "trainer": self._snapshot.documents.get("trainer")}
 
-    def join(self, reports: list[dict[str, Any] | None]) -> str:
-        """On rank 0: the tables of all groups as one; and the trainer's state, to which other groups may add.
+    def join(self, reports: list[GroupTable | None]) -> str:
+        """Join the tables of all groups, and the trainer's state, to which other groups may add. Runs on rank 0.
 
         Raises:
             MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
@@ -191,14 +208,14 @@ class Save:
         joined["trainer"] = Component({k: s for k, s in table_of(joined, "trainer").tensors.items() if k in referred})
         return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode()
 
-    def _mirror(self, table: Component, model: dict[str, Any]) -> Mirroring:
-        wanted = list(Model(model, {}).tensors(table)), int(self._size_per_shard * MB)
+    def _mirror(self, table: Component, model: dict[str, Any]) -> HFMirror:
+        wanted = list(Model(model, {}).tensors(table)), int(self._options.size_per_shard * MB)
         files = self._plans.mirror.of(wanted, lambda: plan_mirror(*wanted))
         texts: dict[str, bytes] = {}
         if self._ranks.rank == 0:
             floating = (tensor.dtype for tensor in wanted[0] if tensor.dtype in CONFIG_DTYPES)
             texts = only_model(self._snapshot.documents.get("huggingface")).files(next(floating, None), False)
-        return Mirroring(files, texts)
+        return HFMirror(files, texts)
 
     def _own_specs(self) -> dict[str, TensorSpec]:
         holders = ((self._ranks.rank, self._ranks.rank + 1),)
@@ -207,36 +224,36 @@ class Save:
             for key, tensor in self._snapshot.own.items()
         }
 
-    def stage(self, agreed: dict[str, Any], memory: HostMemory, *, behind: bool) -> None:
-        """On every rank: copy what it writes into ``memory``; from then on, what was described may change.
+    def stage(self, agreed: Agreement, memory: HostMemory, *, overlap: bool) -> None:
+        """Copy what this rank writes into ``memory``; then what was described may change. Runs on every rank.
 
-        ``behind``: parameters and optimizer state are ``copies``, which are to be started, and may change after
+        ``overlap``: parameters and optimizer state are ``copies``, which are to be started, and may change after
         ``copies.wait()``.
         """
         live = self._live(agreed)
         copies = dict(zip(live.tensors, memory.room(list(live.tensors.values())), strict=True))
-        owned = _owned(self._snapshot.documents.get("optimizer") or {})
-        later = _unchanged_until_a_step(self._plan, live.leaves, owned) if behind else {}
+        owned = parameters_of(self._snapshot.documents.get("optimizer") or {})
+        later = unchanged_until_a_step(self._plan, live.leaves, owned) if overlap else {}
         now = live.tensors.keys() - later.keys()
         if later:
-            watched = [(name, tensor) for of, name in later.items() for tensor in _memory_of(live.leaves[of])]
-            self.copies = CopiesBehind([live.tensors[of] for of in later], [copies[of] for of in later], watched)
+            watched = [(name, tensor) for of, name in later.items() for tensor in versioned(live.leaves[of])]
+            self.copies = BackgroundCopies([live.tensors[of] for of in later], [copies[of] for of in later], watched)
         copy_all([live.tensors[of] for of in now], [copies[of] for of in now])
         self._staged = Staged(copies, live.documents)
         del self._snapshot
 
-    def _live(self, agreed: dict[str, Any]) -> Staged:
-        """What this rank writes, with views of the live tensors."""
-        rank, self._agreed = self._ranks.rank, agreed
+    def _live(self, agreed: Agreement) -> Staged:
+        """Return what this rank writes, with views of the live tensors."""
+        rank, self._save_id = self._ranks.rank, agreed["save_id"]
         tables = self._own_tables
-        if "tables" in agreed:
+        if agreed["tables"]:
             tables = root_from_json(agreed["tables"].encode(), "joined table").components
         elif rank == 0 and self._snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
-        about = tables, rank, self._ranks.world, self._size_per_shard
+        about = tables, rank, self._ranks.world, self._options.size_per_shard
         self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
-        if self._also is not None:
+        if self._options.also is not None:
             self._mirroring = self._mirror(table_of(tables, "model"), agreed["mirror"])
         tensors: dict[int, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
@@ -251,8 +268,11 @@ class Save:
                 tensors[id(piece)] = view_at(local_tensor(leaf), piece.part.local)
         return Staged(tensors, dict(self._documents(agreed)), found)
 
-    def write(self, agreed: dict[str, Any]) -> dict[str, Any]:
-        """On every rank: its shard files, indexes and documents; returns their sizes and checksums."""
+    def write(self, agreed: Agreement) -> Written:
+        """Write this rank's shard files, indexes and documents; return their sizes and checksums.
+
+        Runs on every rank.
+        """
         staged = self._staged or self._live(agreed)
         if self.copies is not None:
             self.copies.check()
@@ -274,7 +294,7 @@ class Save:
             self.copies.forget()
         return {"indexes": indexes, "documents": documents, "elements": self._plan.elements}
 
-    def _documents(self, agreed: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
         rank, found = self._ranks.rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
@@ -288,8 +308,11 @@ class Save:
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 yield name, content
 
-    def commit(self, reports: list[dict[str, Any]]) -> None:
-        """On rank 0, when all ranks have written: check that nothing is missing, write the root index, publish."""
+    def commit(self, reports: list[Written]) -> None:
+        """Check that nothing is missing, write the root index, and publish.
+
+        Runs on rank 0, when all ranks have written.
+        """
         components = {}
         for name, table in self._plan.tables.items():
             wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}
@@ -301,7 +324,7 @@ class Save:
         documents = [FileInfo(*info) for report in reports for info in report["documents"]]
         assert self._draft is not None
         root = RootIndex(
-            save_id=self._agreed["save_id"],
+            save_id=self._save_id,
             world_size=self._ranks.world,
             components={n: c for n, c in components.items() if c.tensors},
             documents={info.name: info for info in documents},
@@ -325,48 +348,31 @@ class Save:
         self._draft = draft
 
     def __enter__(self) -> Self:
-        """Of a block that rank 0 leaves without the draft if the save fails in it, whoever failed."""
+        """Begin a block after which rank 0 has no draft left if the save failed in it, whoever failed."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """See above."""
+        """Discard the draft if the block failed."""
         if kind is not None and self._draft is not None:
             self._draft.discard()
 
 
 
 def _differ(marks: list[dict[str, str]]) -> bool:
-    """Whether ranks have different digests of the same replicas."""
+    """Return whether ranks have different digests of the same replicas."""
     known: dict[str, str] = {}
     return any(known.setdefault(label, mark) != mark for of in marks for label, mark in of.items())
 
 
 def _pinned(found: Snapshot) -> Snapshot:
-    """What the lowest rank that holds it writes, of all tensors."""
+    """Return a snapshot whose tensors are all written by the lowest rank that holds them."""
     pinned = {name: replace(of, pinned=frozenset(of.tensors)) for name, of in found.leaves.items() if name != "trainer"}
     return replace(found, leaves={**found.leaves, **pinned})
 
-def _owned(optimizers: dict[str, Any]) -> set[str]:
-    """The names of the parameters that optimizers have, from their document."""
-    groups = [group for one in optimizers.values() for group in one["groups"].values()]
-    return {name for group in groups for name in group["params"]}
 
 
-def _unchanged_until_a_step(plan: Plan, leaves: dict[int, torch.Tensor], owned: set[str]) -> dict[int, str]:
-    """The pieces that only an optimizer's step changes, by id, with their names.
 
-    Not buffers, state of callbacks, nor parameters that no optimizer has, such as averages.
-    """
-    pieces = [piece for file in plan.files.get("model", ()) for piece in file.pieces if piece.key in owned]
-    pieces += [piece for file in plan.files.get("optimizer", ()) for piece in file.pieces]
-    return {id(piece): piece.key for piece in pieces if not leaves[id(piece)].is_inference()}
-
-
-def _memory_of(leaf: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor and, for a DTensor, its local one: each has a version of its own."""
-    return [leaf, leaf._local_tensor] if isinstance(leaf, DTensor) else [leaf]
-
-
+@cache
 def _software() -> dict[str, str]:
     found = {}
     for name in ("lightning-shardckpt", "lightning", "torch"):

@@ -1,6 +1,6 @@
-"""Which communication of user code would hang in a pipelined step?
+"""Names of torch.distributed below its public API for pipelined steps: collectives to replace, objects as bytes.
 
-Stages run different parts of a step, so a collective of all processes inside one is never entered by all of them.
+Checked with torch 2.13.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
 
-from lightning_shardckpt.errors import TopologyError
-
-_NAMES = [
+_COLLECTIVES = [
     name
     for name in (
         *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -25,16 +26,33 @@ _NAMES = [
     )
     if hasattr(dist, name)
 ]
-_POSITION = {name: list(inspect.signature(getattr(dist, name)).parameters).index("group") for name in _NAMES}
+_GROUP_POSITION = {
+    name: list(inspect.signature(getattr(dist, name)).parameters).index("group") for name in _COLLECTIVES
+}
 
 
 @contextmanager
-def without_world_collectives() -> Iterator[None]:
-    """Inside, a collective over all processes is an error in this thread; others, such as FSDP's, are not touched."""
-    originals = {name: getattr(dist, name) for name in _NAMES}
+def watched_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
+    """Inside, call ``watch`` before every collective of this thread, with its name and its ``group`` argument.
+
+    Replaces the functions of ``torch.distributed``. What looked them up before, such as ``from torch.distributed import
+    all_reduce`` in a module imported earlier, is not seen; nor is what is below them, as FSDP's own communication.
+    """
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
     thread = threading.get_ident()
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        position = _GROUP_POSITION[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                watch(name, kwargs.get("group", args[position] if len(args) > position else None))
+            return original(*args, **kwargs)
+
+        return call
+
     for name, original in originals.items():
-        setattr(dist, name, _guarded(name, original, thread))
+        setattr(dist, name, watched(name, original))
     try:
         yield
     finally:
@@ -42,18 +60,12 @@ def without_world_collectives() -> Iterator[None]:
             setattr(dist, name, original)
 
 
-def _guarded(name: str, original: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    position = _POSITION[name]
+def pickled(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The bytes of an object, and how many, as ``broadcast_object_list`` sends them: tensors of uint8 and int64."""
+    found: tuple[Tensor, Tensor] = _object_to_tensor(value, device, group)  # type: ignore[no-untyped-call]
+    return found
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group", args[position] if len(args) > position else None)
-        if (group is None or group is dist.group.WORLD) and threading.get_ident() == thread:
-            raise TopologyError(
-                f"torch.distributed.{name} over all processes was called inside a pipelined step. The stages run "
-                "different parts of the step, so not all of them would come here. Use self.all_gather, which covers "
-                "the data-parallel ranks of one stage, log with sync_dist=True, or communicate in a hook outside of "
-                "the step."
-            )
-        return original(*args, **kwargs)
 
-    return guarded
+def unpickled(content: Tensor, count: Tensor, group: dist.ProcessGroup) -> Any:
+    """The object of `pickled`."""
+    return _tensor_to_object(content, count, group)  # type: ignore[no-untyped-call]

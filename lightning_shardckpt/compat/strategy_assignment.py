@@ -25,10 +25,10 @@ _BY_THEMSELVES = (
 
 @runtime_checkable
 class Assignable(Protocol):
-    """What is told which strategy it is given to."""
+    """An object that is told which strategy it is given to."""
 
     def assigned_to(self, strategy: Strategy | FabricStrategy) -> None:
-        """Called when a Trainer or Fabric is made, and when somebody assigns it."""
+        """Note the strategy when a Trainer or Fabric is made, and when somebody assigns it."""
 
 
 def check_asks(strategy: Strategy | FabricStrategy, name: str) -> None:
@@ -44,6 +44,14 @@ def check_asks(strategy: Strategy | FabricStrategy, name: str) -> None:
             f"{name}. Use strategy={ours}.ShardedStrategy(), which shards models as well and saves with {name}; or "
             f"leave {name} out."
         )
+
+
+def is_wrapper(io: object) -> bool:
+    """Return whether a CheckpointIO hands on to another one, such as AsyncCheckpointIO.
+
+    Relies on ``_WrappingCheckpointIO``, their class since Lightning 2.0.
+    """
+    return isinstance(io, _WrappingCheckpointIO)
 
 
 def _tell(kind: Any) -> None:

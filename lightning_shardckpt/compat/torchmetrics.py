@@ -1,21 +1,16 @@
-"""What of a Trainer must be told that its module is sharded: metrics, and in pipelines whose code runs."""
+"""Make torchmetrics count each data-parallel rank once, where others hold the same values.
+
+Checked with torchmetrics 1.x, of which ``Metric.dist_sync_fn`` and ``gather_all_tensors`` are public.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.pytorch.profilers import Profiler
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
-
-from lightning_shardckpt.parallel.stage_optimizer import user_code
-
-_HOOKS = ("[LightningModule]", "[Callback]")
 
 
 class _GatherOver:
@@ -31,28 +26,11 @@ class _GatherOver:
         return self
 
 
-def mark_user_code(profiler: Profiler) -> Callable[[], None]:
-    """Let hooks and callbacks see the parameters of all pipeline stages in param groups; returns what undoes it.
+def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> None:
+    """Make the metrics in a module gather over a group, unless the user said how they do.
 
-    Lightning runs all of them under its profiler, by names that say whose they are.
+    Lightning syncs metrics over the whole world, so the ranks of a tensor group would count several times.
     """
-    original = profiler.profile
-
-    @contextmanager
-    def profile(action_name: str) -> Generator[Any, None, None]:
-        with original(action_name) as found, user_code(action_name.startswith(_HOOKS)):
-            yield found
-
-    profiler.profile = profile  # type: ignore[method-assign]  # undone by what is returned
-
-    def undo() -> None:
-        profiler.__dict__.pop("profile", None)
-
-    return undo
-
-
-def gather_metrics_over(group: dist.ProcessGroup, module: torch.nn.Module) -> None:
-    """Make metrics count each data-parallel rank once."""
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.dist_sync_fn is None:
             metric.dist_sync_fn = _GatherOver(group)

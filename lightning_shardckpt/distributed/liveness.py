@@ -1,6 +1,6 @@
-"""What does a process know of those beside it on this host: how many there are, and whether one still lives?
+"""Liveness of processes on this host, and the number of ranks that share its cores.
 
-The latter is told by Linux's /proc; where there is none, nobody is called dead.
+Linux's /proc tells the former; where there is none, nobody is called dead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Process:
         return cls(os.getpid(), (_stat(os.getpid()) or ("", ""))[1] if _proc_is_ours() else "")
 
     def is_gone(self) -> bool:
-        """Whether it has ended, for whatever reason; a stopped or busy one has not. Call it on the same host only."""
+        """Return whether the process has ended, for whatever reason; a stopped or busy one has not.
+
+        Call it on its host only.
+        """
         if not self.started:
             return False
         now = _stat(self.pid)
@@ -31,13 +34,13 @@ class Process:
 
 
 def local_ranks() -> int:
-    """How many ranks share this host, as launchers say it: at most so many, if they only tell of all hosts."""
+    """Return how many ranks share this host, as launchers say it: at most so many, if they only tell of all hosts."""
     told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
     return max(int(told), 1) if told.isdecimal() else 1
 
 
 def own_cores() -> int:
-    """How many cores there are for this rank, if each has its share; at least one."""
+    """Return how many cores there are for this rank, if each has its share; at least one."""
     return max(len(os.sched_getaffinity(0)) // local_ranks(), 1)
 
 
@@ -51,7 +54,7 @@ def host() -> str:
 
 
 def _proc_is_ours() -> bool:
-    """Whether /proc is there, and numbers processes as this one's calls do: another namespace's may be mounted."""
+    """Return whether /proc is there, and numbers processes as this one's calls do: another's may be mounted."""
     try:
         return os.readlink("/proc/self") == str(os.getpid())
     except OSError:

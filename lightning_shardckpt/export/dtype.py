@@ -1,4 +1,4 @@
-"""How does a tensor change its dtype on its way, a window at a time? As torch's ``Tensor.to`` does it."""
+"""Convert tensors to another dtype a window at a time, as torch's ``Tensor.to`` does it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import cache
 
 import torch
 
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.regions import Conversion
-from lightning_shardckpt.staging import TORCH_DTYPES, host_bytes
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes
+from lightning_shardckpt.transfer.regions import Conversion
 
 
 @cache
 def conversion(stored: str, written: str) -> Conversion:
-    """How bytes of one dtype become those of another, rounded to nearest even; by names in safetensors."""
+    """Return how bytes of one dtype become those of another, rounded to nearest even; by names in safetensors."""
     before, after = TORCH_DTYPES[stored], TORCH_DTYPES[written]
 
     def convert(data: memoryview) -> memoryview:

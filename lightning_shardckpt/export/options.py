@@ -1,21 +1,17 @@
-"""What may a user ask ``consolidate`` for? Which options there are, their defaults, and what cannot go together."""
+"""Options of ``consolidate``: their defaults, and what cannot go together."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
-from lightning_shardckpt.export.naming import Naming
+from lightning_shardckpt.export.key_filter import Naming
+from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 
 Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]
 OptimizerKeys = Literal["fqn", "id"]
-KeyMapping: TypeAlias = (
-    "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str] | Callable[[str], str]"
-)
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SIZE_PER_SHARD = 5000.0
 """Of chunks, in MB."""
@@ -23,7 +19,7 @@ SIZE_PER_SHARD = 5000.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked for, made sense of; ``dtype`` as safetensors calls it, ``size_per_shard`` in MB."""
+    """Checked options of an export; ``dtype`` as safetensors calls it, ``size_per_shard`` in MB."""
 
     format: Format
     split: Split
@@ -36,7 +32,7 @@ class Options:
 
     @property
     def is_file(self) -> bool:
-        """Whether the result is a file, not a directory."""
+        """True if the result is a file, not a directory."""
         return self.format == "torch" or (
             self.format == "safetensors" and self.split == "one_file" and not self.optimizer
         )
@@ -56,7 +52,7 @@ def make_options(
     dtype: str | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    key_mapping: KeyMapping | None = None,
+    key_mapping: KeyMappingLike | None = None,
     strip_prefix: str | None = None,
     add_prefix: str | None = None,
     optimizer_keys: OptimizerKeys = "fqn",
@@ -77,14 +73,11 @@ def make_options(
             raise ValueError(f"{name} is one of {', '.join(str(k) for k in known if k)}, got {value!r}")
     optimizer = format == "torch" if optimizer is None else optimizer
     _check(format, split, size_per_shard, optimizer, optimizer_keys)
-    pairs, rules, function = _mapping(key_mapping)
     naming = Naming(
         (include,) if isinstance(include, str) else tuple(include),
         (exclude,) if isinstance(exclude, str) else tuple(exclude),
         strip_prefix or "",
-        pairs,
-        rules,
-        function,
+        KeyMapping.of(key_mapping),
         add_prefix or "",
     )
     if format == "peft" and (dtype is not None or naming != Naming() or overwrite):
@@ -119,47 +112,3 @@ def _check(format: Format, split: Split | None, size: float | None, optimizer: b
         raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size}")
     if keys == "id" and not (format == "torch" and optimizer):
         raise ValueError("optimizer_keys 'id' is for format 'torch' with the optimizer")
-
-
-_Mapping: TypeAlias = (
-    "tuple[Mapping[str, str], tuple[tuple[re.Pattern[str], str], ...], Callable[[str], str] | None]"
-)
-
-
-def _mapping(given: KeyMapping | None) -> _Mapping:
-    """Pairs, rules and function of a mapping of names."""
-    if given is None:
-        return {}, (), None
-    if callable(given):
-        return {}, (), given
-    if isinstance(given, Mapping):
-        return dict(given), (), None
-    pairs: dict[str, str] = {}
-    rules: list[tuple[re.Pattern[str], str]] = []
-    for one in (given,) if isinstance(given, str | os.PathLike) else given:
-        if os.path.isfile(one):
-            pairs |= _pairs_in(os.fspath(one))
-            continue
-        pattern, equals, replacement = os.fspath(one).rpartition("=")
-        if not equals:
-            raise ValueError(f"key_mapping {os.fspath(one)!r} is neither a file nor REGEX=REPLACEMENT")
-        try:
-            rules.append((re.compile(pattern), replacement))
-            re.compile(pattern).sub(replacement, "")
-        except (re.error, IndexError) as error:
-            raise ValueError(f"key_mapping {os.fspath(one)!r}: {error}") from None
-    return pairs, tuple(rules), None
-
-
-def _pairs_in(path: str) -> dict[str, str]:
-    """Old name → new name, from a file of JSON or YAML."""
-    import yaml  # type: ignore[import-untyped]  # comes with jsonargparse; no stubs
-
-    with open(path, encoding="utf-8") as file:
-        try:
-            found: Any = yaml.safe_load(file)  # which reads JSON, too
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"key_mapping {path!r} is neither JSON nor YAML: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(one, str) for pair in found.items() for one in pair):
-        raise ValueError(f"key_mapping {path!r} has to be an object of names: old name → new name")
-    return found

@@ -1,4 +1,4 @@
-"""How do adapters in a checkpoint become a folder that ``PeftModel.from_pretrained`` loads? Without torch and PEFT.
+"""Export adapters to a folder that ``PeftModel.from_pretrained`` loads, without torch and PEFT.
 
 The folder has ``adapter_model.safetensors`` and ``adapter_config.json``, with the names that PEFT's own
 ``save_pretrained`` gives; the configuration was saved with the checkpoint. Memory does not grow with the adapters.
@@ -6,7 +6,6 @@ The folder has ``adapter_model.safetensors`` and ``adapter_config.json``, with t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -15,20 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import DTYPE_BYTES, bytes_in, parse_json
-from lightning_shardckpt.index import Component, TensorSpec
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.regions import Region, fill
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.safetensors_header import NamedTensor, build_header
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.state.documents import PEFT
-from lightning_shardckpt.state.peft import Adapter, adapters_from_json
-from lightning_shardckpt.storage.places import Places, file_path, is_url
+from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
 from lightning_shardckpt.storage.protocol import Outputs
-from lightning_shardckpt.text import progress
-from lightning_shardckpt.whole import Tensors, Wholes
+from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.system.text import progress
+from lightning_shardckpt.transfer.file_filler import fill
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.regions import Region
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
 _log = logging.getLogger(__name__)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _DEFAULT = "default"
+_ALIGNMENT = 8
 
 
 def export_adapters(
@@ -58,10 +61,10 @@ def export_adapters(
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
     """
     folder, output = file_path(checkpoint_folder), file_path(output)
-    places = Places(storage_options=storage_options)
+    places = StorageRouter(storage_options=storage_options)
     outputs = places.outputs(output)
     with Checkpoint(places, folder) as checkpoint:
-        tensors, model = Wholes(checkpoint), checkpoint.root.components.get("model", Component({}))
+        tensors, model = WholeTensors(checkpoint), checkpoint.root.components.get("model", Component({}))
         chosen = _chosen(checkpoint, adapter, prefix)
         at_top = {_DEFAULT} if adapter is None else {adapter}
         paths = [output if one.name in at_top else os.path.join(output, one.name) for one in chosen]
@@ -98,22 +101,18 @@ def _plan(folder: str, adapter: Adapter, model: Component) -> list[Region]:
     names = adapter.names({**model.tensors, **model.aliases}.keys())
     if not any(".lora_" in name or name.startswith("lora_") for name in names):
         raise FormatError(f"checkpoint {folder!r} has no tensors of adapter {adapter.name!r} below {adapter.prefix!r}")
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at, planned = 0, []
-    for name, stored in sorted(names.items(), key=lambda item: -DTYPE_BYTES[_spec(model, item[1]).dtype]):  # aligned
-        key = model.aliases.get(stored, stored)
-        spec = _spec(model, stored)
-        if spec.dtype == "C128":
-            raise FormatError(f"checkpoint {folder!r}: safetensors has no dtype {spec.dtype} as {stored!r} has")
-        nbytes = bytes_in(spec.shape, spec.dtype)
-        header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (at, at + nbytes)}
-        planned.append((at, nbytes, key))
-        at += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    first = memoryview(len(text).to_bytes(8, "little") + text)
-    regions = [Region(0, len(first), 0, first)]
-    return regions + [Region(len(first) + at, nbytes, 0, ("model", key)) for at, nbytes, key in planned if nbytes]
+    keys = {name: model.aliases.get(stored, stored) for name, stored in names.items()}
+    tensors = [NamedTensor(name, model.tensors[key].dtype, model.tensors[key].shape) for name, key in keys.items()]
+    tensors.sort(key=lambda tensor: -DTYPE_BYTES[tensor.dtype])  # so that all are aligned
+    for name, dtype, _ in tensors:
+        if dtype == "C128":
+            raise FormatError(f"checkpoint {folder!r}: safetensors has no dtype {dtype} as {names[name]!r} has")
+    header, begins = build_header(tensors, {"format": "pt"}, alignment=_ALIGNMENT)
+    regions = [Region(0, len(header), 0, memoryview(header))]
+    for (name, dtype, shape), begin in zip(tensors, begins, strict=True):
+        if nbytes := bytes_in(shape, dtype):
+            regions.append(Region(begin, nbytes, 0, ("model", keys[name])))
+    return regions
 
 
 @contextmanager
@@ -127,11 +126,7 @@ def _removed_on_error(outputs: Outputs, folders: list[str]) -> Iterator[None]:
         raise
 
 
-def _spec(model: Component, stored: str) -> TensorSpec:
-    return model.tensors[model.aliases.get(stored, stored)]
-
-
-def _write(outputs: Outputs, folder: str, adapter: Adapter, regions: list[Region], tensors: Tensors) -> None:
+def _write(outputs: Outputs, folder: str, adapter: Adapter, regions: list[Region], tensors: StoredTensors) -> None:
     """The weights, then the configuration, without which PEFT does not take a folder for an adapter."""
     config = adapter.config.encode()
     for name, of in ((WEIGHTS, regions), (CONFIG, [Region(0, len(config), 0, memoryview(config))])):

@@ -1,4 +1,4 @@
-"""How does a checkpoint become files of safetensors, for other programs? Planned from names alone, then filled at once.
+"""Export a checkpoint to safetensors files for other programs: planned from names alone, then filled.
 
 No torch, unless a dtype is converted: from a checkpoint of this package, nothing else needs it.
 """
@@ -13,18 +13,22 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
-from lightning_shardckpt import containers, hub
-from lightning_shardckpt.containers import Container, Tensor
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.naming import Naming, unique
+from lightning_shardckpt.export.key_filter import Naming, unique
 from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import ROOT_NAME, Component
-from lightning_shardckpt.regions import Conversion, Destination, Region, fill
+from lightning_shardckpt.format import safetensors_files
+from lightning_shardckpt.format.index import ROOT_NAME, Component
+from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import is_companion
 from lightning_shardckpt.storage.protocol import Contents, File, NewFile
-from lightning_shardckpt.whole import Tensors
-from lightning_shardckpt.write import MB
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.transfer.file_filler import fill
+from lightning_shardckpt.transfer.regions import Conversion, Destination, Region
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors
+from lightning_shardckpt.transfer.writer import MB
 
 _OPEN_FILES = 64  # at a time; a process may often have 1,024
 _RUNS = 1 << 20  # that the parts of one tensor may consist of
@@ -35,31 +39,31 @@ _METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
 _MARK, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
 
 
-class Stored(Protocol):
+class ExportSource(Protocol):
     """A checkpoint of any format, opened."""
 
     @property
-    def tensors(self) -> Tensors:
+    def tensors(self) -> StoredTensors:
         """The tensors as bytes in files."""
 
     def components(self) -> Mapping[str, Component]:
         """Tensors by component."""
 
     def document(self, role: str) -> Any:
-        """What was stored under a role, as JSON; None if nothing was."""
+        """Return what was stored under a role, as JSON; None if nothing was."""
 
 
 @dataclass(slots=True)
 class Export:
-    """What is to be written: containers with their stems' indexes, other files, and what a user should know."""
+    """The plan of an export: containers with their stems' indexes, other files, and what a user should know."""
 
-    containers: list[Container]
+    containers: list[OutputFile]
     files: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def plan_export(stored: Stored, options: Options) -> Export:
-    """What the files of an export are, and what is in them.
+def plan_export(stored: ExportSource, options: Options) -> Export:
+    """Plan the files of an export, and what is in them.
 
     Raises:
         ValueError: if names collide, an option names what is not there, or leaves nothing.
@@ -78,7 +82,7 @@ def plan_export(stored: Stored, options: Options) -> Export:
 # ── what is taken, and under what names ───────────────────────────────────────────────────────────────────────────
 
 
-def _model_tensors(stored: Stored, options: Options, export: Export) -> tuple[list[Tensor], dict[str, str]]:
+def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
     """The tensors of the model, and further names of them: of each, the one under which it is written."""
     component = stored.components().get("model")
     if component is None:
@@ -90,9 +94,9 @@ def _model_tensors(stored: Stored, options: Options, export: Export) -> tuple[li
     if left:
         export.notes.append(f"state of the model that is not tensors is not in the output: {_some(left)}")
     if options.format == "huggingface":
-        model = hub.pick(stored.document("huggingface"), naming.strip_prefix)
+        model = hf_directory.pick(stored.document("huggingface"), naming.strip_prefix)
         if model is not None:
-            replace(naming, pairs={}, rules=()).check(names)
+            replace(naming, mapping=KeyMapping()).check(names)
             return _for_hugging_face(taken, component, model, options, export), {}
         export.notes.append(
             "the checkpoint does not tell of a model of transformers, so there is no config.json, and tensors have "
@@ -103,18 +107,18 @@ def _model_tensors(stored: Stored, options: Options, export: Export) -> tuple[li
     for name, key in taken.items():
         by_key.setdefault(key, []).append(name)
     unique((name, naming.new(name), key) for name, key in taken.items())
-    tensors, ties = list[Tensor](), dict[str, str]()
+    tensors, ties = list[OutputTensor](), dict[str, str]()
     for key, (first, *others) in by_key.items():
         spec = component.tensors[key]
-        tensor = Tensor(naming.new(first), options.written_as(spec.dtype), spec.shape, ("model", key))
+        tensor = OutputTensor(naming.new(first), options.written_as(spec.dtype), spec.shape, ("model", key))
         tensors.append(tensor)
         ties |= {naming.new(other): tensor.name for other in others if naming.new(other) != tensor.name}
     return _not_nothing(tensors), ties
 
 
 def _for_hugging_face(
-    taken: Mapping[str, str], component: Component, model: hub.Model, options: Options, export: Export
-) -> list[Tensor]:
+    taken: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
+) -> list[OutputTensor]:
     """The tensors as ``from_pretrained`` takes them; and the config and what belongs to it."""
     naming = replace(options.naming, include=(), exclude=(), strip_prefix="")
     own: dict[str, list[str]] = {}
@@ -129,25 +133,25 @@ def _for_hugging_face(
     for key, names in own.items():
         spec = component.tensors[key]
         for name in model.kept(names):
-            whole = Tensor(name, options.written_as(spec.dtype), spec.shape, ("model", key))
+            whole = OutputTensor(name, options.written_as(spec.dtype), spec.shape, ("model", key))
             for part in model.parts(whole):
-                new = Tensor(naming.new(part.name), part.dtype, part.shape, part.source, part.box)
+                new = OutputTensor(naming.new(part.name), part.dtype, part.shape, part.source, part.box)
                 parts.append((part.name, new.name, (key, part.box, name)))
                 tensors.append(new)
     naming.check([name for name, _, _ in parts])
     unique(parts)
-    floating = (tensor.dtype for tensor in tensors if tensor.dtype in hub.CONFIG_DTYPES)
+    floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
     export.files |= model.files(next(floating, None), options.dtype is not None)
     return _not_nothing(tensors)
 
 
-def _not_nothing(tensors: list[Tensor]) -> list[Tensor]:
+def _not_nothing(tensors: list[OutputTensor]) -> list[OutputTensor]:
     if not tensors:
         raise ValueError("no tensor of the model is left to write")
     return tensors
 
 
-def _optimizer_tensors(stored: Stored, options: Options) -> tuple[list[Tensor], dict[str, Any]]:
+def _optimizer_tensors(stored: ExportSource, options: Options) -> tuple[list[OutputTensor], dict[str, Any]]:
     """The state of optimizers that is tensors, ``<n>/<name>/<state>``, and the rest, as FORMAT.md has it."""
     component, document = stored.components().get("optimizer"), stored.document("optimizer")
     if document is None:
@@ -160,7 +164,9 @@ def _optimizer_tensors(stored: Stored, options: Options) -> tuple[list[Tensor], 
         number, _, rest = key.partition("/")
         param, _, state = rest.rpartition("/")
         if naming.takes(param):
-            tensors.append(Tensor(f"{number}/{naming.new(param)}/{state}", spec.dtype, spec.shape, ("optimizer", key)))
+            tensors.append(
+                OutputTensor(f"{number}/{naming.new(param)}/{state}", spec.dtype, spec.shape, ("optimizer", key))
+            )
             names.append((key, tensors[-1].name, key))
     unique(names)
     return tensors, {number: _renamed(one, naming) for number, one in document.items()}
@@ -186,33 +192,37 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _contained(
-    stem: str, tensors: list[Tensor], ties: Mapping[str, str], options: Options, export: Export
-) -> list[Container]:
+    stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
+) -> list[OutputFile]:
     """The files of a model or an optimizer; their index, if there may be several, becomes one of the other files."""
     if options.split == "chunks":
-        groups = containers.chunks(tensors, int(options.size_per_shard * MB)) or [[]]
-        names = containers.chunk_names(stem, len(groups))
+        groups = safetensors_files.chunks(tensors, int(options.size_per_shard * MB)) or [[]]
+        names = safetensors_files.chunk_names(stem, len(groups))
     elif options.split == "one_file":
         groups, names = [tensors], [f"{stem}.safetensors"]
     else:
         groups = [[tensor] for tensor in tensors]
-        names = [containers.file_name(stem, tensor.name) for tensor in tensors]
+        names = [safetensors_files.file_name(stem, tensor.name) for tensor in tensors]
     found = []
     for name, group in zip(names, groups, strict=True):
         here = {tensor.name for tensor in group}
         also = {other: of for other, of in ties.items() if of in here and other != "format"}
-        found.append(containers.container(name, group, {**_METADATA, **also}))
+        found.append(safetensors_files.container(name, group, {**_METADATA, **also}))
     if len(found) > 1 or options.split == "one_file_per_tensor":
-        export.files[f"{stem}.safetensors.index.json"] = containers.index_json(found)
+        export.files[f"{stem}.safetensors.index.json"] = safetensors_files.index_json(found)
     return found
 
 
-def write_file(stored: Stored, export: Export, file: File, advance: Callable[[int], Any]) -> None:
-    """Fill the one file of an export."""
-    fill(file, _regions(stored, export.containers, [file]), stored.tensors, None, advance)
+def write_file(
+    stored: ExportSource, export: Export, file: File, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+) -> None:
+    """Fill the one file of an export, and tell ``advance`` of the bytes as they are written."""
+    fill(file, _regions(stored, export.containers, [file]), stored.tensors, None, advance, tuning=tuning)
 
 
-def write_directory(stored: Stored, export: Export, new: NewFile, advance: Callable[[int], Any]) -> None:
+def write_directory(
+    stored: ExportSource, export: Export, new: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+) -> None:
     """Write all files of an export into an empty directory; the one that makes it whole comes last."""
     ours = {one.name for one in export.containers}
     for name in export.files:
@@ -221,39 +231,39 @@ def write_directory(stored: Stored, export: Export, new: NewFile, advance: Calla
     containers = deque(export.containers)
     while containers:
         with ExitStack() as stack:
-            batch, files = list[Container](), list[File]()
+            batch, files = list[OutputFile](), list[File]()
             while containers and len(batch) < _OPEN_FILES:
                 batch.append(containers.popleft())
                 files.append(stack.enter_context(new(batch[-1].name, _file_nbytes(batch[-1]))))
                 if not isinstance(files[-1], int):
                     break  # its parts are in memory
-            fill(files, _regions(stored, batch, files), stored.tensors, None, advance)
+            fill(files, _regions(stored, batch, files), stored.tensors, None, advance, tuning=tuning)
     for name, content in sorted(export.files.items(), key=lambda one: (one[0] in _LAST, one[0].endswith(_LAST))):
         with new(name, len(content)) as file:
             fill(file, [Region(0, len(content), 0, memoryview(content))], stored.tensors, None, lambda nbytes: None)
 
 
-def _file_nbytes(one: Container) -> int:
+def _file_nbytes(one: OutputFile) -> int:
     return len(one.header) + sum(tensor.nbytes for tensor in one.tensors)
 
 
 def nbytes(export: Export) -> int:
-    """How much there is to write, but for headers and small files."""
+    """Return how much there is to write, but for headers and small files."""
     return sum(tensor.nbytes for one in export.containers for tensor in one.tensors)
 
 
 def file_nbytes(export: Export) -> int:
-    """How long the one file of an export is."""
+    """Return how long the one file of an export is."""
     return sum(map(_file_nbytes, export.containers))
 
 
-def _regions(stored: Stored, batch: Sequence[Container], files: Sequence[File]) -> list[Region]:
-    """What goes where in some files, by their number.
+def _regions(stored: ExportSource, batch: Sequence[OutputFile], files: Sequence[File]) -> list[Region]:
+    """Return what goes where in some files, by their number.
 
     What is written in parts is read once where it can be written anywhere; for a stream by parts, in its order.
     """
     regions: list[Region] = []
-    apart: dict[tuple[str, str], list[tuple[Tensor, int, int]]] = {}
+    apart: dict[tuple[str, str], list[tuple[OutputTensor, int, int]]] = {}
     tensors = stored.tensors
     for number, one in enumerate(batch):
         regions.append(Region(0, len(one.header), 0, memoryview(one.header), number))
@@ -272,18 +282,16 @@ def _regions(stored: Stored, batch: Sequence[Container], files: Sequence[File]) 
     return regions
 
 
-def _conversion(stored: str, tensor: Tensor) -> Conversion | None:
+def _conversion(stored: str, tensor: OutputTensor) -> Conversion | None:
     if stored == tensor.dtype or not prod(tensor.shape):
         return None
-    from lightning_shardckpt.export.converting import (
-        conversion,  # torch: it takes two seconds, and nothing else needs it
-    )
+    from lightning_shardckpt.export.dtype import conversion  # torch: it takes two seconds, nothing else needs it
 
     return conversion(stored, tensor.dtype)
 
 
-def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[Tensor, int, int]]) -> Iterator[Destination]:
-    """Where the runs of a stored tensor belong that is written in parts."""
+def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[OutputTensor, int, int]]) -> Iterator[Destination]:
+    """Yield where the runs of a stored tensor belong that is written in parts."""
     count = 0
     for tensor, begin, number in parts:
         assert tensor.box is not None
@@ -297,7 +305,7 @@ def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[Tensor, int, int
 
 
 def is_replaceable(contents: Contents) -> bool:
-    """Whether a directory holds nothing but what an export may have written."""
+    """Return whether a directory holds nothing but what an export may have written."""
     if ROOT_NAME in contents.names or not all(is_companion(n) or n.endswith(_WRITTEN) for n in contents.names):
         return False
     tensors = [name for name in contents.names if name.endswith(_WRITTEN[0])]
@@ -305,6 +313,6 @@ def is_replaceable(contents: Contents) -> bool:
 
 
 def _is_of_an_export(head: Callable[[str, int], bytes], name: str) -> bool:
-    """Whether a file of safetensors says that an export wrote it."""
+    """Return whether a file of safetensors says that an export wrote it."""
     start = head(name, 8 + _HEAD_BYTES)
     return _MARK in start[8 : 8 + int.from_bytes(start[:8], "little")]

@@ -1,22 +1,22 @@
-"""A checkpoint of this package for who copies whole tensors: the same as ``sources.ShardedSource``, without torch."""
+"""A checkpoint of this package as an export source, without torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.documents import HUGGING_FACE, checked
-from lightning_shardckpt.state.merging import merge_optimizers
-from lightning_shardckpt.whole import Wholes
+from lightning_shardckpt.state.optimizer_merge import merge_optimizers
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.whole_tensors import WholeTensors
 
 
-class Saved:
-    """What an export needs of an open checkpoint."""
+class ShardedCheckpoint:
+    """An open checkpoint, as far as an export needs it."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.tensors = Wholes(checkpoint)
+        self.tensors = WholeTensors(checkpoint)
 
     def components(self) -> dict[str, Component]:
         """Tensors by component."""

@@ -1,4 +1,4 @@
-"""How is a file for ``torch.load`` written that is larger than memory? Its layout first, then each tensor in pieces.
+"""Lay out a file for ``torch.load`` that may be larger than memory: every offset is known before a tensor is read.
 
 ``torch.save`` writes a zip archive of uncompressed records: ``data.pkl``, in which tensors refer to storages by number,
 and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here tensors on the meta device stand
@@ -22,9 +22,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lightning_shardckpt.regions import Region
-from lightning_shardckpt.staging import host_bytes
-from lightning_shardckpt.state.tree import Dropped
+from lightning_shardckpt.compat.torch_serialization import attach_versions, storage_class, versions_of
+from lightning_shardckpt.state.json_tree import Dropped
+from lightning_shardckpt.state.tensor_bytes import host_bytes
+from lightning_shardckpt.transfer.regions import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
 _LOCAL_HEADER, _ZIP64_FIELD, _ZIP64_FROM = 30, 20, 1 << 30
@@ -34,8 +35,9 @@ _LOADABLE = {type(None), bool, float, str, complex, bytes, torch.Tensor, torch.d
 _BIT_LIMIT = 2000  # weights_only=True reads no integer of 256 bytes or more
 
 
-class Archive:
-    """What ``torch.save(value, file)`` would write: ``regions`` to fill, each with its ``head``, then the end.
+class TorchFileLayout:
+    """The layout of what ``torch.save(value, file)`` would write: ``regions`` to fill, each with its ``head``, and the
+    end.
 
     Args:
         value: made of what ``Plain`` returns, else ``torch.load`` refuses the file.
@@ -74,7 +76,7 @@ class Archive:
         return info.FileHeader(zip64=info.file_size >= _ZIP64_FROM)
 
     def end(self) -> Region:
-        """What is behind the regions, when they are filled: the central directory."""
+        """Return what follows the regions when they are filled: the central directory."""
         begin, file = self.regions[-1].end, _Behind()
         file.begin = begin
         with zipfile.ZipFile(file, "w") as archive:
@@ -85,16 +87,16 @@ class Archive:
 
 
 class _Behind(io.BytesIO):
-    """What is written from ``begin`` on in a file."""
+    """The part of a file that is written from ``begin`` on."""
 
     begin = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """To an offset in the file."""
+        """Go to an offset in the file."""
         return super().seek(max(offset - self.begin, 0), whence)
 
     def tell(self) -> int:
-        """Where in the file it is."""
+        """Return the position in the file."""
         return super().tell() + self.begin
 
 
@@ -105,7 +107,7 @@ def _padding(position: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _PickledStorage:
     """Stands for the storage of one tensor in the pickle."""
 
     kind: type
@@ -115,16 +117,16 @@ class _Storage:
 
 @cache
 def _rebuilt(dtype: torch.dtype) -> tuple[Any, type, list[Any]]:
-    """How torch rebuilds a tensor of a dtype: the function, the kind of storage, and the last arguments."""
+    """Return how torch rebuilds a tensor of a dtype: the function, the kind of storage, and the last arguments."""
     reduced: Any = torch.empty(0, dtype=dtype).__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
     function, (storage, _, _, _, *rest) = reduced
     if not isinstance(storage, torch.storage.TypedStorage):
         return function, torch.UntypedStorage, rest
-    return function, getattr(torch, storage._pickle_storage_type()), rest  # type: ignore[no-untyped-call]  # torch's
+    return function, storage_class(storage), rest
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a new tensor.
+    """Return the strides of a new tensor.
 
     >>> _strides((5, 0, 3, 2))
     (6, 6, 2, 1)
@@ -146,13 +148,13 @@ class _Pickler(Pickler):
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
         function, kind, rest = _rebuilt(obj.dtype)
-        stand_in = _Storage(kind, len(self.tensors), obj.nbytes if kind is torch.UntypedStorage else obj.numel())
+        stand_in = _PickledStorage(kind, len(self.tensors), obj.nbytes if kind is torch.UntypedStorage else obj.numel())
         self.tensors.append(obj)
         # each its own, since a pickle refers to what was in it before
         return function, (stand_in, 0, tuple(obj.shape), _strides(obj.shape), *map(copy, rest))
 
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
+        if not isinstance(obj, _PickledStorage):
             return None
         return "storage", obj.kind, str(obj.number), "cpu", obj.numel
 
@@ -189,7 +191,7 @@ class Plain:
         return type(value)(kept) if type(value) in (list, tuple) else self._as(kept, value, path)
 
     def _key(self, value: Any, path: str) -> Any:
-        """What a set or a dict can hold."""
+        """Return a value that a set or a dict can hold."""
         new = self.of(value, path)
         try:
             hash(new)
@@ -205,9 +207,9 @@ class Plain:
                 new = self._key(key, where)
                 self._tell_merged(int(new in kept), path)
                 kept[new] = self.of(item, where)
-        if type(value) is OrderedDict and (attached := vars(value).get("_metadata")) is not None:
+        if type(value) is OrderedDict and (attached := versions_of(value)) is not None:
             kept = OrderedDict(kept)  # a module's state dict, with versions
-            kept._metadata = self.of(attached, f"{path}/_metadata")  # type: ignore[attr-defined]  # as torch does
+            attach_versions(kept, self.of(attached, f"{path}/_metadata"))
             return kept
         return type(value)(kept) if type(value) in (Counter, OrderedDict) else kept
 

@@ -1,4 +1,4 @@
-"""How does a checkpoint become a file for ``torch.load``? With filters, names and dtypes.
+"""Export a checkpoint to a file for ``torch.load``, with filters, names and dtypes.
 
 A Trainer's has Lightning's keys. That of a nested dict of objects has the keys of the dict, as a file of plain Fabric.
 """
@@ -12,38 +12,40 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt import torchfile
-from lightning_shardckpt.export.converting import conversion
-from lightning_shardckpt.export.naming import Naming, unique
+from lightning_shardckpt.export import torch_archive
+from lightning_shardckpt.export.dtype import conversion
+from lightning_shardckpt.export.key_filter import Naming, unique
 from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.opening import assemble
-from lightning_shardckpt.regions import Region, fill
-from lightning_shardckpt.sources import Source
-from lightning_shardckpt.staging import TORCH_DTYPES
+from lightning_shardckpt.sources.open_source import assemble
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.objects import KEYS
-from lightning_shardckpt.state.statedicts import is_told_apart, states_of_checkpoint
+from lightning_shardckpt.state.nested_dict import KEYS
+from lightning_shardckpt.state.state_dicts import is_told_apart, states_of_checkpoint
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import File
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.transfer.file_filler import fill
+from lightning_shardckpt.transfer.regions import Region
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """What is to be written; ``changed``: what of the checkpoint had to become something else."""
+    """The plan of a torch file; ``changed``: what of the checkpoint had to become something else."""
 
-    archive: torchfile.Archive
+    archive: torch_archive.TorchFileLayout
     regions: list[Region]
     changed: list[str]
 
     @property
     def nbytes(self) -> int:
-        """How much there is to write, but for what zip adds."""
+        """The bytes that there are to write, but for what zip adds."""
         return sum(region.nbytes for region in self.regions)
 
     @property
     def file_nbytes(self) -> int:
-        """How long it is, but for the directory at its end."""
+        """The length of the file, but for the directory at its end."""
         return self.regions[-1].end
 
 
@@ -63,21 +65,28 @@ def plan_torch(source: Source, options: Options) -> TorchFile:
         keys[id(tensor)] = component, key
         return tensor
 
-    plain = torchfile.Plain()
+    plain = torch_archive.Plain()
     checkpoint = assemble(source, stand_in, optimizers=options.optimizer)
     _rename(checkpoint, options.naming)
     if options.optimizer_keys == "id":
         staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
         checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
     checkpoint = plain.of(_as_saved(checkpoint, options.naming))
-    archive = torchfile.Archive(checkpoint, lambda tensor: keys[id(tensor)])
+    archive = torch_archive.TorchFileLayout(checkpoint, lambda tensor: keys[id(tensor)])
     return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
 
 
-def write_torch(source: Source, planned: TorchFile, file: File, advance: Callable[[int], object]) -> None:
-    """Fill the file."""
-    fill(file, planned.regions, source.tensors, planned.archive.head, advance)
-    fill(file, [planned.archive.end()], source.tensors, None, lambda nbytes: None)
+def write_torch(
+    source: Source,
+    planned: TorchFile,
+    file: File,
+    advance: Callable[[int], object],
+    *,
+    tuning: Tuning = TUNING,
+) -> None:
+    """Fill the file, and tell ``advance`` of the bytes of tensors as they are written."""
+    fill(file, planned.regions, source.tensors, planned.archive.head, advance, tuning=tuning)
+    fill(file, [planned.archive.end()], source.tensors, None, lambda nbytes: None, tuning=tuning)
 
 
 def _converted(source: Source, options: Options, region: Region) -> Region:
@@ -90,7 +99,7 @@ def _converted(source: Source, options: Options, region: Region) -> Region:
 
 
 def _as_saved(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
-    """With the keys of the state that was saved, where the names still tell which module they are of."""
+    """Return the state with the keys it was saved under, where the names still tell which module they are of."""
     if not is_told_apart(checkpoint):
         return {key: value for key, value in checkpoint.items() if key != KEYS}
     if naming.changes_something:  # modules of which nothing is taken are not there
@@ -129,7 +138,7 @@ def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
 
 
 def _numbered(optimizer: dict[str, Any], staged: bool) -> dict[str, Any]:
-    """The same as torch's ``Optimizer.state_dict`` has it: parameters numbered in the order of their groups."""
+    """Return the state as torch's ``Optimizer.state_dict`` has it: parameters numbered in the order of their groups."""
     if not optimizer:  # a Trainer's without one
         return optimizer
     params = [group["params"] for group in optimizer["param_groups"]]
@@ -143,7 +152,7 @@ def _numbered(optimizer: dict[str, Any], staged: bool) -> dict[str, Any]:
 
 
 def in_order_of_layers(params: list[str]) -> list[str]:
-    """What pipeline stages stored one after the other, in the order of the model: its layers ascend where they are.
+    """Return what pipeline stages stored one after the other in the model's order: its layers ascend where they are.
 
     >>> in_order_of_layers(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "layers.3.w", "head"])
     ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head']

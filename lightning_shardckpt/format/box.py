@@ -1,4 +1,4 @@
-"""What is a piece of a tensor? A box: a half-open, axis-aligned region in global coordinates.
+"""Boxes: half-open, axis-aligned regions of tensors in global coordinates.
 
 Pure integers. Nothing here knows of ranks, files or dtypes.
 """
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def corners(shape: Shape) -> Iterator[Shape]:
-    """Every index of an array of ``shape``, in order; ``itertools.product`` would list all of each dim first.
+    """Yield every index of an array of ``shape``, in order; ``itertools.product`` would list all of each dim first.
 
     >>> list(corners((2, 2)))
     [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -69,11 +69,11 @@ class Box:
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def within(self, outer: Box) -> Box:
-        """This box in the coordinates of ``outer``, whose own corner becomes the origin."""
+        """Return this box in the coordinates of ``outer``, whose own corner becomes the origin."""
         return Box(tuple(map(sub, self.start, outer.start)), tuple(map(sub, self.stop, outer.start)))
 
     def shift(self, by: Shape) -> Box:
-        """This box moved by ``by`` elements per dim."""
+        """Return this box moved by ``by`` elements per dim."""
         return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
     def runs(self, shape: Shape) -> Iterator[tuple[int, int]]:
@@ -99,10 +99,10 @@ class Box:
 
 
 def uncovered(shape: Shape, boxes: Iterable[Box]) -> str | None:
-    """None where the boxes cover a tensor of ``shape`` exactly once, else what is wrong, as a sentence.
+    """Return None where the boxes cover a tensor of ``shape`` exactly once, else what is wrong, as a sentence.
 
-    Sweeps along the dim with the most cuts, and compares pairwise only boxes that lie side by side there, so the usual
-    cut along one dim costs a sort.
+    Sweeps along the dim with the most boundaries, and compares pairwise only boxes that lie side by side there, so the
+    usual sharding along one dim costs a sort.
     """
     whole, seen, total = Box.whole(shape), [b for b in boxes if b.numel], 0
     for box in seen:

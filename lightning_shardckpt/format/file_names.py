@@ -1,4 +1,4 @@
-"""What is known of a checkpoint's files before they are opened, and how is that written down for many ranks? Pure.
+"""Names, sizes and checksums of a checkpoint's files, and how they are written down for many ranks. Pure.
 
 In large worlds nearly all of the root index would be the names of files that every rank has one of. They follow from
 the rank, so a list of sizes and checksums says as much: about half of the bytes.
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_shardckpt.header import check_digest, check_file_name, check_size, shown
-from lightning_shardckpt.layout import as_holders
+from lightning_shardckpt.format.layout import as_holders
+from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_size, shown
 
 _BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
@@ -32,7 +32,7 @@ def file_info(name: Any, nbytes: Any, digest: Any) -> FileInfo:
 
 
 def shard_file_name(component: str, rank: int, number: int) -> str:
-    """Name of a rank's shard file; numbers count from 1.
+    """Return the name of a rank's shard file; numbers count from 1.
 
     >>> shard_file_name("model", 3, 1)
     'model-dist-00003-shard-00001.safetensors'
@@ -41,12 +41,12 @@ def shard_file_name(component: str, rank: int, number: int) -> str:
 
 
 def rank_index_name(component: str, rank: int) -> str:
-    """Name of the index that a rank writes for a component."""
+    """Return the name of the index that a rank writes for a component."""
     return f"{component}-meta-dist-{rank:05d}.index.json"
 
 
 def document_name(stem: str, rank: int) -> str:
-    """Name of a document that a rank writes.
+    """Return the name of a document that a rank writes.
 
     >>> document_name("trainer-state", 3)
     'trainer-state-dist-00003.json'
@@ -81,7 +81,7 @@ def to_columns(files: Mapping[int, FileInfo]) -> dict[str, Any]:
 
 
 def from_columns(value: Any, name_of: Callable[[int], str], world: int) -> dict[int, FileInfo]:
-    """What ``to_columns`` was given. Raises ValueError for anything else."""
+    """Return what ``to_columns`` was given. Raises ValueError for anything else."""
     edges = [check_size(edge) for pair in value["ranks"] for edge in (*pair,)]
     if edges != sorted(set(edges)) or len(edges) % 2 or (edges and edges[-1] > world):
         raise ValueError(f"ranks {shown(value['ranks'])} in a world of {world}")

@@ -1,7 +1,6 @@
-"""What does a checkpoint say of itself? The root index and the per-rank indexes, as values and as JSON.
+"""The root index and the per-rank indexes as JSON: what is written, and how what others wrote is checked.
 
-The root index holds layouts, not lists: of every tensor its dtype, global shape and layout. Which rank wrote which
-box follows by arithmetic (``plan.py``); where in which file a box lies is in the index of the rank that wrote it.
+Whatever is wrong in a file becomes a FormatError that names the file; see FORMAT.md for the rules.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.files import (
-    FileInfo,
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import (
     document_name,
     documents_by_rank,
     file_info,
@@ -24,109 +23,30 @@ from lightning_shardckpt.files import (
     rank_index_name,
     to_columns,
 )
-from lightning_shardckpt.header import (
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankIndex, RootIndex, ShardEntry, TensorSpec
+from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
+from lightning_shardckpt.format.strict_json import check_json_size, parse_json, texts
+from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
-    Stored,
     bytes_in,
     check_digests,
     check_dtype,
     check_file_name,
-    check_json_size,
     check_save_id,
     check_shape,
     check_size,
     check_text,
-    checksum,
-    parse_json,
     shown,
-    texts,
 )
-from lightning_shardckpt.layout import MAX_RANKS, Axis, Cut, Holders, Layout
 
 FORMAT = "lightning-shardckpt"
 VERSION = 2
 """The highest that is read. What has the same words in version 1 is written as that."""
 MANY_RANKS = 256
 """Worlds of more have a root index of version 2, which does not repeat names that follow from the rank."""
-ROOT_NAME = "checkpoint.index.json"
-MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
 COMPONENTS = ("model", "optimizer", "trainer")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor as all ranks know it. ``pinned``: the lowest holder of a shard writes it, since replicas may differ."""
-
-    dtype: str
-    shape: Shape
-    layout: Layout
-    holders: Holders
-    pinned: bool = False
-
-
-class ShardEntry(NamedTuple):
-    """One written box: its ``nbytes`` bytes in a file, and a checksum of every ``block`` bytes of them."""
-
-    box: Box
-    global_shape: Shape
-    dtype: str
-    file: str
-    begin: int
-    block: int
-    nbytes: int
-    checksums: tuple[str, ...]
-
-    @property
-    def stored(self) -> Stored:
-        """What the header of the file must say of it; C128 is stored as pairs of F64."""
-        pairs = self.dtype == "C128"
-        dtype, shape = ("F64", (*self.box.shape, 2)) if pairs else (self.dtype, self.box.shape)
-        return Stored(dtype, shape, self.begin, self.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class RankIndex:
-    """What one rank wrote of one component."""
-
-    save_id: str
-    component: str
-    rank: int
-    files: dict[str, FileInfo]
-    shards: dict[str, tuple[ShardEntry, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """The tensors of a part of the state, names that share a tensor, and the index of each rank that wrote some."""
-
-    tensors: dict[str, TensorSpec]
-    aliases: dict[str, str] = field(default_factory=dict)
-    indexes: dict[int, FileInfo] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RootIndex:
-    """The whole checkpoint. ``documents`` are JSON files with the state that is not tensors.
-
-    ``mirror`` are files with the model a second time, as Hugging Face has it; of those with tensors, the checksum is
-    that of the header. ``prefix`` is what stands before the names of all other files where they are stored.
-    """
-
-    save_id: str
-    world_size: int
-    components: dict[str, Component]
-    documents: dict[str, FileInfo]
-    step: int | None = None
-    epoch: int | None = None
-    topology: dict[str, int] = field(default_factory=dict)
-    software: dict[str, str] = field(default_factory=dict)
-    mirror: dict[str, FileInfo] = field(default_factory=dict)
-    prefix: str = ""
-
-
-# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _text(value: Any) -> str:
@@ -181,7 +101,7 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
 
 @dataclass(frozen=True, slots=True)
 class TablesText:
-    """What the root index says of the tensors, as JSON: the same for all saves of the same tensors."""
+    """The JSON of the tensors in a root index: the same for all saves of the same tensors."""
 
     layouts: str
     components: dict[str, str]
@@ -389,7 +309,7 @@ def _component(
 
 def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
     axes = tuple(Axis(check_text(name), check_size(size), check_size(stride)) for name, size, stride in item["axes"])
-    cuts = tuple(Cut(check_size(axis), check_size(dim), check_size(blocks)) for axis, dim, blocks in item["cuts"])
+    cuts = tuple(DimShard(check_size(axis), check_size(dim), check_size(blocks)) for axis, dim, blocks in item["cuts"])
     holders = tuple((check_size(a), check_size(b)) for a, b in item["holders"])
     edges = [0, *(edge for pair in holders for edge in pair), world]
     if not holders or edges != sorted(edges) or any(a == b for a, b in holders):

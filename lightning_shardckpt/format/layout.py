@@ -1,8 +1,8 @@
-"""How does a mesh cut a tensor? (shape, layout, rank) -> the boxes of that rank, and who holds which shard.
+"""Layouts, how a mesh shards a tensor: (shape, layout, rank) -> the boxes of that rank, and who holds which shard.
 
 The only place that knows the arithmetic of FSDP, HSDP and tensor parallelism. A layout holds for every rank of the
 world at once, so ranks need not exchange what they hold, and nothing here lists the world: cost follows what is asked.
-Pure integers; what a placement of torch means is translated into cuts by ``state.geometry``.
+Pure integers; what a placement of torch means is translated by ``state.dtensor_layout``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import pairwise, product
 from math import prod
 from typing import SupportsIndex, overload
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.format.box import Box, Shape
 
 Holders = tuple[tuple[int, int], ...]
 """Ascending, disjoint rank ranges ``[start, stop)``: who has a tensor."""
@@ -36,11 +36,11 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimShard:
     """A tensor dim divided over a mesh axis, as ``torch.chunk`` divides: ceil-sized parts, the last short or empty.
 
     With ``blocks`` > 1 the dim is divided into that many blocks first and the rank takes its part of every block
-    (a fused projection sharded by heads); its parts lie one behind the other in its memory.
+    (a fused projection sharded by heads); its parts lie one after the other in its memory.
     """
 
     axis: int
@@ -50,16 +50,16 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Mesh axes and the cuts along them, in the order in which they apply; axes without a cut hold replicas.
+    """Mesh axes, and how dims are sharded over them, in order of application; an axis with no dim holds replicas.
 
     ``order`` lists the ranks by position where the mesh does not number them consecutively.
 
     Raises:
-        FormatError: if the axes are not the digits of a mixed-radix number, or an axis cuts twice.
+        FormatError: if the axes are not the digits of a mixed-radix number, or an axis shards twice.
     """
 
     axes: tuple[Axis, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[DimShard, ...] = ()
     order: tuple[int, ...] | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -102,13 +102,13 @@ class Layout:
         return tuple(position // axis.stride % axis.size for axis in self.axes)
 
     def shard(self, rank: int) -> Shape:
-        """The coordinates that decide which boxes ``rank`` has, one per cut."""
+        """The coordinates that decide which boxes ``rank`` has, one per entry of ``cuts``."""
         at = self.coordinate(rank)
         return tuple(at[cut.axis] for cut in self.cuts)
 
     @property
     def shards(self) -> Shape:
-        """Number of parts per cut."""
+        """Number of parts of each entry of ``cuts``."""
         return tuple(self.axes[cut.axis].size for cut in self.cuts)
 
 
@@ -147,7 +147,7 @@ def _take(segments: list[_Segment], start: int, stop: int) -> list[_Segment]:
 
 
 def _chunk(segments: list[_Segment], parts: int, index: int) -> list[_Segment]:
-    """Part ``index`` of ``parts``, as torch.chunk cuts."""
+    """Part ``index`` of ``parts``, as torch.chunk splits."""
     total = sum(b - a for a, b in segments)
     size = -(-total // parts)
     return _take(segments, index * size, min((index + 1) * size, total))
@@ -174,9 +174,9 @@ def _joined(segments: list[_Segment]) -> list[_Segment]:
 
 @lru_cache(maxsize=65536)
 def parts_of_shard(layout: Layout, shape: Shape, shard: Shape) -> tuple[Part, ...]:
-    """The boxes of a shard (one coordinate per cut) of a tensor, non-empty ones only.
+    """The boxes of a shard (one coordinate per entry of ``cuts``) of a tensor, non-empty ones only.
 
-    Several where a cut has blocks. The whole box for a tensor that nothing cuts, even an empty one.
+    Several where a ``DimShard`` has blocks. The whole box for a tensor that is not sharded, even an empty one.
     """
     if not layout.cuts:
         return (Part(Box.whole(shape), (0,) * len(shape)),)
@@ -221,7 +221,7 @@ def shards_meeting(layout: Layout, shape: Shape, box: Box) -> Iterator[Shape]:
 
 
 def _meeting(segments: list[_Segment], cuts: list[tuple[int, int]], low: int, high: int) -> list[Shape]:
-    """Coordinates along the cuts (blocks, parts) of one dim whose segments meet ``[low, high)``."""
+    """Coordinates along the shardings (blocks, parts) of one dim whose segments meet ``[low, high)``."""
     if not cuts:
         return [()]
     (blocks, parts), runs = cuts[0], set[_Segment]()  # of coordinates; most blocks give the same one
@@ -272,7 +272,7 @@ class _Lattice(Sequence[int]):
         raise IndexError(index)
 
     def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        """How many of the ranks come before ``value``, which is one of them."""
+        """Return how many of the ranks come before ``value``, which is one of them."""
         return sum(
             min(_below(self._digits, value), below_b) - below_a
             for (a, _), (below_a, below_b) in zip(self._holders, self._before, strict=True)
@@ -281,7 +281,7 @@ class _Lattice(Sequence[int]):
 
 
 def _below(digits: tuple[_Digit, ...], stop: int) -> int:
-    """How many of the numbers ``0 … stop - 1`` have these digits, given coarse to fine."""
+    """Return how many of the numbers ``0 … stop - 1`` have these digits, given coarse to fine."""
     if not digits:
         return stop
     (stride, size, at), finer = digits[0], digits[1:]

@@ -1,4 +1,4 @@
-"""Who writes which box, and who reads which bytes? Pure functions of the tensors' specs; no exchange between ranks.
+"""Plan who writes which box and who reads which bytes: pure functions of the tensors' specs, without any exchange.
 
 The choice of the writer is part of the format (FORMAT.md, "Writers"): a loader repeats it to know whose index to open.
 """
@@ -13,11 +13,12 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import DTYPE_BYTES, checksum, shown
-from lightning_shardckpt.index import MAX_BLOCK_BYTES, Component, TensorSpec
-from lightning_shardckpt.layout import Holders, Layout, Part, parts_of_shard, replicas, shards_meeting, unheld
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
+from lightning_shardckpt.format.layout import Holders, Layout, Part, parts_of_shard, replicas, shards_meeting, unheld
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
 
 SPLIT_BYTES = 16 * 1024
 """A shard is divided among its replicas where each gets at least this much; a smaller one goes to one replica."""
@@ -43,7 +44,7 @@ class Piece:
 
 
 def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
-    """For every tensor the replica that writes each shard of it, by position among its replicas; None: all share.
+    """Choose for every tensor the replica that writes each shard, by position among its replicas; None: all share.
 
     Tensors of one layout that are not shared are dealt, the largest first, to the replica with the fewest bytes so
     far, by nominal size (global bytes / number of shards), so that every rank gets the same answer whatever its own
@@ -80,7 +81,7 @@ def _nominal_bytes(spec: TensorSpec) -> int:
 
 
 def _replica_count(spec: TensorSpec) -> int:
-    """How many ranks hold the shard of the lowest holder; in a proper mesh, every shard has as many."""
+    """Return how many ranks hold the shard of the lowest holder; in a proper mesh, every shard has as many."""
     return len(replicas(spec.layout, spec.holders, spec.layout.shard(spec.holders[0][0])))
 
 
@@ -186,7 +187,7 @@ def table_digest(tables: Mapping[str, Component]) -> str:
 
 @lru_cache(maxsize=16384)
 def filled_shards(layout: Layout, shape: Shape) -> int:
-    """How many shards of a tensor have elements, counted without listing them."""
+    """Return how many shards of a tensor have elements, counted without listing them."""
     lengths = [{n: 1} for n in shape]
     for cut in layout.cuts:
         found: dict[int, int] = {}
@@ -198,7 +199,7 @@ def filled_shards(layout: Layout, shape: Shape) -> int:
 
 
 def _piece_lengths(length: int, blocks: int, parts: int) -> list[tuple[int, int]]:
-    """What ``_cut`` leaves of ``length`` indices at each of the ``parts`` coordinates: (length, how many have it)."""
+    """Return what ``_cut`` leaves of ``length`` indices at each of ``parts`` coordinates: (length, their number)."""
     block = max(-(-length // blocks), 1)
     kinds = [(block, length // block), (length % block, 1)]  # of blocks: (length, how many)
     sizes = [max(-(-n // parts), 1) for n, _ in kinds]
@@ -259,7 +260,7 @@ def check_cover(component: str, tensors: Tensors) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a loader needs of one stored box: the common region, and where that lies in the loader's local tensor."""
+    """The part of a stored box that a loader needs, and where it lies in the loader's local tensor."""
 
     writer: int
     stored: Box

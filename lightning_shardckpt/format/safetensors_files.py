@@ -1,4 +1,4 @@
-"""How are whole tensors laid out in files of safetensors? Names, headers and offsets; no I/O.
+"""Lay whole tensors out in safetensors files: names, headers and offsets; no I/O.
 
 Such files are read by the safetensors library: its list of dtypes is shorter than ours, and a header that it would
 refuse is refused here.
@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import DTYPE_BYTES, bytes_in, check_text
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, NamedTensor, build_header
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors library, 0.8
 _ALIGNMENT = 64  # of the first tensor: what maps the file uses it in place
@@ -21,7 +22,7 @@ _NAME_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class OutputTensor:
     """A tensor to write: component and key of the stored one that it is from, and which box of it, if not all."""
 
     name: str
@@ -32,53 +33,46 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
+        """The file's length in bytes."""
         return bytes_in(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
+class OutputFile:
     """A file: its header, and the tensors in the order in which they lie in it, each with where it begins."""
 
     name: str
     header: bytes
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[OutputTensor, ...]
     begins: tuple[int, ...]
 
 
-def container(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Container:
+def container(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
     """The layout of one file; the largest elements come first, so that every tensor is aligned.
 
     Raises:
         FormatError: naming a tensor that safetensors cannot hold.
     """
     tensors = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
-    offset, rows, begins = 0, dict[str, object](), list[int]()
-    for tensor in tensors:
-        if tensor.dtype == "C128":
-            raise FormatError(f"{tensor.name!r} is complex128, which safetensors lacks; exclude it, or write for torch")
-        if tensor.name == "__metadata__":
-            raise FormatError("no tensor can be called '__metadata__': safetensors keeps the name for itself")
-        end = offset + tensor.nbytes
-        rows[check_text(tensor.name)] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
-        begins.append(offset)
-        offset = end
-    text = json.dumps({"__metadata__": dict(metadata), **rows}, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise FormatError(f"{name}: a header of {len(text)} bytes is more than safetensors reads; use split 'chunks'")
-    header = len(text).to_bytes(8, "little") + text
-    return Container(name, header, tuple(tensors), tuple(len(header) + begin for begin in begins))
+    wrong = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
+    if wrong is not None:
+        raise FormatError(f"{wrong!r} is complex128, which safetensors lacks; exclude it, or write for torch")
+    named = [NamedTensor(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    header, begins = build_header(named, metadata, alignment=_ALIGNMENT)
+    nbytes = len(header) - LENGTH_BYTES
+    if nbytes > _MAX_HEADER_BYTES:
+        raise FormatError(f"{name}: a header of {nbytes} bytes is more than safetensors reads; use split 'chunks'")
+    return OutputFile(name, header, tuple(tensors), begins)
 
 
-def chunks(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
+def chunks(tensors: Iterable[OutputTensor], limit: int) -> list[list[OutputTensor]]:
     """Tensors in their order, in groups of at most ``limit`` bytes; a larger one is a group of its own.
 
-    >>> def sized(n): return Tensor(str(n), "U8", (n,), ("model", "x"))
+    >>> def sized(n): return OutputTensor(str(n), "U8", (n,), ("model", "x"))
     >>> [[t.name for t in group] for group in chunks(map(sized, (3, 4, 20, 5)), 8)]
     [['3', '4'], ['20'], ['5']]
     """
-    found: list[list[Tensor]] = []
+    found: list[list[OutputTensor]] = []
     size = 0
     for tensor in tensors:
         if not found or (size + tensor.nbytes > limit and size > 0):
@@ -90,7 +84,7 @@ def chunks(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
 
 
 def chunk_names(stem: str, count: int) -> list[str]:
-    """Names of the files of a model or an optimizer, as Hugging Face has them.
+    """Return the names of the files of a model or an optimizer, as Hugging Face has them.
 
     >>> chunk_names("model", 1), chunk_names("model", 2)
     (['model.safetensors'], ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
@@ -113,7 +107,7 @@ def file_name(stem: str, tensor: str) -> str:
     return name
 
 
-def index_json(containers: Sequence[Container]) -> bytes:
+def index_json(containers: Sequence[OutputFile]) -> bytes:
     """The content of the index of several files: which tensor is where, and all their bytes."""
     weight_map = {tensor.name: one.name for one in containers for tensor in one.tensors}
     total = sum(tensor.nbytes for one in containers for tensor in one.tensors)

@@ -1,9 +1,8 @@
-"""From an ordinary module to one that is cut over the mesh: the whole story in call order."""
+"""Shard an ordinary module over the mesh: all steps, in call order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.dynamo import compiled_from
+from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.cutting import PipelineRecipe, Stages, cut_stages
-from lightning_shardckpt.parallel.fsdp import choose_units, fsdp_modules, has_own_parameters, other_units, reshard
-from lightning_shardckpt.parallel.gradients import GradientSync
-from lightning_shardckpt.parallel.materialize import (
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.deferred_init.materialize import (
     CopySlice,
     FirstValues,
     Value,
@@ -29,29 +27,35 @@ from lightning_shardckpt.parallel.materialize import (
     retie,
     unfilled,
 )
-from lightning_shardckpt.parallel.mesh import Meshes
-from lightning_shardckpt.parallel.names import (
-    clean_fqn,
+from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, StagedModule, split_into_stages
+from lightning_shardckpt.parallel.pipeline.runner import Pipeline
+from lightning_shardckpt.parallel.sharding.fqn import (
     named_modules,
     own_parameters,
     parameter_names,
     select_modules,
     tied_state,
 )
-from lightning_shardckpt.parallel.pipeline import Pipeline
-from lightning_shardckpt.parallel.sharding.held import HeldGradients
-from lightning_shardckpt.parallel.sharding.parameters import hand_over, shard_parameters
-from lightning_shardckpt.parallel.sharding.peers import peers_of
-from lightning_shardckpt.parallel.sharding.step_cache import step_cache
+from lightning_shardckpt.parallel.sharding.fsdp import (
+    choose_units,
+    fsdp_modules,
+    has_own_parameters,
+    reshard,
+    units_around,
+)
+from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
+from lightning_shardckpt.parallel.sharding.mesh import Meshes
+from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.sharding.units import Unit, make_unit
-from lightning_shardckpt.parallel.stage_optimizer import show_all_stages, user_code
-from lightning_shardckpt.parallel.tensor import Plan, TensorPlan, apply_plan, resolve_plan
-from lightning_shardckpt.parallel.unknown import Unknown
+from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
+from lightning_shardckpt.parallel.tensors.peers import peers_of
+from lightning_shardckpt.parallel.tensors.step_cache import step_cache
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a module is to be cut; the arguments of ``ShardedStrategy`` that say so."""
+    """Instructions for sharding a module; the arguments of ``ShardedStrategy`` that give them."""
 
     tensor_parallel_plan: Plan = "auto"
     fsdp_units: Sequence[str] | None = None
@@ -61,7 +65,7 @@ class Recipe:
     pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
 
     def keeps_gathered(self, meshes: Meshes) -> bool:
-        """Whether FSDP keeps parameters gathered between passes: by default where there are many, in pipelines."""
+        """Return whether FSDP keeps parameters gathered between passes; by default in pipelines, with many passes."""
         if self.reshard_after_forward is None:
             return meshes.topology.pipeline > 1
         return not self.reshard_after_forward
@@ -69,7 +73,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class ShardedModule:
-    """A module that was cut, and what its users need to know.
+    """A module that was sharded, and what its users need to know.
 
     Attributes:
         root: the module.
@@ -101,7 +105,7 @@ class ShardedModule:
             return step()
 
     def holds(self, root: nn.Module) -> bool:
-        """Whether ``root`` has the parameters that were cut; False if it was built anew since.
+        """Return whether ``root`` has the parameters that were sharded; False if it was built anew since.
 
         Raises:
             TopologyError: if it has some of them and others.
@@ -119,7 +123,7 @@ class ShardedModule:
 
 
 def is_parallel(root: nn.Module) -> bool:
-    """Whether somebody (the user, in ``configure_model``) already cut ``root``."""
+    """Return whether somebody (the user, in ``configure_model``) already sharded ``root``."""
     return any(isinstance(p, DTensor) for p in root.parameters()) or any(True for _ in fsdp_modules(root))
 
 
@@ -134,12 +138,22 @@ def shard(
     loaded: Collection[str] = (),
     is_called: bool = False,
 ) -> ShardedModule:
-    """Cut ``root`` in place, unless the user already did, and give it its first values.
+    """Shard ``root`` in place, unless the user already did, and give it its first values.
 
-    ``values`` knows the first values of parameters on the meta device. ``loaded``: clean FQNs of parameters and buffers
-    that the caller will fill; none is computed for them. ``is_called``: whether ``root`` itself will be, and not only
-    modules inside it.
     Collective: every rank of the world must call it.
+
+    Args:
+        root: the module, whole; on the meta device where it has no memory yet.
+        meshes: the device meshes of this process.
+        recipe: how to shard.
+        device: where the module runs.
+        values: knows the first values of parameters on the meta device.
+        copy_slice: copies this rank's slice of a whole value into a parameter.
+        loaded: clean FQNs of parameters and buffers that the caller will fill; no value is computed for them.
+        is_called: whether ``root`` itself will be called, and not only modules inside it.
+
+    Raises:
+        TopologyError: if ``root`` cannot be sharded or pipelined so, saying what to change.
     """
     names = parameter_names(root)
     ties = [tie for tie in names if len(tie) > 1]
@@ -151,8 +165,8 @@ def shard(
             f"{type(root).__name__} cuts itself in configure_model; ShardedStrategy must do that to pipeline it. Give "
             "a tensor_parallel_plan and fsdp_units instead."
         )
-    stages = cut_stages(root, meshes, recipe.pipeline, device)
-    plan, held = TensorPlan(), HeldGradients()
+    stages = split_into_stages(root, meshes, recipe.pipeline, device)
+    plan, unreduced = TensorPlan(), UnreducedGradients()
     home = torch.device("cpu") if recipe.cpu_offload else device
     skip, slots, buffers = unfilled(root, loaded)
     first_values: Iterable[Value] = ()
@@ -160,14 +174,14 @@ def shard(
         plan = _cut_tensors(root, meshes, recipe, ties)
         units, recomputed = _choose(root, recipe)
         if stages is not None:
-            stages.hollow_out(root)
+            stages.drop_other_stages(root)
         first_values = values.replay(root, skip_foreign=True, skip=skip) if values is not None else ()
         _shard_parameters(root, meshes, plan, home)
-        _make_units(root, meshes, recipe, units, recomputed, held, device, is_called=is_called)
+        _make_units(root, meshes, recipe, units, recomputed, unreduced, device, is_called=is_called)
     elif values is not None:
         first_values = values.replay(root, skip_foreign=True, skip=skip)
     _materialize(root, ties, home, device)
-    here = {(id(module), name) for module in root.modules() for name in module._parameters}
+    here = {(id(module), name) for module in root.modules() for name in parameter_slots(module)}
     slots = [(m, n) for m, n in slots if (id(m), n) in here or values is None or not values.knows(m, n)]
     fill(slots, first_values, copy_slice)
     fill_buffers(root, buffers)
@@ -175,7 +189,7 @@ def shard(
     here_now = {old: after[name] for name, old in before.items() if name in after}  # a tied one may be elsewhere, too
     for old in dict.fromkeys(before.values()):
         hand_over(old, here_now.get(old))
-    return _record(root, meshes, recipe, plan, stages, names, state, before, held, device)
+    return _record(root, meshes, recipe, plan, stages, names, state, before, unreduced, device)
 
 
 def _record(
@@ -183,17 +197,17 @@ def _record(
     meshes: Meshes,
     recipe: Recipe,
     plan: TensorPlan,
-    stages: Stages | None,
+    stages: StagedModule | None,
     names: list[list[str]],
     state: tuple[frozenset[str], tuple[tuple[str, ...], ...]],
     before: dict[str, nn.Parameter],
-    held: HeldGradients,
+    unreduced: UnreducedGradients,
     device: torch.device,
 ) -> ShardedModule:
     after = dict(root.named_parameters(remove_duplicate=False))
     clean = [[clean_fqn(name) for name in tie] for tie in names]
     shared = stages.shared_parameters(after, names) if stages is not None else []
-    gradients = GradientSync(root, meshes, device, held, partial=_partial_names(root, plan), shared=shared)
+    gradients = GradientSync(root, meshes, device, unreduced, partial=_partial_names(root, plan), shared=shared)
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     replaced = {old: after[name] for name, old in before.items() if name in after}
@@ -216,65 +230,6 @@ def _record(
     )
 
 
-def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
-    """Make an optimizer that was built before the module was cut hold the parameters that the module has now.
-
-    Raises:
-        TopologyError: if it holds a parameter that the module never had.
-    """
-    known = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
-    live = set(known.values())
-    for index, group in enumerate(optimizer.param_groups):
-        with user_code():  # if it was rebound before
-            given = [p for p in group["params"] if not is_placeholder(p)]
-        strangers = [p for p in given if p not in live and p not in known]
-        if strangers:
-            raise TopologyError(
-                f"param group {index} of {type(optimizer).__name__} holds {len(strangers)} parameters that are not in "
-                f"the module (first shape: {tuple(strangers[0].shape)}). Build the optimizer from the module's "
-                "parameters: in configure_optimizers, from self.parameters()."
-            )
-        group["params"] = [known.get(p, p) for p in given]
-    for old, new in known.items():
-        if new is not old and old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
-    for unknown in [p for p in optimizer.state if isinstance(p, Unknown)]:
-        del optimizer.state[unknown]
-    if module.pipeline is not None:
-        show_all_stages(optimizer)
-
-
-@contextmanager
-def empty_optimizers_allowed() -> Iterator[None]:
-    """Inside, an optimizer may be built for a stage that has none of its parameters; torch refuses an empty list.
-
-    It gets a placeholder, which `rebind_optimizer` removes.
-    """
-    original = Optimizer.__init__
-
-    def initialise(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        if not isinstance(params, Tensor | dict):
-            params = list(params) or [_placeholder()]
-        original(optimizer, params, defaults)
-
-    Optimizer.__init__ = initialise  # type: ignore[method-assign,assignment]  # restored below
-    try:
-        yield
-    finally:
-        Optimizer.__init__ = original  # type: ignore[method-assign]
-
-
-def _placeholder() -> nn.Parameter:
-    parameter = nn.Parameter(torch.empty(0), requires_grad=False)
-    parameter.__dict__["_shardckpt_placeholder"] = True
-    return parameter
-
-
-def is_placeholder(parameter: Tensor) -> bool:
-    """Whether it stands for the parameters that a stage does not have."""
-    return "_shardckpt_placeholder" in parameter.__dict__
-
-
 def _cut_tensors(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:
     if meshes.topology.tensor == 1:
         return TensorPlan()
@@ -285,7 +240,7 @@ def _cut_tensors(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[lis
 
 
 def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The FSDP units and the modules whose activations are recomputed, of the whole module."""
+    """Return the FSDP units and the modules whose activations are recomputed, of the whole module."""
     modules = named_modules(root)
     units = choose_units(root, recipe.fsdp_units)
     checkpointed = recipe.activation_checkpointing
@@ -294,7 +249,7 @@ def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.M
 
 
 def _shard_parameters(root: nn.Module, meshes: Meshes, plan: TensorPlan, home: torch.device) -> None:
-    """Over the data axes, unless neither they nor a tensor axis shard anything: then parameters stay plain."""
+    """Shard over the data axes, unless neither they nor a tensor axis shard anything: then parameters stay plain."""
     topology = meshes.topology
     if topology.tensor == 1 and topology.shard == 1:
         return
@@ -309,20 +264,20 @@ def _make_units(
     recipe: Recipe,
     units: list[nn.Module],
     recomputed: list[nn.Module],
-    held: HeldGradients,
+    unreduced: UnreducedGradients,
     device: torch.device,
     *,
     is_called: bool,
 ) -> None:
-    """Of the modules that this rank's stages hold."""
+    """Make FSDP units of the modules that this rank's stages hold."""
     names = {module: clean_fqn(name) for name, module in root.named_modules()}
-    compiled = {m._orig_mod: m for m in names if type(m).__name__ == "OptimizedModule"}
+    compiled = {original: m for m in names if (original := compiled_from(m)) is not None}
     wrapped = {m for outer in compiled for m in (outer, *outer.modules())} | set(compiled.values())
     peers = peers_of(meshes.root["shard"]) if meshes.topology.shard > 1 else None
     gathers = meshes.topology.pipeline > 1 or any(isinstance(p, DTensor) for p in root.parameters())
     chosen = {module: "reshard" for module in units if module in names}
     if gathers:
-        others = other_units(root, list(chosen), is_called=is_called)
+        others = units_around(root, list(chosen), is_called=is_called)
         chosen |= dict.fromkeys(others.values(), "keep")
         for outer in others.values():
             inside = [m for m in outer.modules() if m not in chosen and has_own_parameters(m)]
@@ -335,7 +290,7 @@ def _make_units(
             names[module],
             peers.register(names[module]) if peers is not None else 0,
             device,
-            held,
+            unreduced,
             reshard=kind == "reshard" and not recipe.keeps_gathered(meshes),
             recompute=module in recomputed,
             inner=kind == "inner",
@@ -366,9 +321,10 @@ def _materialize(root: nn.Module, ties: list[list[str]], device: torch.device, r
 def _move_rest(root: nn.Module, device: torch.device) -> None:
     """Move buffers and plain parameters; sharded ones are where they belong."""
     for module in root.modules():
-        for name, buffer in module._buffers.items():
+        buffers = buffer_slots(module)
+        for name, buffer in buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                buffers[name] = buffer.to(device)
     for parameter in root.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)

@@ -1,39 +1,38 @@
-"""Which stored tensors does Hugging Face's transformers put together, and how?
+"""Convert tensors as Hugging Face's transformers does when it reads a model's files.
 
 Its models may have other names and other tensors than their files: the experts of a mixture are one tensor in memory
 and one for each expert in files. transformers keeps a list of such conversions for each model. Renaming is asked of it;
-stacking, joining and cutting along the first dim are done here on boxes of bytes, without reading one.
+stacking, joining and splitting along the first dim are done here on boxes of bytes, without reading one.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from lightning_shardckpt.box import Box
-from lightning_shardckpt.foreign import ForeignBox, ForeignTensor
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.state.model import canonical_name
+from lightning_shardckpt.compat.transformers import Conversion, conversions_of
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor
 
 Pieces = dict[str, list[ForeignTensor]]
 """Tensors by the pattern of their names."""
 
 
 class UnsupportedError(Exception):
-    """A conversion that is more than stacking, joining and cutting; caught where the tensor's name is known."""
+    """A conversion that is more than stacking, joining and splitting; caught where the tensor's name is known."""
 
 
 def hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
     """The outermost models of transformers inside a module, by canonical name, told by what their classes have."""
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
-        name = canonical_name(name)
+        name = clean_fqn(name)
         if any(name.startswith(f"{outer}.") or not outer for outer in found):
             continue
         if isinstance(getattr(type(module), "base_model_prefix", None), str) and hasattr(module, "config"):
@@ -42,29 +41,29 @@ def hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedSource:
     """Stored tensors that become one or more of the model: by the converter's patterns, in order."""
 
-    converter: Any
+    converter: Conversion
     parts: Mapping[str, Sequence[str]]
 
 
 class Conversions:
-    """What transformers does to the names and tensors of a model's files."""
+    """The conversion by transformers of the names and tensors of a model's files."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._transforms = _transforms_of(model)
+        self._steps = conversions_of(model)
         self.prefix: str = getattr(type(model), "base_model_prefix", "")
 
-    def apply(self, stored: Iterable[str], known: Callable[[str], bool]) -> dict[str, str | Joined]:
+    def apply(self, stored: Iterable[str], known: Callable[[str], bool]) -> dict[str, str | JoinedSource]:
         """Name in the model → stored name, or what is joined for it; ``known``: whether the model has a name.
 
         Names that the model does not have are given as they are stored.
         """
-        renamings = [t for t in self._transforms if not hasattr(t, "operations")]
-        converters = [t for t in self._transforms if hasattr(t, "operations")]
-        found: dict[str, str | Joined] = {}
-        joined: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+        renamings = [step for step in self._steps if not isinstance(step, Conversion)]
+        converters = [step for step in self._steps if isinstance(step, Conversion)]
+        found: dict[str, str | JoinedSource] = {}
+        joined: dict[str, tuple[Conversion, dict[str, list[str]]]] = {}
         for name in sorted(stored, key=_natural):
             new = name
             for renaming in renamings:
@@ -77,7 +76,7 @@ class Conversions:
             else:
                 full = self.placed(new, known) or self.placed(name, known)
                 found.setdefault(full if full is not None else name, name)
-        return found | {name: Joined(converter, parts) for name, (converter, parts) in joined.items()}
+        return found | {name: JoinedSource(converter, parts) for name, (converter, parts) in joined.items()}
 
     def placed(self, name: str, known: Callable[[str], bool]) -> str | None:
         """The name with or without the prefix of the base model, as the model has it."""
@@ -85,22 +84,14 @@ class Conversions:
         return next((n for n in (name, bare, f"{self.prefix}.{name}") if known(n)), None)
 
 
-def _transforms_of(model: nn.Module) -> list[Any]:
-    if "transformers" not in sys.modules:
-        return []
-    try:
-        found: Any = import_module("transformers.conversion_mapping")
-    except ImportError:  # transformers before 5: files are as models are
-        return []
-    return list(found.get_model_conversion_mapping(model))
-
-
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sorts "layers.10" behind "layers.9"."""
+    """A key that sorts "layers.10" after "layers.9"."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
-def joined(converter: Any, parts: Mapping[str, Sequence[ForeignTensor]], target: str) -> dict[str, ForeignTensor]:
+def joined(
+    converter: Conversion, parts: Mapping[str, Sequence[ForeignTensor]], target: str
+) -> dict[str, ForeignTensor]:
     """The tensors of the model that a conversion makes, by name; ``target``: the first of them.
 
     Raises:
@@ -144,7 +135,7 @@ _OPERATIONS: dict[str, Callable[[Pieces, Any, list[str], list[str]], Pieces]] = 
 
 
 def stacked(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
-    """As ``torch.stack``.
+    """Stack tensors as ``torch.stack`` does.
 
     Raises:
         UnsupportedError: if the tensors are not alike.
@@ -160,7 +151,7 @@ def stacked(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
 
 
 def concatenated(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
-    """As ``torch.cat``.
+    """Concatenate tensors as ``torch.cat`` does.
 
     Raises:
         UnsupportedError: if the tensors do not fit together.
@@ -178,10 +169,10 @@ def concatenated(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
 
 
 def chunks(tensor: ForeignTensor, count: int) -> list[ForeignTensor]:
-    """As ``torch.chunk`` along the first dim, of a tensor that lies in one piece.
+    """Split a tensor that lies in one piece, along the first dim, as ``torch.chunk`` does.
 
     Raises:
-        UnsupportedError: if it does not, or cannot be cut so.
+        UnsupportedError: if it does not, or cannot be split so.
     """
     if len(tensor.boxes) != 1 or not tensor.shape or tensor.shape[0] % count:
         raise UnsupportedError(f"Chunk of shape {tensor.shape} into {count}")

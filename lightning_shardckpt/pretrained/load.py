@@ -1,68 +1,48 @@
-"""Weights to begin with, in call order: open → compare → judge; cut the model; read. Each is a ``Ranks.step``."""
+"""Begin with stored weights, in call order: open → compare → judge; shard the model; read. Each is a ``Ranks.step``."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, cast
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from lightning_shardckpt.casting import converts
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.opening import opened
-from lightning_shardckpt.pretrained.fitted import FittedSource
-from lightning_shardckpt.pretrained.fitting import Fit, fit, report
-from lightning_shardckpt.pretrained.names import KeyMapping, limited
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.sources import Source, Target
-from lightning_shardckpt.staging import DTYPES
-from lightning_shardckpt.state.live import load_edited, not_live
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_value, model_leaves, tied_names
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.pretrained.match import Match, fit, limited, report
+from lightning_shardckpt.pretrained.matched_source import MatchedSource
+from lightning_shardckpt.sources.casting import converts
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.open_source import opened
+from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
+from lightning_shardckpt.state.module_io import load_edited, not_live
+from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """What the user said: the arguments ``pretrained…`` of ``ShardedStrategy``."""
+    """The arguments ``pretrained…`` of ``ShardedStrategy``."""
 
     path: str
-    key_mapping: KeyMapping | None = None
+    key_mapping: KeyMapping = field(default_factory=KeyMapping)
     strict: bool = False
 
 
-def imported(key_mapping: KeyMapping | str | None) -> KeyMapping | None:
-    """A key mapping that may be given as the import path of a function.
-
-    Raises:
-        MismatchError: if there is no such function.
-    """
-    if not isinstance(key_mapping, str):
-        return key_mapping
-    module, _, name = key_mapping.replace(":", ".").rpartition(".")
-    try:
-        found: Any = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise MismatchError(
-            f"pretrained_key_mapping: cannot import {key_mapping!r} ({error}); give a dict of regular expression to "
-            "replacement, or the import path of a function from stored names to others"
-        ) from error
-    return cast("KeyMapping", found)
-
-
-class Start:
+class PretrainedStart:
     """A model to be, compared with what is stored; ``names`` of it get their values from there."""
 
-    def __init__(self, source: Source | None, found: Fit | None) -> None:
+    def __init__(self, source: Source | None, found: Match | None) -> None:
         self._source, self._fit = source, found
         self.names = found.names if found is not None else frozenset[str]()
 
     def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
-        """Read what this rank holds of the model that was cut since.
+        """Read what this rank holds of the model that was sharded since.
 
         Collective: every rank of ``ranks`` must call it.
         """
@@ -73,9 +53,9 @@ class Start:
         def read() -> None:
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
-            fitted = FittedSource(source, found, leaves.tensors)
+            fitted = MatchedSource(source, found, leaves.tensors)
             here = [(key, tensor) for key, tensor in leaves.tensors.items() if key in found.names]
-            targets = [Target("model", key, tensor, fresh=True) for key, tensor in here]
+            targets = [ReadTarget("model", key, tensor, fresh=True) for key, tensor in here]
             fitted.verify(targets)
             fitted.fill(targets)
 
@@ -84,8 +64,10 @@ class Start:
 
 
 @contextmanager
-def beginning(wanted: Pretrained | None, module: nn.Module, *, ranks: Ranks, storage: Storage) -> Iterator[Start]:
-    """Compare what is stored with a module that is not cut yet; inside, it may be, and then be filled.
+def beginning(
+    wanted: Pretrained | None, module: nn.Module, *, ranks: Ranks, storage: Storage
+) -> Iterator[PretrainedStart]:
+    """Compare what is stored with a module that is not sharded yet; inside the context it may be, and then be filled.
 
     Collective: every rank of ``ranks`` must enter it. Without ``wanted`` there is nothing to do.
 
@@ -94,10 +76,10 @@ def beginning(wanted: Pretrained | None, module: nn.Module, *, ranks: Ranks, sto
         Exception: what opening it failed with, on all ranks.
     """
     if wanted is None:
-        yield Start(None, None)
+        yield PretrainedStart(None, None)
         return
     with _opened(wanted.path, ranks, storage) as source:
-        found: list[Fit] = []
+        found: list[Match] = []
 
         def compare() -> dict[str, list[str]]:
             found.append(_compared(source, module, wanted.key_mapping))
@@ -107,7 +89,7 @@ def beginning(wanted: Pretrained | None, module: nn.Module, *, ranks: Ranks, sto
         notes = ranks.step(phase, compare, _judging(source.path, strict=wanted.strict))
         for note in notes if ranks.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
-        yield Start(source, found[0])
+        yield PretrainedStart(source, found[0])
 
 
 @contextmanager
@@ -123,12 +105,12 @@ def _opened(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
         yield source
 
 
-def _compared(source: Source, module: nn.Module, key_mapping: KeyMapping | None) -> Fit:
-    """What fits, with all that does not noted."""
-    state = {canonical_name(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
+def _compared(source: Source, module: nn.Module, key_mapping: KeyMapping) -> Match:
+    """Return what fits, with all that does not noted."""
+    state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
     found = fit(source, module, whole, key_mapping)
-    stored = FittedSource(source, found, {}).components()["model"].tensors
+    stored = MatchedSource(source, found, {}).components()["model"].tensors
     for name in sorted(found.names):
         spec, live = stored[name], state[name]
         dtype = DTYPES.get(live.dtype)

@@ -1,4 +1,4 @@
-"""Which tensor of the model comes from which stored ones? Found from names, for the whole model, before it is cut.
+"""Match the tensors of a model with stored ones by name, for the whole model, before it is sharded.
 
 Names of a file are those of the model that was saved, which may be a part of the LightningModule, the base of a model
 with a head, or wrapped since. All ways of fitting are tried; the one that serves most tensors is taken.
@@ -13,33 +13,32 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_shardckpt.compat.transformers import patterns_that_may_be_missing, patterns_that_may_be_unexpected
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.foreign import ForeignTensor, ForeignTensors
-from lightning_shardckpt.formats.plain import PlainSource
-from lightning_shardckpt.formats.source import ForeignSource
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.pretrained.conversion import (
+from lightning_shardckpt.format.clean_fqn import without_peft_layers
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.pretrained.hf_conversion import (
     Conversions,
-    Joined,
+    JoinedSource,
     UnsupportedError,
     hugging_face_models,
     joined,
 )
-from lightning_shardckpt.pretrained.names import (
-    KeyMapping,
-    adapter_names,
-    common_prefix,
-    limited,
-    renamed,
-    without_adapters,
-)
-from lightning_shardckpt.sources import Source
+from lightning_shardckpt.sources.foreign_source import ForeignSource
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
+from lightning_shardckpt.state.peft_names import added_names
+
+_LISTED = 10
+_UNCHANGED = KeyMapping()
 
 
 @dataclass(slots=True)
-class Fit:
-    """What fits what.
+class Match:
+    """Stored tensors matched to the model's.
 
     Attributes:
         stored: name in the model → key of the stored tensor.
@@ -48,6 +47,7 @@ class Fit:
         unexpected: stored names for which the model has none.
         problems: why some that belong together cannot be loaded, a line each.
         apart: names that are tied in the model and stored with several values; the first is taken.
+        idle: entries of the user's mapping that are about no stored name.
     """
 
     stored: dict[str, str] = field(default_factory=dict)
@@ -56,6 +56,7 @@ class Fit:
     unexpected: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,7 +72,7 @@ class _Way:
     """
 
     live: Mapping[str, list[str]]
-    hits: dict[str, str | Joined]
+    hits: dict[str, str | JoinedSource]
     of: str
     model: nn.Module | None = None
 
@@ -80,7 +81,7 @@ class _Way:
         return sum(len(self.live[name]) for name in self.hits)
 
 
-def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMapping | None = None) -> Fit:
+def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMapping = _UNCHANGED) -> Match:
     """Fit what is stored to a model.
 
     Args:
@@ -90,11 +91,13 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
         mapping: of the user, applied to the stored names first.
 
     Raises:
-        MismatchError: if nothing fits, or several parts of the model fit alike.
+        MismatchError: if nothing fits, several parts of the model fit alike, or the mapping cannot be meant so.
     """
     component = source.components().get("model", Component({}))
     keys = {key: key for key in component.tensors} | component.aliases
-    names = renamed(keys, mapping)
+    if wrong := mapping.misunderstood(keys):
+        raise MismatchError("pretrained_key_mapping: " + "\n  ".join(wrong))
+    names = mapping.renamed(keys)
     state = [name for name in whole.state if not is_extra_state(name)]
     ways = list(_ways(names, state, module))
     best = max(ways, key=lambda way: way.score)  # the first of several
@@ -109,11 +112,13 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
             f"no tensor at {source.path!r} has a name that {type(module).__name__} has. Stored are, for example, "
             f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a pretrained_key_mapping."
         )
-    return _fitted(best, {name: keys[old] for name, old in names.items()}, source, whole)
+    found = _fitted(best, {name: keys[old] for name, old in names.items()}, source, whole)
+    found.idle = mapping.unused(keys)
+    return found
 
 
 def _nested(a: str, b: str) -> bool:
-    """Whether one of two module names is the other one or inside it."""
+    """Return whether one of two module names is the other one or inside it."""
     return not a or f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 
@@ -129,23 +134,23 @@ def _ways(names: Mapping[str, str], state: Collection[str], module: nn.Module) -
     theirs = common_prefix(names)
     for prefix in ["", *sorted(ours)]:
         live = _relative(state, prefix)
-        for cut in dict.fromkeys(["", theirs]):
-            yield _Way(live, {n.removeprefix(cut): n for n in names if n.removeprefix(cut) in live}, prefix[:-1])
+        for stored_prefix in dict.fromkeys(["", theirs]):
+            yield _Way(live, {short: n for n in names if (short := n.removeprefix(stored_prefix)) in live}, prefix[:-1])
 
 
 def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:
     """Names below a prefix without it and without traces of PEFT → names in the model."""
     found: dict[str, list[str]] = defaultdict(list)
-    adapters = adapter_names(state)
+    adapters = added_names(state)
     for name in sorted(state):
         if name.startswith(prefix) and name not in adapters:
-            found[without_adapters(name.removeprefix(prefix))].append(name)
+            found[without_peft_layers(name.removeprefix(prefix))].append(name)
     return dict(found)
 
 
-def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeNames) -> Fit:
+def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeNames) -> Match:
     """Follow the way. ``keys``: new name → key of the stored tensor."""
-    found, used = Fit(), set[str]()
+    found, used = Match(), set[str]()
     for relative, where in way.hits.items():
         if isinstance(where, str):
             used.add(where)
@@ -171,15 +176,15 @@ def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeName
             found.made |= dict.fromkeys(tie, found.made[first])
     state = [name for name in whole.state if not is_extra_state(name)]
     later = {name for tie in whole.ties for name in tie[1:]}
-    absent = set(state) - found.names - adapter_names(state) - later
+    absent = set(state) - found.names - added_names(state) - later
     ignored = _ignored(way.model)
     found.missing = sorted(name for name in absent if not ignored[0](name))
     found.unexpected = sorted(name for name in keys if name not in used and not ignored[1](name))
     return found
 
 
-def _parts(where: Joined, keys: Mapping[str, str], source: Source) -> dict[str, list[ForeignTensor]]:
-    if not isinstance(source, ForeignSource | PlainSource):
+def _parts(where: JoinedSource, keys: Mapping[str, str], source: Source) -> dict[str, list[ForeignTensor]]:
+    if not isinstance(source, ForeignSource | TorchFileSource):
         raise UnsupportedError("joining tensors of a sharded checkpoint")
     tensors = source.tensors
     assert isinstance(tensors, ForeignTensors)
@@ -195,20 +200,14 @@ class _Patterns:
 
 
 def _ignored(model: nn.Module | None) -> tuple[_Patterns, _Patterns]:
-    """What a model of transformers does not mind: names that are missing, and unexpected ones."""
+    """Return what a model of transformers does not mind: names that are missing, and unexpected ones."""
     if model is None:
         return _Patterns(()), _Patterns(())
-    buffers = [name for name, _ in model.named_buffers()]
-    unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    # buffers that files have where models had them before: as in transformers' _adjust_missing_and_unexpected_keys
-    for ending, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
-        if any(name.endswith(ending) for name in buffers):
-            unexpected.add(pattern)
-    return _Patterns(set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())), _Patterns(unexpected)
+    return _Patterns(patterns_that_may_be_missing(model)), _Patterns(patterns_that_may_be_unexpected(model))
 
 
-def report(found: Fit, path: str) -> list[str]:
-    """A sentence on what is missing and unexpected, for a warning or an error; none if nothing is."""
+def report(found: Match, path: str) -> list[str]:
+    """A sentence on what is missing, unexpected or without effect, for a warning or an error; none if nothing is."""
     lines = []
     if found.missing:
         listed = "\n  ".join(limited(found.missing))
@@ -221,4 +220,27 @@ def report(found: Fit, path: str) -> list[str]:
         listed = "\n  ".join(limited(found.apart))
         count = len(found.apart)
         lines.append(f"{count} tensors are tied in the model and apart in it; the first is taken:\n  {listed}")
+    if found.idle:
+        listed = "\n  ".join(limited(found.idle))
+        lines.append(f"{len(found.idle)} entries of pretrained_key_mapping are about no name in it:\n  {listed}")
     return [f"pretrained weights at {path!r}: " + "\n".join(lines)] if lines else []
+
+
+def limited(lines: Collection[str], count: int = _LISTED) -> list[str]:
+    """The first lines, and how many more there are."""
+    shown = list(lines)[:count]
+    return shown + ([f"… and {len(lines) - count} more"] if len(lines) > count else [])
+
+
+def common_prefix(names: Collection[str]) -> str:
+    """The components that all names begin with, with a dot after them; never with the last component of a name.
+
+    >>> common_prefix(["net.a.w", "net.b"]), common_prefix(["a.w", "b"])
+    ('net.', '')
+    """
+    if not names:
+        return ""
+    first, last = min(names).split("."), max(names).split(".")
+    count = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    count = min(count, *(len(name.split(".")) - 1 for name in (min(names), max(names))))
+    return "".join(f"{part}." for part in first[:count])

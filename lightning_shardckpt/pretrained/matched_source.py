@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.casting import CastingSource, converts
 from lightning_shardckpt.errors import FormatError, MismatchError
-from lightning_shardckpt.foreign import ForeignTensors
-from lightning_shardckpt.formats.source import ForeignSource
-from lightning_shardckpt.index import Component, TensorSpec
-from lightning_shardckpt.pretrained.fitting import Fit, fit
-from lightning_shardckpt.sources import ShardedSource, Source, Target
-from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.format.index import Component, TensorSpec
+from lightning_shardckpt.pretrained.match import Match, fit
+from lightning_shardckpt.sources.casting import CastingSource, converts
+from lightning_shardckpt.sources.foreign_source import ForeignSource
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
+from lightning_shardckpt.sources.source import ReadTarget, ShardedSource, Source
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.whole import Tensors
+from lightning_shardckpt.state.tensor_bytes import DTYPES
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 
 
 def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames) -> tuple[Source, list[str]]:
@@ -35,7 +35,7 @@ def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNa
         ties = [(key, *(a for a, of in live.aliases.items() if of == key)) for key in set(live.aliases.values())]
         whole = WholeNames(frozenset((*live.tensors, *live.aliases)), tuple(ties))
     found = fit(source, module, whole)
-    fitted = FittedSource(source, found, live.tensors, whole.ties)
+    fitted = MatchedSource(source, found, live.tensors, whole.ties)
     problems = found.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in found.apart]
     return fitted, problems + [f"{name}  in checkpoint only" for name in found.unexpected]
 
@@ -44,7 +44,7 @@ def _no_tensor(key: str) -> torch.Tensor:
     raise FormatError(f"{key!r} is no tensor of the trainer")
 
 
-class FittedSource:
+class MatchedSource:
     """A source as a model wants it: its names, its dtypes, and what is put together for it.
 
     Args:
@@ -55,7 +55,7 @@ class FittedSource:
     """
 
     def __init__(
-        self, source: Source, fit: Fit, live: Mapping[str, torch.Tensor], ties: Iterable[tuple[str, ...]] = ()
+        self, source: Source, fit: Match, live: Mapping[str, torch.Tensor], ties: Iterable[tuple[str, ...]] = ()
     ) -> None:
         self.path, self._source, self._fit = source.path, CastingSource(source), fit
         self._made: CastingSource | None = None
@@ -65,7 +65,7 @@ class FittedSource:
         aliases = {name: tie[0] for tie in ties for name in tie[1:] if name in fit.names}
         specs = {name: self._spec(name, live.get(name)) for name in fit.names - aliases.keys()}
         self._model = Component(specs, aliases)
-        self._here: dict[int, tuple[Target, Target]] = {}  # by id, with what has it
+        self._here: dict[int, tuple[ReadTarget, ReadTarget]] = {}  # by id, with what has it
 
     def _stored(self, name: str) -> tuple[Source, str]:
         if self._made is not None and name in self._fit.made:
@@ -82,23 +82,23 @@ class FittedSource:
         return replace(spec, dtype=wanted) if wanted is not None and converts(spec.dtype, wanted) else spec
 
     @property
-    def tensors(self) -> Tensors:
-        """Not as one: a load reads them."""
+    def tensors(self) -> StoredTensors:
+        """The stored tensors, not as one: a load reads them."""
         raise MismatchError(f"{self.path!r} is fitted to a model, not to be copied as it is")
 
     def close(self) -> None:
-        """Nothing: what is stored is the caller's."""
+        """Do nothing: what is stored is the caller's."""
 
     def components(self) -> Mapping[str, Component]:
         """The model's tensors alone."""
         return {"model": self._model}
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """What is stored of the model beside its tensors."""
+        """Return what is stored of the model beside its tensors."""
         return self._source.document(role, rank) if role == "model" else None
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
     def alike(self, names: Sequence[str]) -> bool:
@@ -110,21 +110,21 @@ class FittedSource:
         source, stored = self._stored(key)
         return source.backed(component, stored)
 
-    def verify(self, targets: list[Target]) -> int:
+    def verify(self, targets: list[ReadTarget]) -> int:
         """Verify all that is not fresh; the rest is verified as it is read, or has been."""
         return sum(source.verify(there) for source, there in self._by_source(targets))
 
-    def fill(self, targets: list[Target]) -> None:
+    def fill(self, targets: list[ReadTarget]) -> None:
         """Read into memory what keeps its dtype, and the rest through a bounded amount of it."""
         for source, there in self._by_source(targets):
             source.fill(there)
 
-    def _by_source(self, targets: list[Target]) -> Iterator[tuple[Source, list[Target]]]:
+    def _by_source(self, targets: list[ReadTarget]) -> Iterator[tuple[Source, list[ReadTarget]]]:
         """The targets by their stored names; the same object for one that was asked for before."""
-        groups: dict[int, tuple[Source, list[Target]]] = {}
+        groups: dict[int, tuple[Source, list[ReadTarget]]] = {}
         for target in targets:
             source, key = self._stored(target.key)
             if id(target) not in self._here:
-                self._here[id(target)] = target, target.renamed(key)
+                self._here[id(target)] = target, target.renamed(target.component, key)
             groups.setdefault(id(source), (source, []))[1].append(self._here[id(target)][1])
         yield from groups.values()

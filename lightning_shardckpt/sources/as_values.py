@@ -1,4 +1,4 @@
-"""State dicts of modules and optimizers as plain values, for who asks for them so: as a source for a load.
+"""State dicts of modules and optimizers as plain values: a view of a source for those who ask for values.
 
 Fabric's own strategies and plain files do not tell the state dict of a module from one that a script kept as a value,
 such as the best weights so far, or that another object gave as its state.
@@ -8,33 +8,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.sources import Source, Target
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source_view import SourceView
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.optimizer import StoredOptimizer
-from lightning_shardckpt.state.statedicts import insert
-from lightning_shardckpt.state.tree import decode_small
-from lightning_shardckpt.whole import Tensors
+from lightning_shardckpt.state.state_dicts import insert
 
 _EMPTY = Component({})
 
 
-class AsValues:
+class AsValues(SourceView):
     """A source whose trainer's state has some of the stored state dicts; they stay what they are, too.
 
     Args:
         source: what is stored, which stays the caller's to close.
-        keys: where its modules and optimizers were, see ``state.objects``.
+        keys: where its modules and optimizers were in the state that was saved, as ``NestedObjects`` describes it.
         wanted: of these places, those where values are asked for.
     """
 
     def __init__(self, source: Source, keys: Mapping[str, Any], wanted: Sequence[str]) -> None:
-        self.path, self._source = source.path, source
+        super().__init__(source)
         self._stored = source.components()
         modules: dict[str, str] = keys["modules"]
         self._modules = {key: prefix for key, prefix in modules.items() if key in wanted}
@@ -48,15 +47,6 @@ class AsValues:
         for key, number in self._optimizers.items():
             mine_too = (one for one in self._stored.get("optimizer", _EMPTY).tensors if one.startswith(f"{number}/"))
             self._of |= {f"{key}/state/{one.partition('/')[2]}": ("optimizer", one) for one in mine_too}
-        self._made: dict[int, tuple[Target, Target]] = {}  # by id, with what has it
-
-    @property
-    def tensors(self) -> Tensors:
-        """As they are stored."""
-        return self._source.tensors
-
-    def close(self) -> None:
-        """Nothing: what is stored is the caller's."""
 
     @cached_property
     def _components(self) -> dict[str, Component]:
@@ -67,10 +57,6 @@ class AsValues:
     def components(self) -> Mapping[str, Component]:
         """Tensors by component."""
         return self._components
-
-    def document(self, role: str, rank: int = 0) -> Any:
-        """What was stored under a role."""
-        return self._source.document(role, rank)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The trainer's state with the state dicts in their places."""
@@ -87,24 +73,6 @@ class AsValues:
             insert(found, key, one.state_dict(tensors))
         return found
 
-    def alike(self, names: Sequence[str]) -> bool:
-        """As the source says."""
-        return self._source.alike(names)
-
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a stored tensor."""
-        return self._source.backed(*self._where(component, key))
-
-    def verify(self, targets: list[Target]) -> int:
-        """As the source does."""
-        for target in targets:
-            component, key = self._where(target.component, target.key)
-            self._made[id(target)] = target, replace(target, component=component, key=key)
-        return self._source.verify([self._made[id(target)][1] for target in targets])
-
-    def fill(self, targets: list[Target]) -> None:
-        """As the source does."""
-        self._source.fill([self._made[id(target)][1] for target in targets])
-
-    def _where(self, component: str, key: str) -> tuple[str, str]:
+    def stored_as(self, component: str, key: str) -> tuple[str, str]:
+        """Component and key under which a tensor is stored, of the state dicts among the trainer's, too."""
         return self._of.get(key, (component, key)) if component == "trainer" else (component, key)

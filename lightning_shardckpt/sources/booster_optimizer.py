@@ -6,7 +6,7 @@
   2025 ``state.3.exp_avg``; what is no tensor is a pickle in a tensor of bytes, and named in the header.
 
 Parameters are numbered in the order of the param groups, as torch does; FSDP's have their names. A file of
-``torch.save``, of ``shard=False``, is read as any other, see ``plain``.
+``torch.save``, of ``shard=False``, is read as any other, by ``torch_save``.
 
 Source: ``colossalai/checkpoint_io`` and ``colossalai/utils/safetensors.py``, until 0.5.
 """
@@ -20,18 +20,19 @@ from math import prod
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.foreign import ForeignTensor, ForeignTensors
-from lightning_shardckpt.formats.huggingface import json_in, weight_map_in
-from lightning_shardckpt.formats.places import OPTIMIZER_BIN, OPTIMIZERS, only_index
-from lightning_shardckpt.formats.plain import Parts, PlainSource, mapped
-from lightning_shardckpt.formats.safetensors import metadata_of, tensors_of
-from lightning_shardckpt.formats.source import ForeignSource, closed_on_error
-from lightning_shardckpt.formats.unpickle import unpickle
-from lightning_shardckpt.header import DTYPE_BYTES, check_file_name, parse_json, shown
-from lightning_shardckpt.sources import Source
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_file_name, shown
+from lightning_shardckpt.sources.foreign_safetensors import metadata_of, tensors_of
+from lightning_shardckpt.sources.foreign_source import ForeignSource, closed_on_error
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.huggingface import json_in, weight_map_in
+from lightning_shardckpt.sources.paths import OPTIMIZER_BIN, OPTIMIZERS, only_index
+from lightning_shardckpt.sources.safe_unpickler import unpickle
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.torch_save import Parts, TorchFileSource, mapped
+from lightning_shardckpt.state.json_tree import tensor_from_bytes
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.tree import tensor_from_bytes
-from lightning_shardckpt.storage.local import LocalReader
+from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 _PICKLED, _GROUPS = "non_tensor_keys", "param_groups"
@@ -62,18 +63,18 @@ def open_optimizer(path: str, weights_only: bool = True, index: str | None = Non
             _check_complete(path, index, files, {str(param): names for param, (names, _) in states.items()})
             return _source(path, reader, states, mapped(os.path.join(path, groups), weights_only))
     reader.close()
-    return PlainSource(path, weights_only, [*dict.fromkeys(files.values()), groups], _parts_of(index, files))
+    return TorchFileSource(path, weights_only, [*dict.fromkeys(files.values()), groups], _parts_of(index, files))
 
 
 def is_optimizer_file(path: str) -> bool:
-    """Whether a file of safetensors is an optimizer of an asynchronous save that was not sharded."""
+    """Return whether a file of safetensors is an optimizer of an asynchronous save that was not sharded."""
     folder, name = os.path.split(os.path.abspath(path))
     with closing(LocalReader(folder, follow_links=True)) as reader:
         return _GROUPS in _pickled(reader, folder, name)
 
 
 def open_optimizer_file(path: str) -> Source:
-    """Such a file."""
+    """Open an optimizer of an asynchronous save that was not sharded, as a source."""
     folder, name = os.path.split(os.path.abspath(path))
     with closed_on_error(LocalReader(folder, follow_links=True)) as reader:
         groups = _value(reader, folder, tensors_of(reader, name, folder)[_GROUPS], _GROUPS, pickled=True)
@@ -84,7 +85,7 @@ def open_optimizer_file(path: str) -> Source:
 
 
 def _parts_of(index: str, files: Mapping[str, str]) -> Any:
-    """What puts the contents of the files together, see ``PlainSource``."""
+    """Return the function that puts the contents of the files together, see ``TorchFileSource``."""
 
     def parts(found: list[Any], path: str) -> Parts:
         *shards, groups = found
@@ -145,7 +146,7 @@ def _states(reader: Reader, folder: str, files: Mapping[str, None]) -> _States:
 
 
 def _pickled(reader: Reader, folder: str, name: str) -> frozenset[str]:
-    """Which entries are pickles."""
+    """Return which entries are pickles."""
     said = metadata_of(reader, name, folder).get(_PICKLED, "[]")
     found = parse_json(said.encode(), f"{folder!r}, file {name}, {_PICKLED}") if isinstance(said, str) else None
     if not isinstance(found, list) or not all(isinstance(key, str) for key in found):

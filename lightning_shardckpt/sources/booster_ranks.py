@@ -21,20 +21,20 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.foreign import ForeignBox, ForeignTensor, ForeignTensors
-from lightning_shardckpt.formats.huggingface import json_in
-from lightning_shardckpt.formats.places import rank_indexes
-from lightning_shardckpt.formats.plain import boxes_in, mapped, mappings
-from lightning_shardckpt.formats.safetensors import tensors_of
-from lightning_shardckpt.formats.source import ForeignSource, closed_on_error
-from lightning_shardckpt.formats.torchpickle import loaded
-from lightning_shardckpt.header import DTYPE_BYTES, check_file_name, check_shape, check_text, shown
-from lightning_shardckpt.staging import dtype_name
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_file_name, check_shape, check_text, shown
+from lightning_shardckpt.sources.foreign_safetensors import tensors_of
+from lightning_shardckpt.sources.foreign_source import ForeignSource, closed_on_error
+from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.huggingface import json_in
+from lightning_shardckpt.sources.paths import rank_indexes
+from lightning_shardckpt.sources.torch_pickle import loaded
+from lightning_shardckpt.sources.torch_save import boxes_in, mapped, mappings
+from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
-from lightning_shardckpt.state.tree import encode_small
-from lightning_shardckpt.storage.local import LocalReader
+from lightning_shardckpt.state.tensor_bytes import dtype_name
+from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 _VERSION = "1.0"
@@ -42,7 +42,7 @@ _VERSION = "1.0"
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What an index says of a parameter: its block, the whole shape, and the file."""
+    """An index's entry for a parameter: its block, the whole shape, and the file."""
 
     box: Box
     shape: Shape
@@ -139,7 +139,7 @@ def _put_together(path: str, name: str, blocks: list[_Block], files: Mapping[str
 def _others(
     reader: Reader, path: str, files: Mapping[str, _Held], known: Collection[str]
 ) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
-    """What is in the files but no parameter: buffers and other values, the same wherever it is."""
+    """Return what is in the files but no parameter: buffers and other values, the same wherever they are."""
     buffers, values = dict[str, ForeignTensor](), dict[str, Any]()
     for file, held in files.items():
         for name, value in held.items():

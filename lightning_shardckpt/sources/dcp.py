@@ -17,25 +17,27 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.foreign import ForeignBox, ForeignTensor, ForeignTensors
-from lightning_shardckpt.formats import dcp_metadata
-from lightning_shardckpt.formats.dcp_layout import Layout, OptimizerKeys, layout_of
-from lightning_shardckpt.formats.places import DCP_NAME, dcp_place
-from lightning_shardckpt.formats.source import ForeignSource
-from lightning_shardckpt.formats.torchpickle import loaded, tensor_in, value_in
-from lightning_shardckpt.formats.torchzip import Windows
-from lightning_shardckpt.header import checksum, shown
-from lightning_shardckpt.state.model import canonical_name, is_extra_state
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.sources import dcp_metadata
+from lightning_shardckpt.sources.dcp_keys import DCPKeys, OptimizerKeys, layout_of
+from lightning_shardckpt.sources.foreign_source import ForeignSource
+from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.paths import DCP_NAME, dcp_place
+from lightning_shardckpt.sources.torch_pickle import loaded, tensor_in, value_in
+from lightning_shardckpt.sources.torch_zip import CoalescedReads
+from lightning_shardckpt.state.json_tree import encode_small, tensor_from_bytes
+from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.tree import encode_small, tensor_from_bytes
-from lightning_shardckpt.storage.local import LocalReader
+from lightning_shardckpt.storage.local.local_reader import LocalReader
 
 META = "meta.pt"
 _SMALL_BYTES = 64 << 20  # a tensor that is a setting or a state of no parameter's shape
 
 
 def mark(path: str) -> str:
-    """The same wherever the same checkpoint is seen."""
+    """Return text that is equal wherever the same checkpoint is seen."""
     return checksum(Path(dcp_place(path) or path, DCP_NAME).read_bytes())
 
 
@@ -72,7 +74,7 @@ class _Directory:
     """An opened directory: its entries by key, and where the bytes of their chunks are."""
 
     def __init__(self, path: str, reader: LocalReader) -> None:
-        self._path, self._reader, self._windows = path, reader, Windows(reader)
+        self._path, self._reader, self._windows = path, reader, CoalescedReads(reader)
         size = self._windows.size(DCP_NAME)
         if size > dcp_metadata.MAX_BYTES:
             raise FormatError(f"{DCP_NAME} has {size} bytes, more than {dcp_metadata.MAX_BYTES}")
@@ -135,11 +137,11 @@ class _Directory:
         content = self._windows.read(tensor.boxes[0].file, tensor.boxes[0].begin, nbytes) if whole else b""
         return tensor_from_bytes(content, tensor.dtype, list(tensor.shape))
 
-    def _model(self, layout: Layout) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
+    def _model(self, layout: DCPKeys) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
         tensors: dict[str, ForeignTensor] = {}
         other: dict[str, Any] = {}
         for name, key in layout.model.items():
-            fqn = canonical_name(name)
+            fqn = clean_fqn(name)
             if fqn in tensors or fqn in other:
                 raise FormatError(f"two entries have the canonical name {shown(fqn)}")
             if key in self._stored.tensors and not is_extra_state(fqn):
@@ -148,23 +150,23 @@ class _Directory:
                 other[fqn] = encode_small(self._value(key), f"state_dict/{fqn}")
         return tensors, {"model": other}
 
-    def _digests(self, layout: Layout) -> dict[str, Any]:
-        """Of the model's tensors; equal where the bytes are, but for one case in 2^32. Not of those without CRC."""
+    def _digests(self, layout: DCPKeys) -> dict[str, Any]:
+        """Return digests of the model's tensors with CRCs; equal where the bytes are, but for one case in 2^32."""
         found = {}
         for name, key in layout.model.items():
             boxes, crcs = self._boxes.get(key, []), self._crcs.get(key, [])
             if boxes and all(crcs):
                 parts = sorted(zip([box.box for box in boxes], crcs, strict=True))
-                found[canonical_name(name)] = (self._stored.tensors[key].dtype, tuple(parts))
+                found[clean_fqn(name)] = (self._stored.tensors[key].dtype, tuple(parts))
         return found
 
     def _optimizer(
-        self, number: int, keys: OptimizerKeys, layout: Layout, tensors: dict[str, ForeignTensor]
+        self, number: int, keys: OptimizerKeys, layout: DCPKeys, tensors: dict[str, ForeignTensor]
     ) -> dict[str, Any]:
         """The state dict of an optimizer without its tensors of a parameter's kind, which go into ``tensors``."""
         state: dict[str, dict[str, Any]] = {}
         for name, entries in keys.state.items():
-            fqn, small = canonical_name(name), dict[str, Any]()
+            fqn, small = clean_fqn(name), dict[str, Any]()
             for what, key in entries.items():
                 if self._is_leaf(what, key, layout.model.get(name)):
                     tensors[f"{number}/{fqn}/{what}"] = self._tensor(key)
@@ -174,7 +176,7 @@ class _Directory:
         return {"state": state, "param_groups": self._groups(keys)}
 
     def _is_leaf(self, what: str, key: str, param: str | None) -> bool:
-        """Whether a state is laid out like its parameter; that can be 0-dim, which a step count always is."""
+        """Return whether a state is laid out like its parameter; that can be 0-dim, which a step count always is."""
         tensor, of = self._stored.tensors.get(key), self._stored.tensors.get(param or "")
         return tensor is not None and (bool(tensor.shape) or (of is not None and not of.shape and what != "step"))
 
@@ -194,11 +196,11 @@ class _Directory:
                     found.append({**group, "params": known[text]})
                 known[text].append(fqn)
         for group in found:
-            group["params"] = [canonical_name(name) for name in group["params"]]
+            group["params"] = [clean_fqn(name) for name in group["params"]]
         return list(found)
 
-    def _rest(self, layout: Layout) -> dict[str, Any]:
-        """What is neither model nor optimizer, nested as it was."""
+    def _rest(self, layout: DCPKeys) -> dict[str, Any]:
+        """Return what is neither model nor optimizer, nested as it was."""
         found: dict[str, Any] = {}
         for key, path in layout.rest.items():
             inner: Any = found
@@ -209,7 +211,7 @@ class _Directory:
 
 
 def _meta(directory: str, weights_only: bool) -> dict[str, Any] | None:
-    """What Lightning keeps beside the tensors; None if there is no such file."""
+    """Return what Lightning keeps beside the tensors; None if there is no such file."""
     path = os.path.join(directory, META)
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Which entries of a distributed checkpoint are the model, which are optimizers, and what are the names of parameters?
+"""Tell the model from the optimizers in a distributed checkpoint by its keys, and find the names of parameters.
 
 Entries lie at paths of a nested state dict whose keys whoever saved it chose. What is known:
 
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import shown
+from lightning_shardckpt.format.value_checks import shown
 
 Path = tuple[str | int, ...]
 
@@ -38,7 +38,7 @@ class OptimizerKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DCPKeys:
     """By name of the model's entries their keys; the optimizers in order; keys and paths of what is neither."""
 
     model: dict[str, str]
@@ -46,8 +46,8 @@ class Layout:
     rest: dict[str, Path]
 
 
-def layout_of(paths: Mapping[str, Path], tensors: Collection[str], *, extended: bool) -> Layout:
-    """What the entries are.
+def layout_of(paths: Mapping[str, Path], tensors: Collection[str], *, extended: bool) -> DCPKeys:
+    """Return what the entries are.
 
     Args:
         paths: by key.
@@ -66,7 +66,7 @@ def layout_of(paths: Mapping[str, Path], tensors: Collection[str], *, extended: 
     ordered = sorted(optimizers, key=_number)
     taken = {*model.values(), *(key for found in optimizers.values() for key in found)}
     rest = {key: path for key, path in paths.items() if key not in taken}
-    return Layout(model, [_optimizer(optimizers[top], model) for top in ordered], rest)
+    return DCPKeys(model, [_optimizer(optimizers[top], model) for top in ordered], rest)
 
 
 def _is_optimizer(paths: Iterable[Path]) -> bool:
@@ -74,7 +74,7 @@ def _is_optimizer(paths: Iterable[Path]) -> bool:
 
 
 def _number(top: str) -> tuple[str, int]:
-    """``optimizer_10`` is behind ``optimizer_9``; others stay in order of their names."""
+    """Sort ``optimizer_10`` after ``optimizer_9``, and others by their names."""
     name, _, number = top.rpartition("_")
     return (name, int(number)) if number.isdecimal() and number.isascii() and len(number) < 10 else (top, -1)
 

@@ -1,4 +1,4 @@
-"""What does the ``.metadata`` of torch's distributed checkpoint say? A pickle, read as data: see ``unpickle``.
+"""The ``.metadata`` of torch's distributed checkpoint: a pickle that is read as data and never run.
 
 Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` and ``_nested_dict.py``, torch 2.0 to 2.13;
 ``olmo_core/distributed/checkpoint/filesystem.py``, OLMo-core 1.9 to 3.0, whose own class for where an entry is has the
@@ -11,12 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.formats.torchpickle import KNOWN_DTYPES
-from lightning_shardckpt.formats.torchzip import Piece
-from lightning_shardckpt.formats.unpickle import Called, Known, Record, ordered, record, text, unpickle
-from lightning_shardckpt.header import bytes_in, check_file_name, check_shape, check_size, check_text, shown
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.value_checks import (
+    bytes_in,
+    check_file_name,
+    check_shape,
+    check_size,
+    check_text,
+    shown,
+)
+from lightning_shardckpt.sources.safe_unpickler import Called, Known, Record, ordered, record, text, unpickle
+from lightning_shardckpt.sources.torch_pickle import KNOWN_DTYPES
+from lightning_shardckpt.sources.torch_zip import FilePart
 
 MAX_BYTES = 1 << 29
 Path = tuple[str | int, ...]
@@ -52,11 +59,11 @@ class Chunk:
     """A region of a tensor, and the archive that holds it."""
 
     box: Box
-    piece: Piece
+    piece: FilePart
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class DCPTensor:
     """A tensor: its dtype, named as in safetensors, its shape, and its chunks, each once, without empty ones."""
 
     dtype: str
@@ -65,15 +72,15 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class DCPMetadata:
     """Everything that is stored, by flat key; ``paths`` tells where each key was in the state dict."""
 
-    tensors: dict[str, StoredTensor]
-    values: dict[str, Piece]
+    tensors: dict[str, DCPTensor]
+    values: dict[str, FilePart]
     paths: dict[str, Path]
 
 
-def parse(content: bytes, where: str) -> Metadata:
+def parse(content: bytes, where: str) -> DCPMetadata:
     """The metadata in the bytes of the file; ``where`` names it in messages.
 
     Raises:
@@ -83,7 +90,7 @@ def parse(content: bytes, where: str) -> Metadata:
     try:
         state = _state(found, "metadata")
         places = _places(state["storage_data"])
-        tensors, values = dict[str, StoredTensor](), dict[str, Piece]()
+        tensors, values = dict[str, DCPTensor](), dict[str, FilePart]()
         for key, stored in _items(state["state_dict_metadata"]):
             if stored.kind == "value":
                 values[key] = _place(places, key, None)
@@ -93,10 +100,10 @@ def parse(content: bytes, where: str) -> Metadata:
         paths = {key: _path(key, known.get(key) if isinstance(known, dict) else None) for key in (*tensors, *values)}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{where}: {shown(str(error))}") from None
-    return Metadata(tensors, values, paths)
+    return DCPMetadata(tensors, values, paths)
 
 
-_Places = Mapping[tuple[str, Shape | None], Piece]
+_Places = Mapping[tuple[str, Shape | None], FilePart]
 
 
 def _state(value: Any, kind: str) -> dict[str, Any]:
@@ -112,25 +119,25 @@ def _items(value: Any) -> list[tuple[str, Record]]:
 
 
 def _places(value: dict[Record, Record]) -> _Places:
-    found: dict[tuple[str, Shape | None], Piece] = {}
+    found: dict[tuple[str, Shape | None], FilePart] = {}
     for index, place in value.items():
         key, at = _state(index, "index"), _state(place, "place")
         if at.get("transform_descriptors"):
             raise FormatError(f"{shown(key['fqn'])} is stored through {shown(at['transform_descriptors'])}")
         file, begin, nbytes = check_file_name(at["relative_path"]), check_size(at["offset"]), check_size(at["length"])
         offset = key.get("offset")
-        found[check_text(key["fqn"]), None if offset is None else check_shape(offset)] = Piece(file, begin, nbytes)
+        found[check_text(key["fqn"]), None if offset is None else check_shape(offset)] = FilePart(file, begin, nbytes)
     return found
 
 
-def _place(places: _Places, key: str, offset: Shape | None) -> Piece:
+def _place(places: _Places, key: str, offset: Shape | None) -> FilePart:
     found = places.get((key, offset))
     if found is None:
         raise FormatError(f"{shown(key)}: it is not said where the chunk at {offset} is")
     return found
 
 
-def _tensor(key: str, state: dict[str, Any], places: _Places) -> StoredTensor:
+def _tensor(key: str, state: dict[str, Any], places: _Places) -> DCPTensor:
     properties = state["properties"]
     if not isinstance(properties, Record) or properties.kind != "properties":
         raise FormatError(f"{shown(key)}: {shown(properties)} where its properties are expected")
@@ -147,11 +154,11 @@ def _tensor(key: str, state: dict[str, Any], places: _Places) -> StoredTensor:
         if 0 not in lengths and start not in chunks:
             box = Box(start, tuple(a + b for a, b in zip(start, lengths, strict=True)))
             chunks[start] = Chunk(box, _place(places, key, start))
-    return StoredTensor(dtype, shape, tuple(chunks.values()))
+    return DCPTensor(dtype, shape, tuple(chunks.values()))
 
 
 def _path(key: str, path: Any) -> Path:
-    """Where a key was in the state dict; of what was not nested, or saved by another planner, the key alone."""
+    """Return where a key was in the state dict; the key alone if it was not nested, or another planner saved it."""
     if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
         return (key,)
     return path

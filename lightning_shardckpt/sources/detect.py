@@ -1,4 +1,4 @@
-"""Which format does a path hold, if it is no checkpoint of this package? A row for each that can be read. No torch.
+"""Detect the format of a checkpoint that this package did not write: a row for each that can be read. No torch.
 
 It is told by names of files and their first bytes; what reads them is imported when something is opened.
 """
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.formats.places import (
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
+from lightning_shardckpt.sources.paths import (
     OPTIMIZERS,
     WEIGHTS,
     dcp_place,
@@ -21,11 +23,9 @@ from lightning_shardckpt.formats.places import (
     is_safetensors,
     rank_indexes,
 )
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.locate import READABLE, did_you_mean, is_unfinished
 
 if TYPE_CHECKING:
-    from lightning_shardckpt.sources import Source
+    from lightning_shardckpt.sources.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ def _is_dcp(path: str) -> bool:
 
 
 def _open_dcp(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.formats.dcp import open_dcp
+    from lightning_shardckpt.sources.dcp import open_dcp
 
     return open_dcp(path, weights_only)
 
 
 def _open_hub_directory(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.formats.huggingface import open_directory
+    from lightning_shardckpt.sources.huggingface import open_directory
 
     return open_directory(path)
 
 
 def _open_safetensors(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.formats.booster_optimizer import is_optimizer_file, open_optimizer_file
-    from lightning_shardckpt.formats.huggingface import open_file
+    from lightning_shardckpt.sources.booster_optimizer import is_optimizer_file, open_optimizer_file
+    from lightning_shardckpt.sources.huggingface import open_file
 
     return open_optimizer_file(path) if is_optimizer_file(path) else open_file(path)
 
@@ -68,7 +68,7 @@ def _is_booster_optimizer(path: str) -> bool:
 
 
 def _open_booster_optimizer(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.formats.booster_optimizer import open_optimizer
+    from lightning_shardckpt.sources.booster_optimizer import open_optimizer
 
     return open_optimizer(path, weights_only)
 
@@ -78,7 +78,7 @@ def _are_booster_ranks(path: str) -> bool:
 
 
 def _open_booster_ranks(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.formats.booster_ranks import open_ranks
+    from lightning_shardckpt.sources.booster_ranks import open_ranks
 
     return open_ranks(path)
 
@@ -88,8 +88,8 @@ def _is_index(path: str) -> bool:
 
 
 def _open_index(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.formats.booster_optimizer import open_optimizer
-    from lightning_shardckpt.formats.huggingface import open_directory
+    from lightning_shardckpt.sources.booster_optimizer import open_optimizer
+    from lightning_shardckpt.sources.huggingface import open_directory
 
     folder, name = os.path.split(os.path.abspath(path))
     return open_optimizer(folder, weights_only, name) if is_index(path, OPTIMIZERS) else open_directory(folder, name)
@@ -100,12 +100,12 @@ def _is_other_file(path: str) -> bool:
 
 
 def _open_other_file(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.formats.plain import PlainSource
+    from lightning_shardckpt.sources.torch_save import TorchFileSource
 
     name = os.path.basename(path)
     if name in (ROOT_NAME, ".metadata", "meta.pt") or name.endswith(".distcp"):
         raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
-    return PlainSource(path, weights_only)
+    return TorchFileSource(path, weights_only)
 
 
 FORMATS = (

@@ -1,4 +1,4 @@
-"""What is at a path, if not a checkpoint of ours, and which path was probably meant? For messages only; no torch."""
+"""Describe what is at a path that is no checkpoint of ours, and guess which path was meant. For messages; no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.places import is_url, storage_of
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.router import is_url, storage_of
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
 
@@ -57,7 +57,7 @@ def open_checkpoint(
 
 
 def described(path: str | os.PathLike[str]) -> str | None:
-    """What a path holds that is no checkpoint of ours, as a sentence; None if it cannot be told."""
+    """Return what a path holds that is no checkpoint of ours, as a sentence; None if it cannot be told."""
     path = Path(path)
     if not os.path.lexists(path):
         return f"no checkpoint at {str(path)!r}: there is nothing at this path"
@@ -73,7 +73,7 @@ def described(path: str | os.PathLike[str]) -> str | None:
 
 
 def is_unfinished(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is what an unfinished save of ours left."""
+    """Return whether a directory is what an unfinished save of ours left."""
     path = Path(path)
     if (path / ROOT_NAME).exists() or not path.is_dir():
         return False

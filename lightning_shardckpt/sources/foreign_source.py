@@ -1,4 +1,4 @@
-"""Tensors of another format, as boxes of bytes in files, as a source for a load: each rank reads its slices."""
+"""Load tensors of another format, which are boxes of bytes in files: each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.fetch import Request, single_run
-from lightning_shardckpt.foreign import ForeignTensors
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.sources import Target, fetch_into
-from lightning_shardckpt.staging import bytes_of, is_host_memory
-from lightning_shardckpt.state.geometry import this_rank
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
+from lightning_shardckpt.sources.source import ReadTarget, fetch_into
+from lightning_shardckpt.state.dtensor_layout import this_rank
+from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
 from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.transfer.read_plan import Request, single_run
 
 _WINDOW_BYTES = 1 << 20  # of each of two tensors that are compared
 
@@ -67,7 +67,7 @@ class ForeignSource:
         return dict(self._rest)
 
     def alike(self, names: Sequence[str]) -> bool:
-        """Whether tensors of the model are equal: by what is known of them, else by their bytes."""
+        """Return whether tensors of the model are equal: by what is known of them, else by their bytes."""
         first = self._digests.get(names[0])
         if first is not None:
             return all(self._digests.get(name) == first for name in names)
@@ -78,7 +78,7 @@ class ForeignSource:
             return False
         pairs = list(zip(self.tensors.boxes("model", a), self.tensors.boxes("model", b), strict=False))
         if any(one.box != other.box for one, other in pairs):
-            return False  # cut otherwise: not looked at
+            return False  # split otherwise: not looked at
         windows = [memoryview(bytearray(_WINDOW_BYTES)) for _ in range(2)]
         for pair in pairs:
             for at in range(0, pair[0].place.nbytes, _WINDOW_BYTES):
@@ -90,18 +90,18 @@ class ForeignSource:
         return True
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """Its shape: that files of its size are there was checked when this was made."""
+        """Return the shape: that files of its size are there was checked when this was made."""
         return self.tensors.spec(component, key).shape
 
-    def verify(self, targets: list[Target]) -> int:
-        """Nothing to compare with: such files have no checksums."""
+    def verify(self, targets: list[ReadTarget]) -> int:
+        """Do nothing: such files have no checksums to compare with."""
         return 0
 
-    def fill(self, targets: list[Target]) -> None:
+    def fill(self, targets: list[ReadTarget]) -> None:
         """Straight into the tensors' memory."""
         fetch_into(self.tensors, [(target.local, self._plan(target)) for target in targets], verify=False)
 
-    def _plan(self, target: Target) -> list[Request]:
+    def _plan(self, target: ReadTarget) -> list[Request]:
         local = target.local
         memory = bytes_of(local) if is_host_memory(local) else memoryview(b"")
         shape, requests = tuple(local.shape), []

@@ -1,4 +1,4 @@
-"""Where are the tensors of another format? In files, as boxes of bytes that tile each of them. No torch.
+"""Tensors of another format: boxes of bytes in files that tile each of them. No torch.
 
 A whole tensor in a file of safetensors is one box; a shard of torch's distributed checkpoint is another; a tensor that
 is put together from several stored ones has a box for each. Such files have no checksums that could be compared.
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from lightning_shardckpt.box import Box, Shape, uncovered
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import Component, ShardEntry, TensorSpec
-from lightning_shardckpt.layout import REPLICATED, Part
-from lightning_shardckpt.plan import Overlap
+from lightning_shardckpt.format.box import Box, Shape, uncovered
+from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
+from lightning_shardckpt.format.layout import REPLICATED, Part
+from lightning_shardckpt.format.plan import Overlap
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.whole import Place, Stored
+from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
 
 _STEP_BYTES = 1 << 20  # of reading a box that has no checksum blocks
 
@@ -41,7 +41,7 @@ class ForeignTensor:
 
 
 class ForeignTensors:
-    """The tensors of a checkpoint of another format: ``whole.Tensors``, and what a rank needs of them.
+    """The tensors of a checkpoint of another format: ``StoredTensors``, and what a rank needs of them.
 
     Args:
         path: of the checkpoint, for messages.
@@ -90,23 +90,23 @@ class ForeignTensors:
             raise CorruptionError(f"{self.path!r}, file {file}: the file is missing") from None
 
     def spec(self, component: str, key: str) -> TensorSpec:
-        """Its dtype and shape."""
+        """Return a tensor's dtype and shape."""
         return self.components[component].tensors[key]
 
     def tensor(self, component: str, key: str) -> ForeignTensor:
-        """What it was described as, to describe others with."""
+        """Return the tensor as it was described, to describe others with."""
         return self._tensors[component][key]
 
-    def boxes(self, component: str, key: str) -> list[Stored]:
-        """Its boxes, in the order in which they begin in it."""
-        tensor, found = self._tensors[component][key], list[Stored]()
+    def boxes(self, component: str, key: str) -> list[StoredBox]:
+        """Return a tensor's boxes, in the order in which they begin in it."""
+        tensor, found = self._tensors[component][key], list[StoredBox]()
         for one in tensor.boxes:
             if one.box.numel:
                 entry = _entry(tensor, one)
                 runs = list(islice(one.box.runs(tensor.shape), 2))
                 begin = runs[0][0] * DTYPE_BYTES[tensor.dtype]
                 overlap = Overlap(0, one.box, one.box, one.box)
-                found.append(Stored(key, Place(overlap, begin, entry.nbytes, len(runs) == 1), entry))
+                found.append(StoredBox(key, BoxRuns(overlap, begin, entry.nbytes, len(runs) == 1), entry))
         return sorted(found, key=lambda stored: stored.place.begin)
 
     def meeting(self, component: str, key: str, wanted: tuple[Part, ...]) -> Iterator[tuple[Overlap, ShardEntry]]:

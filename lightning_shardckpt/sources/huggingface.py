@@ -11,14 +11,15 @@ import os
 from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.foreign import ForeignTensor, ForeignTensors
-from lightning_shardckpt.formats.places import BIN, HUB_WEIGHTS, INDEX, SAFE, WEIGHTS, only_index
-from lightning_shardckpt.formats.plain import PlainSource
-from lightning_shardckpt.formats.safetensors import tensors_of
-from lightning_shardckpt.formats.source import ForeignSource, closed_on_error
-from lightning_shardckpt.header import check_file_name, check_text, parse_json, shown
-from lightning_shardckpt.sources import Source
-from lightning_shardckpt.storage.local import LocalReader
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.format.value_checks import check_file_name, check_text, shown
+from lightning_shardckpt.sources.foreign_safetensors import tensors_of
+from lightning_shardckpt.sources.foreign_source import ForeignSource, closed_on_error
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.paths import BIN, HUB_WEIGHTS, INDEX, SAFE, WEIGHTS, only_index
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, read_all
 
 _LISTED = 5
@@ -36,7 +37,7 @@ def open_directory(path: str, index: str | None = None) -> Source:
 
     Raises:
         FormatError: if it holds two versions of them, or an index says what cannot be.
-        CorruptionError: if a file that the index names is missing, cut off, or has not what the index says.
+        CorruptionError: if a file that the index names is missing, truncated, or has not what the index says.
     """
     single, index = _choose(path) if index is None else (None, index)
     with closed_on_error(LocalReader(path, follow_links=True)) as reader:
@@ -48,7 +49,7 @@ def open_directory(path: str, index: str | None = None) -> Source:
     missing = [name for name in names if not os.path.isfile(os.path.join(path, name))]
     if missing:
         raise CorruptionError(f"{path!r}, file {missing[0]}: the file is missing, as named in {index}")
-    return PlainSource(path, files=names)
+    return TorchFileSource(path, files=names)
 
 
 def _choose(path: str) -> tuple[str | None, str]:
@@ -66,7 +67,7 @@ def _choose(path: str) -> tuple[str | None, str]:
 
 
 def json_in(reader: Reader, path: str, name: str) -> Any:
-    """What a file of JSON in a directory says.
+    """Return what a file of JSON in a directory says.
 
     Raises:
         FormatError: if it is malformed or too long.
@@ -84,7 +85,7 @@ def json_in(reader: Reader, path: str, name: str) -> Any:
 
 
 def weight_map_in(reader: Reader, path: str, index: str, *, may_be_empty: bool = False) -> dict[str, str]:
-    """Which file of the directory has which tensor; errors are those of ``json_in``."""
+    """Return which file of the directory has which tensor; errors are those of ``json_in``."""
     where, found = f"{path!r}, file {index}", json_in(reader, path, index)
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not (weight_map or may_be_empty):
@@ -98,7 +99,7 @@ def weight_map_in(reader: Reader, path: str, index: str, *, may_be_empty: bool =
 def _safe(
     path: str, reader: Reader, files: dict[str, dict[str, ForeignTensor]], weight_map: dict[str, str]
 ) -> ForeignSource:
-    """All tensors of the files; of those that are in several, the one that the index means."""
+    """Return all tensors of the files; of those that are in several, the one that the index means."""
     tensors: dict[str, ForeignTensor] = {}
     for name, found in files.items():
         for key, tensor in found.items():

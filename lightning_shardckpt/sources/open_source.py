@@ -1,4 +1,4 @@
-"""What is at a path, and how is it read? The same on all ranks."""
+"""Open the source for whatever is at a path, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.formats.detect import Format, recognised
-from lightning_shardckpt.formats.places import files_of
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.locate import READABLE, did_you_mean
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.sources import ShardedSource, Source
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.sources.detect import Format, recognised
+from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean
+from lightning_shardckpt.sources.paths import files_of
+from lightning_shardckpt.sources.source import ShardedSource, Source
 from lightning_shardckpt.state.documents import FROZEN
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.optimizer import StoredOptimizer
-from lightning_shardckpt.state.tree import decode_small
-from lightning_shardckpt.storage.places import Places, is_url
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
 
@@ -32,11 +32,21 @@ _LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
 def opened(
     path: str, *, ranks: Ranks, storage: Storage, verify: bool = True, weights_only: bool = True
 ) -> Iterator[Source]:
-    """What is at ``path``, the same on all ranks.
+    """Open what is at ``path``, the same on all ranks.
 
     Collective: every rank of ``ranks`` must enter it.
 
     Until they see the same, the ranks look again for as long as the storage may take to show all of them one change.
+
+    Args:
+        path: of a checkpoint of this package or of another program, or a URL.
+        ranks: who opens it together.
+        storage: what opens checkpoints of this package.
+        verify: whether reads compare checksums, where the format has some.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``.
+
+    Yields:
+        The source, closed at the end.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
@@ -92,7 +102,16 @@ def _digest(source: Source) -> str:
 def open_source(
     path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True
 ) -> tuple[Source, str]:
-    """What is at a path, for this process alone, and text that is equal where others see the same.
+    """Return what is at a path, for this process alone, and text that is equal where others see the same.
+
+    Args:
+        path: see ``opened``.
+        storage: see ``opened``.
+        verify: see ``opened``.
+        weights_only: see ``opened``.
+
+    Returns:
+        The source, which the caller closes, and the text.
 
     Raises:
         CheckpointNotFoundError: if it is nothing that can be read; says which path was probably meant.
@@ -104,7 +123,7 @@ def open_source(
     try:
         sharded = ShardedSource(Checkpoint(storage, path), verify)
     except CheckpointNotFoundError as error:
-        copy = storage.copied(path, files_of) if isinstance(storage, Places) and is_url(path) else None
+        copy = storage.local_copy(path, files_of) if isinstance(storage, StorageRouter) and is_url(path) else None
         other = recognised(copy) if copy is not None else None
         if copy is not None and other is not None:
             return _of_others(other, copy, weights_only)

@@ -1,4 +1,4 @@
-"""Where are the files of a checkpoint of another format? By name; no torch."""
+"""Find the files of a checkpoint of another format by name. No torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _OF_ONE_RANK = re.compile(r"pytorch_model-meta-dist-\d{5,}(?:\.index)?\.json")
 
 
 def is_hub_directory(path: str) -> bool:
-    """Whether it is a directory with weights under a name of Hugging Face's, or with an index of a variant of them."""
+    """Return whether a path is a directory with Hugging Face's names of weights, or an index of a variant of them."""
     return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS) or bool(indexes(path, WEIGHTS))
 
 
 def indexes(path: str, kinds: Collection[str]) -> list[str]:
-    """Names of the index files in a directory, such as ``model.safetensors.index.json``, or ``….index.ema.json``."""
+    """Return a directory's index files by name, such as ``model.safetensors.index.json`` or ``….index.ema.json``."""
     return [name for name in _names(path) if (found := _INDEX.fullmatch(name)) and found[1] in kinds]
 
 
@@ -59,13 +59,13 @@ def only_index(path: str, kinds: Collection[str]) -> str:
 
 
 def is_index(path: str, kinds: Collection[str]) -> bool:
-    """Whether it is an index file."""
+    """Return whether a path is that of an index file."""
     found = _INDEX.fullmatch(os.path.basename(path))
     return found is not None and found[1] in kinds and os.path.isfile(path)
 
 
 def rank_indexes(path: str) -> list[str]:
-    """Names of the files in which ranks of ColossalAI's distributed checkpoint IO said what they wrote."""
+    """Return the names of files in which ranks of ColossalAI's distributed checkpoint IO said what they wrote."""
     return list(filter(_OF_ONE_RANK.fullmatch, _names(path)))
 
 
@@ -77,7 +77,7 @@ def _names(path: str) -> list[str]:
 
 
 def is_safetensors(path: str) -> bool:
-    """Whether it is a file that begins as one of safetensors does."""
+    """Return whether a path is a file that begins as one of safetensors does."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -86,7 +86,7 @@ def is_safetensors(path: str) -> bool:
 
 
 def files_of(names: Sequence[str]) -> list[str]:
-    """Of the names in a folder of a store, those of a checkpoint of another program; of a single file, that one.
+    """Return which names in a store's folder are those of another program's checkpoint; of a single file, that one.
 
     >>> files_of([".metadata", "__0_0.distcp", "notes/a.txt"]), files_of(["model.safetensors", "big.h5"])
     (['.metadata', '__0_0.distcp'], ['model.safetensors'])
@@ -103,12 +103,12 @@ def files_of(names: Sequence[str]) -> list[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is of a file in a folder, that no path leads out of."""
+    """Return whether a name is of a file in a folder, that no path leads out of."""
     return "/" not in name and name not in ("", ".", "..") and "\0" not in name
 
 
 def leaves_out(path: str) -> bool:
-    """Whether a file of ``torch.save`` says that frozen parameters are not in it, as a consolidated one may."""
+    """Return whether a file of ``torch.save`` says that frozen parameters are not in it, as a consolidated one may."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]

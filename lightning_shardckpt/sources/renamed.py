@@ -1,4 +1,4 @@
-"""A part of stored state under other names: as a source for a load."""
+"""A part of stored state under other names: a view of a source."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from lightning_shardckpt.index import Component, TensorSpec
-from lightning_shardckpt.sources import Source, Target
-from lightning_shardckpt.whole import Tensors
+from lightning_shardckpt.format.index import Component, TensorSpec
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source_view import SourceView
 
 
-class SelectedSource:
-    """What a load asks for, by the names that it has; it reads from another source, which stays the caller's to close.
+def model_names(source: Source) -> set[str]:
+    """The stored names of all entries of the model: tensors, names that share one, and values."""
+    model = source.components().get("model", Component({}))
+    values, frozen = source.document("model") or {}, source.document("frozen") or {}
+    return {*model.tensors, *model.aliases, *values, *frozen}
+
+
+class RenamedSource(SourceView):
+    """A source whose tensors have the names that a load asks for; the one that it reads stays the caller's to close.
 
     Args:
         source: what is stored.
-        names: name here → stored name, of the model's entries that may be there. Two may have the same stored name.
+        names: name here → stored name, of the model's entries that may be there; None if nothing is stored for it. Two
+            may have the same stored name.
         others: stored name → name here, of any other entry; None leaves it out.
         optimizers: the numbers of the stored optimizers that are 0, 1, … here.
     """
@@ -26,15 +32,14 @@ class SelectedSource:
     def __init__(
         self,
         source: Source,
-        names: Mapping[str, str],
+        names: Mapping[str, str | None],
         others: Callable[[str], str | None],
         optimizers: Sequence[int],
     ) -> None:
-        self.path, self._source, self._optimizers = source.path, source, optimizers
+        super().__init__(source)
+        self._optimizers = optimizers
         self._stored = source.components()
-        model = self._stored.get("model", Component({}))
-        extra = source.document("model") or {}
-        known = {*model.tensors, *model.aliases, *extra, *(source.document("frozen") or {})}
+        known = model_names(source)
         self._of = {name: stored for name, stored in names.items() if stored in known}  # name here → stored name
         taken = {*names, *self._of}
         hit = set(self._of.values())
@@ -47,15 +52,6 @@ class SelectedSource:
         for name, stored in self._of.items():
             self._here.setdefault(stored, name)
         self._optimizer_keys: dict[str, str] = {}
-        self._made: dict[int, tuple[Target, Target]] = {}  # by id, with what has it
-
-    @property
-    def tensors(self) -> Tensors:
-        """As they are stored."""
-        return self._source.tensors
-
-    def close(self) -> None:
-        """Nothing: what is stored is the caller's."""
 
     @cached_property
     def _components(self) -> dict[str, Component]:
@@ -106,7 +102,7 @@ class SelectedSource:
         return next(known, stored)
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """What was stored under a role, with the names here."""
+        """Return what was stored under a role, with the names here."""
         found = self._source.document(role, rank)
         if role in ("model", "frozen"):
             return {name: found[stored] for name, stored in self._of.items() if stored in found} if found else found
@@ -125,30 +121,9 @@ class SelectedSource:
         values = {name: [with_names(entry) for entry in shared] for name, shared in one["values"].items()}
         return {**one, "groups": groups, "values": values}
 
-    def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """The trainer's state, as it is."""
-        return self._source.trainer(stored)
-
-    def alike(self, names: Sequence[str]) -> bool:
-        """As the source says."""
-        return self._source.alike([self._stored_key("model", name) for name in names])
-
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a stored tensor."""
-        return self._source.backed(component, self._stored_key(component, key))
-
-    def verify(self, targets: list[Target]) -> int:
-        """As the source does."""
-        for target in targets:
-            self._made[id(target)] = target, target.renamed(self._stored_key(target.component, target.key))
-        return self._source.verify([self._made[id(target)][1] for target in targets])
-
-    def fill(self, targets: list[Target]) -> None:
-        """As the source does."""
-        self._source.fill([self._made[id(target)][1] for target in targets])
-
-    def _stored_key(self, component: str, key: str) -> str:
+    def stored_as(self, component: str, key: str) -> tuple[str, str]:
+        """Component and key under which a tensor is stored."""
         if component == "model":
             stored = self._of[key]
-            return self._stored["model"].aliases.get(stored, stored)
-        return self._optimizer_keys[key] if component == "optimizer" else key
+            return component, self._stored["model"].aliases.get(stored, stored)
+        return component, self._optimizer_keys[key] if component == "optimizer" else key

@@ -1,4 +1,4 @@
-"""What does a pickle hold that torch wrote? Read without running it: data, and names out of an allow-list.
+"""Read pickles that torch wrote without running them: data, and names out of an allow-list.
 
 Python's own unpickler can be kept from calling anything, but not from allocating what a hostile pickle asks for: one
 opcode of five bytes makes its memo tens of gigabytes. Here memory is proportional to the pickle. Nothing is imported
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import shown
+from lightning_shardckpt.format.value_checks import shown
 
 _MARK = object()
 _KEYS = (str, int, float, bool, bytes, type(None))  # nested tuples could take forever to hash
@@ -55,7 +55,7 @@ def text(value: Any = "") -> str:
 
 
 def record(kind: str) -> Called:
-    """For ``known``: a class whose objects become records of a kind; arguments are ignored."""
+    """Return a class for ``known`` whose objects become records of a kind; arguments are ignored."""
     return Called(lambda *_: Record(kind))
 
 
@@ -126,7 +126,7 @@ class _Machine:
         self._stack.append(value)
 
     def _marked(self) -> list[Any]:
-        """What is above the last mark."""
+        """Return what is above the last mark."""
         stack = self._stack
         at = len(stack) - 1
         while stack[at] is not _MARK:

@@ -1,7 +1,7 @@
-"""Where does stored state come from?
+"""Sources of stored state, and the one that reads checkpoints of this package.
 
-A source is a checkpoint of this package, or one of another format, see ``formats``. All describe their tensors by the
-same specs, so comparing and planning do not know which one it is; ``opening`` finds out.
+A source is a checkpoint of this package, or one of another format. All describe their tensors by the same specs, so
+comparing and planning do not know which one it is; ``open_source`` finds out.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from lightning_shardckpt.box import Box, Shape
-from lightning_shardckpt.fetch import HELD_BYTES, SMALL_BYTES, Files, Request, fetch, single_run
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.layout import Part
-from lightning_shardckpt.pages import pages
-from lightning_shardckpt.plan import Overlap, plan_load
-from lightning_shardckpt.processes import local_ranks
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.staging import bytes_of, is_host_memory
+from lightning_shardckpt.distributed.liveness import local_ranks
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.plan import Overlap, plan_load
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import document_of
-from lightning_shardckpt.state.geometry import local_tensor, parts_of, parts_within, this_rank, view_at
-from lightning_shardckpt.state.tree import decode
-from lightning_shardckpt.whole import Tensors, Wholes
+from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
+from lightning_shardckpt.state.json_tree import decode
+from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
+from lightning_shardckpt.system.page_memory import pages
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.transfer.fetch import fetch
+from lightning_shardckpt.transfer.read_plan import Request, single_run
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.verified_reads import Files
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
 _FAR_HELD_SHARE = 2  # where nothing should be read twice: one in so many bytes of a rank's part of the free memory
 _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own
@@ -39,7 +42,7 @@ _Overlaps: TypeAlias = "list[tuple[Overlap, tuple[int, int, int] | None]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReadTarget:
     """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``.
 
     ``fresh``: it was allocated for this load, so that nobody minds what is in it if the load fails. ``region``: of the
@@ -63,9 +66,10 @@ class Target:
         local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
         object.__setattr__(self, "local", local)
 
-    def renamed(self, key: str) -> Target:
-        """The same memory, to be filled with another stored tensor."""
+    def renamed(self, component: str, key: str) -> ReadTarget:
+        """Return the same memory, to be filled with another stored tensor."""
         found = copy.copy(self)
+        object.__setattr__(found, "component", component)
         object.__setattr__(found, "key", key)
         return found
 
@@ -83,8 +87,8 @@ class Source(Protocol):
     path: str
 
     @property
-    def tensors(self) -> Tensors:
-        """The tensors as bytes in files, for who copies them as a whole."""
+    def tensors(self) -> StoredTensors:
+        """The tensors as bytes in files, for those who copy them as a whole."""
 
     def close(self) -> None:
         """Release the files."""
@@ -93,41 +97,42 @@ class Source(Protocol):
         """Tensors by component."""
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """What was stored under a role of ``Snapshot.documents``, as JSON; None if nothing was."""
+        """Return what was stored under a role of ``Snapshot.documents``, as JSON; None if nothing was."""
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The trainer's state; ``stored`` gives the tensor of a key of the component trainer."""
 
     def alike(self, names: Sequence[str]) -> bool:
-        """Whether tensors of the model that are stored apart are equal, so that they may be one that is tied."""
+        """Return whether tensors of the model that are stored apart are equal, so that they may be one that is tied."""
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor, after making sure that its bytes can be there."""
 
-    def verify(self, targets: list[Target]) -> int:
+    def verify(self, targets: list[ReadTarget]) -> int:
         """Make sure that what the targets need is intact; fill the fresh ones. Raises CorruptionError.
 
         Returns how many bytes of it were read. May be called again for other targets.
         """
 
-    def fill(self, targets: list[Target]) -> None:
+    def fill(self, targets: list[ReadTarget]) -> None:
         """Fill the others, all that were verified."""
 
 
 class ShardedSource:
     """A checkpoint directory of this package."""
 
-    def __init__(self, checkpoint: Checkpoint, verify: bool = True) -> None:
+    def __init__(self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning | None = None) -> None:
         self.path, self.checkpoint, self._verify = checkpoint.path, checkpoint, verify
+        self._tuning = tuning or TUNING
         self._rank = this_rank()
         self._overlaps: dict[tuple[Any, ...], tuple[_Overlaps, tuple[Part, ...]]] = {}
         self._held: dict[int, memoryview] = {}  # by id of the target
         self._rest: list[tuple[torch.Tensor, list[Request]]] = []  # to be read again
 
     @property
-    def tensors(self) -> Tensors:
+    def tensors(self) -> StoredTensors:
         """The tensors as bytes in shard files."""
-        return Wholes(self.checkpoint)
+        return WholeTensors(self.checkpoint)
 
     def close(self) -> None:
         """Release the files."""
@@ -163,16 +168,17 @@ class ShardedSource:
             self.checkpoint.check_file(component, overlap.writer, file)
         return spec.shape
 
-    def verify(self, targets: list[Target]) -> int:
+    def verify(self, targets: list[ReadTarget]) -> int:
         """Read and check every block that the targets touch; sizes, headers and save ids only if told not to.
 
         Fresh targets are read once, into their memory, and so are small others that are to be checked, into memory that
         is held for ``fill``; all of them, from far away, while there is room. Of the rest nothing is kept: it is read
         again.
         """
-        is_far = self.checkpoint.reader.is_far
-        room = (_far_held_bytes() if is_far else HELD_BYTES) - sum(map(len, self._held.values()))
-        live = [target for target in targets if not target.fresh and (is_far or self._is_small(target))]
+        high_latency = self.checkpoint.reader.high_latency
+        limit = max(_free_share(), self._tuning.held_bytes) if high_latency else self._tuning.held_bytes
+        room = limit - sum(map(len, self._held.values()))
+        live = [target for target in targets if not target.fresh and (high_latency or self._is_small(target))]
         self._held |= _spare_memory(live, room)
         wanted, once = list[tuple[torch.Tensor, list[Request]]](), 0
         for target in targets:
@@ -186,17 +192,18 @@ class ShardedSource:
         fetch_into(self.checkpoint, wanted, verify=self._verify)
         return sum(target.local.nbytes for target in targets) if self._verify else once
 
-    def _is_small(self, target: Target) -> bool:
-        return self._verify and target.local.nbytes <= SMALL_BYTES and is_host_memory(target.local)
+    def _is_small(self, target: ReadTarget) -> bool:
+        is_small = target.local.nbytes <= self._tuning.held_tensor_bytes
+        return self._verify and is_small and is_host_memory(target.local)
 
-    def fill(self, targets: list[Target]) -> None:
+    def fill(self, targets: list[ReadTarget]) -> None:
         """Straight into the tensors' memory."""
         for target in targets:
             if id(target) in self._held:
                 _put(self._held.pop(id(target)), target.local)
         fetch_into(self.checkpoint, self._rest, verify=False)
 
-    def _plan(self, target: Target) -> list[Request]:
+    def _plan(self, target: ReadTarget) -> list[Request]:
         """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
         local, component, key = target.local, target.component, target.key
         memory = self._held.get(id(target))
@@ -210,7 +217,7 @@ class ShardedSource:
         return requests
 
     def _overlaps_of(self, component: str, key: str, parts: tuple[Part, ...], shape: Shape) -> _Overlaps:
-        """What a tensor needs of which stored boxes; the same for all tensors of one kind.
+        """Return what a tensor needs of which stored boxes; the same for all tensors of one kind.
 
         Each box is looked up as it is found: of those that a hostile layout claims, most are not there.
         """
@@ -238,7 +245,7 @@ def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]
         files: where the requests' boxes are.
         wanted: local tensors with their requests, whose targets are their memory where that is the host's; requests
             that have other targets, or none, with an empty tensor.
-        verify: see ``fetch``.
+        verify: compare every block that is touched with its checksum.
     """
     batch: list[tuple[torch.Tensor, torch.Tensor]] = []
     requests: list[Request] = []
@@ -267,11 +274,11 @@ def _flush(
     requests.clear()
 
 
-def _far_held_bytes() -> int:
-    """This rank's part of the memory that is free now, or can be made free."""
+def _free_share() -> int:
+    """Return this rank's part of the memory that is free now, or can be made free."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return max(free // _FAR_HELD_SHARE // local_ranks(), HELD_BYTES)
+    return free // _FAR_HELD_SHARE // local_ranks()
 
 
 def _put(data: memoryview, local: torch.Tensor) -> None:
@@ -281,7 +288,7 @@ def _put(data: memoryview, local: torch.Tensor) -> None:
         local.copy_(host)
 
 
-def _spare_memory(targets: list[Target], room: int) -> dict[int, memoryview]:
+def _spare_memory(targets: list[ReadTarget], room: int) -> dict[int, memoryview]:
     """Memory for as many targets as there is room for, the smallest first, by their ids."""
     sizes = sorted((target.local.nbytes, id(target)) for target in targets)
     ends = list(accumulate(size for size, _ in sizes))

@@ -1,4 +1,4 @@
-"""What is in an archive of ``torch.save``: which tensor, or which value? Looked at without unpickling it.
+"""Tensors and values in archives of ``torch.save``, found without unpickling them.
 
 A tensor is described by its pickle, which names a storage: a record of the archive with its bytes. Values are of plain
 types, or else left to ``torch.load(weights_only=True)``.
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.box import Shape
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.formats.torchzip import Archive, Piece, Windows
-from lightning_shardckpt.formats.unpickle import Called, Known, ordered, unpickle
-from lightning_shardckpt.header import DTYPE_BYTES, check_shape, check_size, shown
-from lightning_shardckpt.staging import DTYPES
+from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_shape, check_size, shown
+from lightning_shardckpt.sources.safe_unpickler import Called, Known, ordered, unpickle
+from lightning_shardckpt.sources.torch_zip import CoalescedReads, FilePart, ZipArchive
+from lightning_shardckpt.state.tensor_bytes import DTYPES
 
 _PICKLE, _SHORT_BYTES = "data.pkl", 8 << 10  # of one tensor
 _VALUE_BYTES = 64 << 20  # of what is not a tensor; Python needs a multiple of it
@@ -53,7 +53,7 @@ class Pickled:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the record is the tensor in row-major order, from the first byte on."""
+        """True if the record is the tensor in row-major order, from the first byte on."""
         if 0 in self.shape:
             return True
         step = 1
@@ -95,13 +95,13 @@ def _pickled(content: bytes) -> Any:
     return unpickle(content, _KNOWN, _PICKLE, stored=_storage)
 
 
-def tensor_in(windows: Windows, piece: Piece) -> tuple[Pickled, int, int]:
+def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[Pickled, int, int]:
     """The one tensor of an archive, where its bytes begin in the file, and their checksum; 0 if it has none.
 
     Raises:
         FormatError: naming file and byte, if there is something else.
     """
-    archive = Archive(windows, piece)
+    archive = ZipArchive(windows, piece)
     try:
         found = _pickled(archive.content(_PICKLE, _SHORT_BYTES))
     except FormatError as error:
@@ -120,7 +120,7 @@ def tensor_in(windows: Windows, piece: Piece) -> tuple[Pickled, int, int]:
 
 
 def _plain(content: bytes) -> tuple[bool, Any]:
-    """Whether a pickle has nothing but values of plain types, and the value."""
+    """Return whether a pickle has nothing but values of plain types, and the value."""
     try:
         return True, unpickle(content, {}, _PICKLE)
     except FormatError:
@@ -130,13 +130,13 @@ def _plain(content: bytes) -> tuple[bool, Any]:
 _plain_again = lru_cache(maxsize=4096)(_plain)  # hyper-parameters are often the same
 
 
-def value_in(windows: Windows, piece: Piece) -> Any:
+def value_in(windows: CoalescedReads, piece: FilePart) -> Any:
     """The value in an archive, as ``torch.load(weights_only=True)`` gives it. It is not to be changed.
 
     Raises:
         FormatError: naming file and byte, if torch refuses it.
     """
-    archive = Archive(windows, piece)
+    archive = ZipArchive(windows, piece)
     content = archive.content(_PICKLE, _VALUE_BYTES)
     if list(filter(_is_data, archive.sizes)) == []:
         is_plain, value = (_plain_again if len(content) <= _SHORT_BYTES else _plain)(content)
@@ -149,7 +149,7 @@ def value_in(windows: Windows, piece: Piece) -> Any:
 
 
 def loaded(load: Callable[[], Any], malformed: Callable[[str], Exception]) -> Any:
-    """What ``torch.load`` returns; whatever it makes of a malformed or refused file is one error.
+    """Return what ``torch.load`` returns; whatever it makes of a malformed or refused file is one error.
 
     Raises:
         Exception: of ``malformed``, given what torch said.

@@ -14,23 +14,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lightning_shardckpt.box import Box
+from lightning_shardckpt.compat.torch_serialization import byte_order
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.foreign import ForeignBox, ForeignTensor, ForeignTensors
-from lightning_shardckpt.formats.source import ForeignSource
-from lightning_shardckpt.header import shown
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.sources import Target
-from lightning_shardckpt.staging import dtype_name
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.sources.foreign_source import ForeignSource
+from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
-from lightning_shardckpt.state.geometry import this_rank, view_at
+from lightning_shardckpt.state.dtensor_layout import this_rank, view_at
 from lightning_shardckpt.state.model import model_leaves
-from lightning_shardckpt.state.objects import KEYS
+from lightning_shardckpt.state.nested_dict import KEYS
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
-from lightning_shardckpt.state.statedicts import checkpoint_of_states, is_lightnings, is_weights
-from lightning_shardckpt.storage.local import LocalReader
-from lightning_shardckpt.whole import Tensors
+from lightning_shardckpt.state.state_dicts import checkpoint_of_states, is_lightnings, is_weights
+from lightning_shardckpt.state.tensor_bytes import dtype_name
+from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 
 _LISTED = 5
 
@@ -38,7 +39,7 @@ Parts: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
 """Everything else by Lightning's keys, and the state dict; None if there is no model."""
 
 
-class PlainSource:
+class TorchFileSource:
     """A file of ``torch.save`` with Lightning's keys, with state dicts of objects by key, or that is a state dict.
 
     Of several modules, that under "model" is read, where there is one; ``with_all_modules`` reads all.
@@ -81,8 +82,8 @@ class PlainSource:
         self._components = {n: Component(found, self._leaves[n].aliases) for n, found in specs.items()}
         self._read = ForeignSource(self._in_files(self._names))
 
-    def with_all_modules(self) -> PlainSource:
-        """Itself, from now on with all modules that the file has, the names of several behind their keys."""
+    def with_all_modules(self) -> TorchFileSource:
+        """Itself, from now on with all modules that the file has, the names of several prefixed by their keys."""
         if self._is_part:
             self.close()
             self._describe(None)
@@ -90,7 +91,7 @@ class PlainSource:
 
     @property
     def _is_part(self) -> bool:
-        """Whether the file has modules that are not read."""
+        """True if the file has modules that are not read."""
         if self._how is not None:
             return False
         whole = _parts(self._found[0], self.path, None)[0].get(KEYS)
@@ -114,7 +115,7 @@ class PlainSource:
         return ForeignTensors(self.path, LocalReader(self._folder, follow_links=True), tensors, aliases)
 
     @property
-    def tensors(self) -> Tensors:
+    def tensors(self) -> StoredTensors:
         """The tensors as bytes in the files.
 
         Raises:
@@ -147,19 +148,19 @@ class PlainSource:
         return {key: value for key, value in self._checkpoint.items() if key != FROZEN}
 
     def alike(self, names: Sequence[str]) -> bool:
-        """Whether tensors of the model are equal."""
+        """Return whether tensors of the model are equal."""
         first, *others = (self._leaves["model"].tensors[name] for name in names)
         return all(other.dtype == first.dtype and torch.equal(other, first) for other in others)
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """Its shape: torch has mapped the tensor."""
+        """Return the shape: torch has mapped the tensor."""
         return tuple(self._leaves[component].tensors[key].shape)
 
-    def verify(self, targets: list[Target]) -> int:
-        """Nothing to compare with: such a file has no checksums that torch would verify."""
+    def verify(self, targets: list[ReadTarget]) -> int:
+        """Do nothing: such a file has no checksums that torch would verify."""
         return 0
 
-    def fill(self, targets: list[Target]) -> None:
+    def fill(self, targets: list[ReadTarget]) -> None:
         """Read the slices; copy those of tensors that are not in one piece."""
         known = self._read.components()
         self._read.fill([target for target in targets if target.key in known[target.component].tensors])
@@ -171,7 +172,7 @@ class PlainSource:
 
 
 def mapped(path: str, weights_only: bool = True) -> Any:
-    """What is in a file of ``torch.save``, its tensors mapped.
+    """Return what is in a file of ``torch.save``, its tensors mapped.
 
     Raises:
         FormatError: if it is none that torch maps.
@@ -193,7 +194,7 @@ def mapped(path: str, weights_only: bool = True) -> Any:
 
 
 def _all_parts(found: list[Any], path: str, only: str | None) -> Parts:
-    """Of a file that holds all, or of several that hold a state dict together."""
+    """Return the parts of a file that holds all, or of several that hold a state dict together."""
     first, state_dict = _parts(found[0], path, only)
     for other in found[1:]:
         state_dict = {**(state_dict or {}), **(_parts(other, path, only)[1] or {})}
@@ -231,10 +232,9 @@ class Mapped(NamedTuple):
 
 
 def mappings(folder: str, name: str) -> Iterator[Mapped]:
-    """Where the file is in this process's memory; of another byte order nothing, since torch has changed the copy."""
+    """Yield the file as this process has it in memory; nothing if its byte order differs: torch changed the copy."""
     path = os.path.join(folder, name)
-    archive: Any = torch._C.PyTorchFileReader(path)  # its stub lacks half of it
-    if archive.has_record("byteorder") and archive.get_record("byteorder").decode() != sys.byteorder:
+    if byte_order(path) not in (None, sys.byteorder):
         return
     inode = os.stat(path).st_ino
     with open("/proc/self/maps") as lines:
@@ -246,7 +246,7 @@ def mappings(folder: str, name: str) -> Iterator[Mapped]:
 
 
 def boxes_in(tensor: torch.Tensor, maps: Sequence[Mapped]) -> tuple[ForeignBox, ...] | None:
-    """Where it lies in a file; None if it does not lie there in one piece, as it is."""
+    """Return where a tensor lies in a file; None if it does not lie there in one piece, as it is."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     if not tensor.numel():

@@ -1,6 +1,6 @@
-"""Where in a file that ``torch.save`` wrote are the bytes of its records? Such a file is a zip archive, not compressed.
+"""Find the records in a file that ``torch.save`` wrote, a zip archive that is not compressed.
 
-An archive may also be a part of a larger file: torch's distributed checkpoint writes one for every tensor, one behind
+An archive may also be a part of a larger file: torch's distributed checkpoint writes one for every tensor, one after
 the other. Source: the zip specification (APPNOTE 6.3), and ``caffe2/serialize/inline_container.cc``, torch 2.13.
 No torch.
 """
@@ -21,8 +21,11 @@ _DIRECTORY_BYTES = 16 << 20
 _FULL, _ZIP64 = 0xFFFFFFFF, 1
 
 
-class Windows:
-    """Reads short pieces of files that lie near each other by common reads; fastest in the order of the files."""
+class CoalescedReads:
+    """Reads short pieces of files that lie near each other by common reads; fastest in the order of the files.
+
+    What is read next depends on what was read before, and nothing has a checksum: no plan can be made for it.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -56,7 +59,7 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePart:
     """A part of a file that is an archive."""
 
     file: str
@@ -64,7 +67,7 @@ class Piece:
     nbytes: int
 
 
-class Archive:
+class ZipArchive:
     """An archive that ``torch.save`` wrote; ``sizes`` are of its records by name, without the folder they are all in.
 
     Raises:
@@ -72,7 +75,7 @@ class Archive:
         CorruptionError: if the file is missing or too short.
     """
 
-    def __init__(self, windows: Windows, piece: Piece) -> None:
+    def __init__(self, windows: CoalescedReads, piece: FilePart) -> None:
         self._windows, self._piece = windows, piece
         self.sizes: dict[str, int] = {}
         self.crcs: dict[str, int] = {}
@@ -92,7 +95,7 @@ class Archive:
         return FormatError(f"{where}: not what torch.save writes: {what}")
 
     def begin(self, name: str) -> int:
-        """Where the bytes of a record begin in the file; behind its local header, which has lengths of its own."""
+        """Return where a record's bytes begin in the file: after its local header, which has lengths of its own."""
         if name not in self._headers:
             raise self.malformed(f"there is no record {name!r}")
         header_at = self._headers[name]
@@ -116,7 +119,7 @@ class Archive:
         return self._windows.read(piece.file, piece.begin + at, nbytes)
 
     def _find_directory(self) -> tuple[int, int]:
-        """Where the central directory is, and its length."""
+        """Return where the central directory is, and its length."""
         tail_bytes = min(self._piece.nbytes, _END64_PLACE.size + _END.size)
         tail = self._read(self._piece.nbytes - tail_bytes, tail_bytes)
         signature, *_, nbytes, at, comment = _END.unpack_from(tail, len(tail) - _END.size)

@@ -2,34 +2,33 @@
 
 ``__tensor_flatten__`` says which tensors are inside, and what else the class needs. Those are stored like any tensor,
 under ``<name>#<attribute>``, and the rest as a record under ``<name>#``, so that nothing is pickled. An inner tensor of
-the shape of the whole is laid out like it; another one, such as the scales of blocks, cannot be cut anew.
+the shape of the whole is laid out like it; another one, such as the scales of blocks, cannot be resharded.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from lightning_shardckpt.compat.dtensor import local_tensor, spec_of
 from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.state.geometry import layout_of
-from lightning_shardckpt.state.tree import decode_small, encode_small
+from lightning_shardckpt.state.dtensor_layout import layout_of, shard_like
+from lightning_shardckpt.state.json_tree import decode_small, encode_small
 
 MARK = "#"  # between the name of a tensor and what is inside; alone at the end, of the record
 
 
 def is_compound(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or what this rank has of it, is a wrapper subclass."""
-    return hasattr(type(_local(tensor)), "__tensor_flatten__")
+    """Return whether a tensor, or what this rank has of it, is a wrapper subclass."""
+    return hasattr(type(local_tensor(tensor)), "__tensor_flatten__")
 
 
 def is_record(name: str) -> bool:
-    """Whether a stored value says how a compound tensor is put together."""
+    """Return whether a stored value says how a compound tensor is put together."""
     return name.endswith(MARK)
 
 
@@ -39,7 +38,7 @@ def take_apart(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor]
     Raises:
         StateError: for a context that is no plain data, and for a sharded tensor with an inner one that has no shards.
     """
-    outer: Any = _local(tensor)
+    outer: Any = local_tensor(tensor)
     attributes, context = outer.__tensor_flatten__()
     record = {"class": class_name(outer), "tensors": list(attributes), "shape": list(tensor.shape), "context": context}
     tensors: dict[str, torch.Tensor] = {}
@@ -56,8 +55,8 @@ def take_apart(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor]
 
 
 def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What this rank holds of a tensor, detached: one plain tensor, or those inside a compound one."""
-    local: Any = _local(tensor)
+    """Yield what this rank holds of a tensor, detached: one plain tensor, or those inside a compound one."""
+    local: Any = local_tensor(tensor)
     if not is_compound(local):
         yield local.detach()
         return
@@ -86,20 +85,20 @@ def put_together(name: str, values: dict[str, Any], like: torch.Tensor) -> None:
         if not isinstance(values.get(key), torch.Tensor):
             raise FormatError(f"{name}: its record names the tensor {attribute!r}, which is not stored")
         inner[attribute] = values.pop(key)
-    spec = next((t._spec for t in inner.values() if isinstance(t, DTensor)), None)
-    local = {attribute: _local(tensor) for attribute, tensor in inner.items()}
-    shape = torch.Size(record["shape"]) if spec is None else _local(like).shape
+    spec = next((spec_of(t) for t in inner.values() if isinstance(t, DTensor)), None)
+    local = {attribute: local_tensor(tensor) for attribute, tensor in inner.items()}
+    shape = torch.Size(record["shape"]) if spec is None else local_tensor(like).shape
     found: Any = _class(record["class"], name).__tensor_unflatten__(
         local, record["context"], shape, torch.empty(shape, device="meta").stride()
     )
     if spec is not None:
-        found = _shard(found, spec)
+        found = shard_like(found, spec)
         found.__class__ = type(like)
     values[name] = found
 
 
 def compound_names(values: Mapping[str, Any]) -> list[str]:
-    """Of the keys of loaded values, the names of the compound tensors that are inside no other one.
+    """Return the names of compound tensors that are inside no other one, from the keys of loaded values.
 
     >>> compound_names({"step": 1, "exp_avg#": {}, "exp_avg#codes": 0})
     ['exp_avg']
@@ -118,31 +117,19 @@ def described(record: Any) -> str:
     return f"{found['class']} of shape {tuple(found['shape'])} with context {found['context']!r}"
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _laid_out(name: str, tensor: torch.Tensor, attribute: str, inner: torch.Tensor) -> torch.Tensor:
     """The inner tensor of this rank, as the shard that it is of a whole one."""
     if not isinstance(tensor, DTensor) or isinstance(inner, DTensor):
         return inner
-    if inner.shape == tensor._local_tensor.shape:
-        return _shard(inner, tensor._spec)
+    if inner.shape == local_tensor(tensor).shape:
+        return shard_like(inner, spec_of(tensor))
     if layout_of(tensor).cuts:
         raise StateError(
-            f"{name}: {attribute} of a {class_name(tensor._local_tensor)} has shape {tuple(inner.shape)}, for a shard "
-            f"of {tuple(tensor._local_tensor.shape)}: it belongs to this rank's part alone, and no other topology "
+            f"{name}: {attribute} of a {class_name(local_tensor(tensor))} has shape {tuple(inner.shape)}, for a shard "
+            f"of {tuple(local_tensor(tensor).shape)}: it belongs to this rank's part alone, and no other topology "
             "could load it. Replicate the parameter (data_parallel_shard_size=1), or keep it in full precision."
         )
     return inner
-
-
-def _shard(local: torch.Tensor, like: DTensorSpec) -> DTensor:
-    """A DTensor of this rank's part, laid out like another one."""
-    meta = like.tensor_meta
-    assert meta is not None
-    spec = replace(like, tensor_meta=meta._replace(dtype=local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _checked(found: Any, name: str) -> dict[str, Any]:

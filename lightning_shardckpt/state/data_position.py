@@ -1,4 +1,4 @@
-"""Where in its data is a rank? Makes a DataLoader continue an epoch with the batches that it would have drawn.
+"""Continue an epoch of a DataLoader with the batches that it would have drawn.
 
 The order of an epoch is drawn from the random state when its sampler begins, dropout and the like from the state at
 the save. A resumed epoch therefore draws its order from the first, skips the batches that were used (without loading
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
+from lightning_shardckpt.compat.dataloader import IndexedLoader, IndexSource
+from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
 
 _END = object()
 
 
 class Resumption:
-    """How the next epoch of one loader begins: draw the order from ``start``, skip, continue from ``then``.
+    """The beginning of a loader's next epoch: draw the order from ``start``, skip, continue from ``then``.
 
     Without ``start``, it is a new epoch that begins from ``then``; the loaders that begin it together draw one after
     the other, so those after the first one have it as ``leader``. States are what ``ResumableLoader.random`` gave.
@@ -36,8 +37,8 @@ class Resumption:
         self.iterated: dict[str, Any] | None = None  # the process's state when all loaders of a new epoch had begun
 
 
-class ResumableLoader(DataLoader[Any]):
-    """What ``make_resumable`` adds to a DataLoader's class."""
+class ResumableLoader(IndexedLoader):
+    """The addition of ``make_resumable`` to a DataLoader's class."""
 
     _epoch_start: dict[str, Any] | None = None
     _resumption: Resumption | None = None
@@ -64,10 +65,11 @@ class ResumableLoader(DataLoader[Any]):
             self._resumption = None
         return iterator
 
-    @property
-    def _index_sampler(self) -> Any:
-        sampler = super()._index_sampler
-        return sampler if isinstance(self.dataset, IterableDataset) else _Watched(self, sampler)
+    def index_source(self, sampler: Any) -> IndexSource:
+        """The sampler, observed where it has an order that can be continued."""
+        if isinstance(self.dataset, IterableDataset):
+            return super().index_source(sampler)
+        return _Watched(self, sampler)
 
     def begin(self, indices: Iterator[Any]) -> Iterator[Any]:
         """The indices of an epoch that begins now, or those that an interrupted one has left."""
@@ -113,7 +115,7 @@ class ResumableLoader(DataLoader[Any]):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do; see ``resume``."""
+        """Do nothing; see ``resume``."""
 
     def resume(self, resumption: Resumption) -> None:
         """Begin the next epoch so."""
@@ -128,7 +130,7 @@ class ResumableLoader(DataLoader[Any]):
         self._waits = not self.persistent_workers
 
     def position(self) -> dict[str, Any]:
-        """What a resumed run must know: the random states when this epoch began (None before), the sampler's seed."""
+        """Return what a resumed run must know: random states when this epoch began (None before), sampler's seed."""
         own = [generator.get_state() for generator in self._generators()]
         return {"epoch_start": self._epoch_start, "own": own, "seed": getattr(self._seeded_sampler(), "seed", None)}
 
@@ -185,7 +187,7 @@ def batches_done(loops: dict[str, Any]) -> int | None:
 
 
 def batches_of_loader(loader: object, batches: int, *, cycles: bool) -> int:
-    """Of ``batches`` of an epoch, those that this loader gave since it last began; ``cycles``: it begins anew."""
+    """Return how many of an epoch's ``batches`` this loader gave since it last began; ``cycles``: it begins anew."""
     try:
         length = len(loader)  # type: ignore[arg-type]  # if it has one
     except TypeError:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_shardckpt.box import Shape
+from lightning_shardckpt.format.box import Shape
 
 _TAG = "$"
 _MAPPINGS = ("map", "odict", "counter", "namespace")
@@ -29,7 +29,7 @@ class ValueInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DocumentEntry:
     """A value as the document has it: tagged JSON, see ``tree.decode``; ``is_plain``: JSON without tags."""
 
     info: ValueInfo
@@ -37,14 +37,14 @@ class Entry:
     is_plain: bool = False
 
 
-def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Entry]:
+def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, DocumentEntry]:
     """Everything in a document of a role by name, but for what is stored as a tensor in a file.
 
     >>> found = entries_of("trainer", {"loops": {"step": 3}, "names": ["a"]})
     >>> {name: entry.info.kind for name, entry in found.items()}
     {'trainer/loops/step': 'int', 'trainer/names': 'list'}
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, DocumentEntry] = {}
     for name, entry in _named(role, document, rank):
         key, number = name, 1
         while key in found:  # {"a/b": …} and {"a": {"b": …}}
@@ -54,14 +54,14 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, Entry]:
     return found
 
 
-def _named(role: str, document: Any, rank: int) -> Iterator[tuple[str, Entry]]:
+def _named(role: str, document: Any, rank: int) -> Iterator[tuple[str, DocumentEntry]]:
     if document is None:
         return
     if role in _PLAIN:
-        yield role, Entry(ValueInfo("dict"), document, is_plain=True)
+        yield role, DocumentEntry(ValueInfo("dict"), document, is_plain=True)
     elif role == "model":
         for name, value in document.items():
-            yield name, Entry(_info(value), value)
+            yield name, DocumentEntry(_info(value), value)
     elif role == "optimizer":
         for number, one in document.items():
             yield from _of_optimizer(f"optimizer/{number}", one)
@@ -69,17 +69,17 @@ def _named(role: str, document: Any, rank: int) -> Iterator[tuple[str, Entry]]:
         yield from _leaves(document, role if role == "trainer" else f"rank/{rank}")
 
 
-def _of_optimizer(place: str, one: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
+def _of_optimizer(place: str, one: Mapping[str, Any]) -> Iterator[tuple[str, DocumentEntry]]:
     for name, shared in one["values"].items():
         for item in shared:
             for param in item["params"]:
-                yield f"{place}/{param}/{name}", Entry(_info(item["value"]), item["value"])
+                yield f"{place}/{param}/{name}", DocumentEntry(_info(item["value"]), item["value"])
     for number, group in one["groups"].items():
         yield from _leaves(group["hyper"], f"{place}/param_groups/{number}")
-        yield f"{place}/param_groups/{number}/params", Entry(ValueInfo("list"), group["params"], is_plain=True)
+        yield f"{place}/param_groups/{number}/params", DocumentEntry(ValueInfo("list"), group["params"], is_plain=True)
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Entry]]:
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, DocumentEntry]]:
     tag = value.get(_TAG) if isinstance(value, dict) else None
     if tag == "stored":
         return
@@ -94,7 +94,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Entry]]:
     for key, item in inner:
         yield from _leaves(item, f"{path}/{_text(key)}")
     if not inner:
-        yield path, Entry(_info(value), value)
+        yield path, DocumentEntry(_info(value), value)
 
 
 def _list(value: Any) -> list[Any]:

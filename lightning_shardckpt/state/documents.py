@@ -1,4 +1,4 @@
-"""Is a document of the shape that its role says? What reads it may then rely on that; values are ``tree.decode``'s."""
+"""Check that a document has the shape that its role says, so that readers may rely on it. Values are not looked at."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import zlib
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import check_dtype, check_file_name, check_shape, check_text, parse_json, shown
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.state.merging import merge_optimizers
-from lightning_shardckpt.state.peft import adapters_from_json
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.format.value_checks import check_dtype, check_file_name, check_shape, check_text, shown
+from lightning_shardckpt.state.optimizer_merge import merge_optimizers
+from lightning_shardckpt.state.peft_names import adapters_from_json
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 FROZEN = "shardckpt_frozen_parameters"
 """Key of Lightning's checkpoint dict under which a single file has the document "frozen"."""
@@ -127,7 +128,7 @@ def _params(value: Any, place: str, numbered: bool) -> None:
 
 
 def is_companion(path: str) -> bool:
-    """Whether a file may stand beside a model's weights: a relative path of plain names, and data alone."""
+    """Return whether a file may stand beside a model's weights: a relative path of plain names, and data alone."""
     try:
         parts = [check_file_name(part) for part in path.split("/")]
     except FormatError:

@@ -1,8 +1,8 @@
-"""Which boxes of a live tensor are here, and where do they lie in local memory?
+"""The boxes of a live tensor that are on this rank, and where they lie in local memory.
 
-Translates a DTensor's mesh and placements into a ``Layout``. The order of cuts is not the order of placements:
-FSDP over tensor parallelism (``_StridedShard``) cuts the tensor-parallel slice last although its mesh axis comes
-first. torch's own ``compute_local_shape_and_global_offset`` is wrong there for uneven dims (torch 2.13), so the
+Translates a DTensor's mesh and placements into a ``Layout``. The order in which axes split a dim is not that of
+placements: FSDP over tensor parallelism (``StridedShard``) splits the tensor-parallel slice last although its mesh axis
+comes first. torch's own ``compute_local_shape_and_global_offset`` is wrong there for uneven dims (torch 2.13), so the
 boxes come from ``layout.py`` and are checked against the real local shape.
 """
 
@@ -17,40 +17,43 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_shardckpt import staging
-from lightning_shardckpt.box import Box, Shape
+from lightning_shardckpt.compat import dtensor
+from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, new_dtensor, spec_of
+from lightning_shardckpt.compat.sibling_meshes import sibling_ranks
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.state import tensor_bytes
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a tensor over the world; a plain tensor is replicated.
 
     Raises:
-        StateError: for a ``Partial`` placement, and for cuts that no layout describes.
+        StateError: for a ``Partial`` placement, and for shards that no layout describes.
     """
     return _layout(*_kind(tensor), tensor.ndim) if isinstance(tensor, DTensor) else REPLICATED
 
 
 def _kind(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """What many tensors share; to compare it is quicker than to compare two DTensorSpecs."""
-    return tensor._spec.device_mesh, tuple(tensor._spec.placements)
+    """Return what many tensors share; to compare it is quicker than to compare two DTensorSpecs."""
+    spec = spec_of(tensor)
+    return spec.device_mesh, tuple(spec.placements)
 
 
 def acts_as_whole(tensor: torch.Tensor) -> bool:
-    """Whether code that uses the tensor sees all of it: not so torch's own DTensors, of which it may see the rows."""
+    """Return whether code that uses the tensor sees all of it: of torch's own DTensors it may see the rows."""
     return type(tensor) is not DTensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that this rank holds of a tensor, detached; shares storage with it."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return dtensor.local_tensor(tensor).detach()
 
 
 def this_rank() -> int:
-    """Of the default process group; 0 without one."""
+    """Return this process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -62,7 +65,7 @@ def parts_of(tensor: torch.Tensor, rank: int) -> tuple[Part, ...]:
     """
     if not isinstance(tensor, DTensor):
         return _whole(tuple(tensor.shape))
-    return _parts(*_kind(tensor), tuple(tensor.shape), tuple(tensor._local_tensor.shape), rank)
+    return _parts(*_kind(tensor), tuple(tensor.shape), tuple(dtensor.local_tensor(tensor).shape), rank)
 
 
 @lru_cache(maxsize=65536)
@@ -89,17 +92,23 @@ def _parts(
 def new_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor laid out like another one, without values."""
     if not isinstance(tensor, DTensor):
-        return staging.new_like(tensor, dtype)
-    meta = tensor._spec.tensor_meta
-    assert meta is not None
-    spec = tensor._spec if meta.dtype == dtype else replace(tensor._spec, tensor_meta=meta._replace(dtype=dtype))
-    found: torch.Tensor = DTensor(staging.new_like(tensor._local_tensor, dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+        return tensor_bytes.new_like(tensor, dtype)
+    found: torch.Tensor = shard_like(tensor_bytes.new_like(dtensor.local_tensor(tensor), dtype), spec_of(tensor))
     found.__class__ = type(tensor)  # one that acts as a whole tensor, or torch's own
     return found
 
 
+def shard_like(local: torch.Tensor, like: DTensorSpec) -> DTensor:
+    """A DTensor of this rank's part of it, laid out as ``like`` says, of the part's dtype."""
+    meta = like.tensor_meta
+    assert meta is not None
+    return new_dtensor(
+        local, like if meta.dtype == local.dtype else replace(like, tensor_meta=meta._replace(dtype=local.dtype))
+    )
+
+
 def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``found`` is what ``new_like`` would give, with values: of the same types, shape, device and layout."""
+    """Return whether ``found`` is what ``new_like`` gives, with values: of the same types, shape, device and layout."""
     kind = type(tensor) if isinstance(tensor, DTensor) else torch.Tensor
     if not isinstance(found, torch.Tensor) or type(found) is not kind:
         return False
@@ -117,7 +126,7 @@ def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor are one in memory, as ``Tensor.expand`` makes them."""
+    """Return whether elements of a tensor are one in memory, as ``Tensor.expand`` makes them."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return not tensor.is_contiguous() and any(n > 1 and not stride for n, stride in sizes)
 
@@ -126,7 +135,7 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """The ids of those whose local memory reaches into another one's; gaps between elements count as memory."""
     spans = []
     for tensor in tensors:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = dtensor.local_tensor(tensor)
         if local.layout is torch.strided and local.numel():
             begin = local.data_ptr()
             last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
@@ -155,7 +164,7 @@ def copy_slice(parameter: torch.Tensor, full: torch.Tensor) -> None:
 
 @lru_cache(maxsize=65536)
 def parts_within(parts: tuple[Part, ...], region: Box) -> tuple[Part, ...]:
-    """What of the parts of a local tensor lies in a region of it, in the region's coordinates."""
+    """Return what of the parts of a local tensor lies in a region of it, in the region's coordinates."""
     found = []
     for part in parts:
         common = part.local.intersect(region)
@@ -185,7 +194,7 @@ def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> L
 
 def _axes(mesh: DeviceMesh) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
     """The axes of a mesh and all its siblings in the root mesh, so that every rank finds the same."""
-    siblings = mesh._layout.remap_to_tensor(mesh._rank_map)  # (how many, *shape)
+    siblings = sibling_ranks(mesh)
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     found = _lattice(siblings, names)
     if found is not None:
@@ -209,14 +218,14 @@ def _lattice(siblings: torch.Tensor, names: tuple[str, ...]) -> tuple[Axis, ...]
     return tuple(axes)
 
 
-def _cuts(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> tuple[Cut, ...]:
-    """Cuts in order of application: shards left to right, then strided ones that follow a later axis, right to left."""
-    direct: list[Cut] = []
-    deferred: list[Cut] = []
+def _cuts(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> tuple[DimShard, ...]:
+    """Return shardings in order: plain ones left to right, then strided ones after a later axis, right to left."""
+    direct: list[DimShard] = []
+    deferred: list[DimShard] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
-        if not isinstance(placement, Shard | _StridedShard):
+        if not isinstance(placement, Shard | StridedShard):
             raise StateError(f"a tensor with placement {placement} holds partial sums, which no box describes")
         if mesh.shape[axis] == 1:
             continue
@@ -224,12 +233,12 @@ def _cuts(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> tup
         factor = getattr(placement, "split_factor", 1)
         later = 1
         for other, size in zip(placements[axis + 1 :], mesh.shape[axis + 1 :], strict=True):
-            if isinstance(other, Shard | _StridedShard) and other.dim % ndim == dim:
+            if isinstance(other, Shard | StridedShard) and other.dim % ndim == dim:
                 later *= size
         if factor > 1 and factor == later:
-            deferred.append(Cut(axis, dim))
+            deferred.append(DimShard(axis, dim))
         elif factor > 1 and later > 1:
             raise StateError(f"placements {placements} on mesh {mesh} cut dim {dim} in a way that no layout describes")
         else:
-            direct.append(Cut(axis, dim, factor))
+            direct.append(DimShard(axis, dim, factor))
     return tuple(direct + deferred[::-1])

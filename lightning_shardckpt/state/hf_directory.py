@@ -1,4 +1,4 @@
-"""What does a Hugging Face model directory need besides tensors? Names, and the files of the checkpoint's document.
+"""Names and files of a Hugging Face model directory, from a checkpoint's document.
 
 The document was written when the model was at hand, see ``state.huggingface``; so no transformers and no torch here.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from lightning_shardckpt.box import Box
-from lightning_shardckpt.containers import Tensor
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.index import Component
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.state.documents import unpacked
-from lightning_shardckpt.state.patterns import applied, pattern_of
+from lightning_shardckpt.state.name_patterns import applied, pattern_of
 
 CONFIG_DTYPES = {
     "F64": "float64",
@@ -41,7 +41,7 @@ class Model:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its tensors."""
+        """The text before the names of its tensors."""
         return str(self.recorded["prefix"])
 
     def own(self, name: str) -> str | None:
@@ -66,14 +66,15 @@ class Model:
             )
 
     def kept(self, names: Sequence[str]) -> list[str]:
-        """Under which of its names a tensor is written: as in ``save_pretrained``, without those that it ties again.
+        """Return the names under which tensors are written: as in ``save_pretrained``, without those that it ties
+        again.
 
         It ties no others; a tensor that the module around it tied is written once for each.
         """
         return [name for name in names if name not in self.recorded["ties"]] or [max(names)]
 
-    def tensors(self, component: Component) -> Iterator[Tensor]:
-        """All of the model but adapters, as ``from_pretrained`` takes them, in the order in which they are stored."""
+    def tensors(self, component: Component) -> Iterator[OutputTensor]:
+        """Yield all tensors of the model but adapters, as ``from_pretrained`` takes them, in their stored order."""
         names: dict[str, list[str]] = {key: [key] for key in component.tensors}
         for alias, key in component.aliases.items():
             names[key].append(alias)
@@ -82,10 +83,10 @@ class Model:
             own = [found for name in names[key] if (found := self.own(name)) is not None]
             own = [name for name in own if not (mark and any(part.startswith(mark) for part in name.split(".")))]
             for name in self.kept(own) if own else ():
-                yield from self.parts(Tensor(name, spec.dtype, spec.shape, ("model", key)))
+                yield from self.parts(OutputTensor(name, spec.dtype, spec.shape, ("model", key)))
 
-    def parts(self, tensor: Tensor) -> Iterator[Tensor]:
-        """What a tensor becomes in a file for ``from_pretrained``, which may name and cut it otherwise.
+    def parts(self, tensor: OutputTensor) -> Iterator[OutputTensor]:
+        """Yield what a tensor becomes in a file for ``from_pretrained``, which may name and split it otherwise.
 
         Raises:
             FormatError: if the document's boxes do not tile the tensor.
@@ -97,7 +98,7 @@ class Model:
             found = [[own, [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)]]
         total = 0
         for name, start, stop, shape in found:
-            part = Tensor(name, tensor.dtype, tuple(shape), tensor.source, Box(tuple(start), tuple(stop)))
+            part = OutputTensor(name, tensor.dtype, tuple(shape), tensor.source, Box(tuple(start), tuple(stop)))
             fits = len(start) == len(tensor.shape) and all(b <= n for b, n in zip(stop, tensor.shape, strict=True))
             if not fits or part.box is None or part.box.numel != prod(shape):
                 raise FormatError(f"huggingface.json: {name!r} is no part of {tensor.name!r}, {tensor.shape}")

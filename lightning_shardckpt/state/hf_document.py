@@ -1,4 +1,4 @@
-"""What does a module know about Hugging Face? Enough to write, without transformers, what ``save_pretrained`` writes.
+"""Record what a module knows about Hugging Face, so that an export needs no transformers.
 
 A ``PreTrainedModel`` is told by its classes' names and what it has; transformers is never imported here. What is found
 is a document of the checkpoint, see FORMAT.md: names and texts, nothing that is run. Nothing here fails a save.
@@ -20,11 +20,12 @@ from weakref import ref
 
 from torch import nn
 
-from lightning_shardckpt.header import MAX_JSON_BYTES, check_json_size
+from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, check_json_size
 from lightning_shardckpt.state.documents import TEXT_BYTES, is_companion
-from lightning_shardckpt.state.model import canonical_name
-from lightning_shardckpt.state.original_names import original_names
-from lightning_shardckpt.state.patterns import Parts
+from lightning_shardckpt.state.hf_original_names import original_names
+from lightning_shardckpt.state.name_patterns import Parts
 
 _TEXT_PROCESSORS = ("tokenizer", "processor", "image_processor", "feature_extractor")
 _FILES_BYTES = MAX_JSON_BYTES // 2  # of all companions: a reader takes no larger document
@@ -32,7 +33,7 @@ _FILES_BYTES = MAX_JSON_BYTES // 2  # of all companions: a reader takes no large
 
 @dataclass(slots=True)
 class _Kept:
-    """What was made of an object that is still the same."""
+    """A result that was made of an object, with what tells whether the object is still the same."""
 
     of: Callable[[], Any]
     mark: Any
@@ -72,7 +73,7 @@ class HuggingFace:
     def _model(
         self, name: str, model: Any, adapter: str | None, names: Collection[str], notes: list[str]
     ) -> dict[str, Any]:
-        prefix = f"{canonical_name(name)}." if canonical_name(name) else ""
+        prefix = f"{clean_fqn(name)}." if clean_fqn(name) else ""
         kind = class_name(model)
         config = json.loads(model.config.to_json_string())
         told = {"torch_dtype" if "torch_dtype" in config else "dtype": str(model.dtype).removeprefix("torch.")}
@@ -83,19 +84,18 @@ class HuggingFace:
             files["generation_config.json"] = _pretty({k: v for k, v in text.items() if k != "compile_config"})
         here = [n.removeprefix(prefix) for n in names if n.startswith(prefix)] or list(_state_names(model))
         patterns = [re.compile(pattern) for pattern in _tied_patterns(model)]
-        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         return {
             "prefix": prefix,
             "class": kind,
             "adapter": adapter,
             "ties": sorted(n for n in here if any(p.search(n) for p in patterns)),
-            "ignored": sorted(ignored.intersection(here)),
+            "ignored": sorted(names_not_saved(model).intersection(here)),
             "names": self._original(model, notes),
             "files": files | self._companions(name, model, notes),
         }
 
     def _original(self, model: nn.Module, notes: list[str]) -> Mapping[str, Parts]:
-        """What the weights are called in the files of ``from_pretrained``; looked up once per model."""
+        """Return what the weights are called in the files of ``from_pretrained``; looked up once per model."""
 
         def make() -> Any:
             try:
@@ -144,11 +144,11 @@ def _reference(of: Any) -> Callable[[], Any]:
 
 
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-"""Of a tokenizer of the library tokenizers, what it does before and behind its model; each gives its state as JSON."""
+"""Of a tokenizer of the library tokenizers, what it does before and after its model; each gives its state as JSON."""
 
 
 def _mark(one: Any) -> Any:
-    """What differs where a tokenizer has changed; what cannot be compared is equal to nothing."""
+    """Return what differs where a tokenizer has changed; what cannot be compared is equal to nothing."""
     try:
         size, backend = len(one) if hasattr(one, "__len__") else 0, getattr(one, "backend_tokenizer", None)
         steps = (getattr(backend, name, None) for name in _STEPS)
@@ -184,14 +184,14 @@ def _kinds(of: Any) -> frozenset[str]:
 
 def _state_names(model: nn.Module) -> Iterator[str]:
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        yield canonical_name(name)
+        yield clean_fqn(name)
 
 
 def _tied_patterns(model: nn.Module) -> Iterator[str]:
-    """Patterns of names that ``save_pretrained`` leaves out where they are tied; a list of them before version 5."""
+    """Patterns of names that ``save_pretrained`` leaves out where they are tied."""
     for name, module in model.named_modules():
-        for pattern in getattr(module, "_tied_weights_keys", None) or ():
-            yield f"{re.escape(canonical_name(name))}.{pattern}" if name else pattern
+        for pattern in own_tied_patterns(module):
+            yield f"{re.escape(clean_fqn(name))}.{pattern}" if name else pattern
 
 
 def _saved(one: Any, where: str, notes: list[str]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _saved(one: Any, where: str, notes: list[str]) -> dict[str, Any]:
 
 
 def packed(content: bytes) -> Any:
-    """How the document holds a file: short texts as they are, the rest compressed."""
+    """Return a file as the document holds it: short texts as they are, the rest compressed."""
     try:
         text = content.decode()
         if len(content) <= TEXT_BYTES:

@@ -1,4 +1,4 @@
-"""How are a model's weights named in the files of ``from_pretrained``, where that differs from its state dict?
+"""The names of a model's weights in the files of ``from_pretrained``, where they differ from its state dict.
 
 Transformers 5 keeps, for instance, all experts of a layer in one parameter, and takes it apart when it saves. What it
 does to names and shapes is observed here by having it do that to tensors without memory: each result is a box of an
@@ -7,36 +7,38 @@ entry of the state dict. Torch only; what is called is transformers' own functio
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_shardckpt.box import Shape
-from lightning_shardckpt.state.model import canonical_name, is_elsewhere
-from lightning_shardckpt.state.patterns import Parts, applied, general, pattern_of
+from lightning_shardckpt.compat.dispatch import DispatchMode
+from lightning_shardckpt.compat.module_slots import buffer_slots, non_persistent_buffers
+from lightning_shardckpt.compat.tensor_subclass import memory_id
+from lightning_shardckpt.compat.transformers import revert_function
+from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.state.model import is_elsewhere
+from lightning_shardckpt.state.name_patterns import Parts, applied, general, pattern_of
 
 
 def original_names(model: nn.Module) -> dict[str, Parts]:
-    """What the entries of a model's state dict become, by name, where it is not the entry itself.
+    """Return what the entries of a model's state dict become, by name, where it is not the entry itself.
 
     The numbers of layers are ``#`` where all layers are alike, so that it is of other pipeline stages, too.
 
     Raises:
         ValueError: if a tensor is more than a box of one entry, such as a transposed one.
     """
-    module = sys.modules.get("transformers.core_model_loading")
-    revert: Any = getattr(module, "revert_weight_conversion", None)
+    revert = revert_function()
     if revert is None:
         return {}
-    entries = {canonical_name(name): tensor for name, tensor in _state(model)}
+    entries = {clean_fqn(name): tensor for name, tensor in _state(model)}
     stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in entries.items()}
     lineage = _Lineage(stand_ins)
     with lineage:
-        found: dict[str, Tensor] = revert(model, dict(stand_ins))
+        found = revert(model, dict(stand_ins))
     parts: dict[str, Parts] = {}
     for name, tensor in found.items():
         entry, start, stop = lineage.box(name, tensor)
@@ -49,8 +51,8 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers; without the calls of hooks, which may gather."""
     found: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if not is_elsewhere(p)]
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in buffer_slots(module).items():
+            if buffer is not None and name not in non_persistent_buffers(module):
                 found.append((f"{prefix}.{name}" if prefix else name, buffer))
     return found
 
@@ -74,7 +76,7 @@ def _by_pattern(parts: dict[str, Parts], same: dict[str, Parts]) -> dict[str, Pa
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What a storage on the meta device stands for: a box of an entry, from ``start`` on.
+    """The meaning of a storage on the meta device: a box of an entry, from ``start`` on.
 
     ``dims``: of the entry, which each dim of the tensor ``shape`` in the storage runs along.
     """
@@ -85,14 +87,14 @@ class _Origin:
     dims: Shape
 
 
-class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _Lineage(DispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Remembers what copies of views of stand-ins are copies of."""
 
     def __init__(self, stand_ins: dict[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self._alive: list[Tensor] = list(stand_ins.values())  # so that no address comes twice
         self._origins = {
-            _storage(t): _Origin(name, (0,) * t.ndim, tuple(t.shape), tuple(range(t.ndim)))
+            memory_id(t): _Origin(name, (0,) * t.ndim, tuple(t.shape), tuple(range(t.ndim)))
             for name, t in stand_ins.items()
         }
         self._ndim = {name: t.ndim for name, t in stand_ins.items()}
@@ -103,7 +105,7 @@ class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             origin = self._origin(args[0])
             if origin is not None:
                 self._alive.append(found)
-                self._origins[_storage(found)] = origin
+                self._origins[memory_id(found)] = origin
         return found
 
     def box(self, name: str, tensor: Tensor) -> tuple[str, list[int], list[int]]:
@@ -117,8 +119,8 @@ class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return origin.entry, list(origin.start), stop
 
     def _origin(self, tensor: Tensor) -> _Origin | None:
-        """What a view of a storage stands for; None if its elements are in another order, or of no stand-in."""
-        base = self._origins.get(_storage(tensor))
+        """Return what a view of a storage stands for; None if its elements are in another order, or of no stand-in."""
+        base = self._origins.get(memory_id(tensor))
         if base is None:
             return None
         strides = torch.empty(base.shape, device="meta").stride()
@@ -126,20 +128,16 @@ class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for dim, (length, stride) in enumerate(zip(base.shape, strides, strict=True)):
             at, rest = divmod(rest, stride) if length else (0, rest)
             start[base.dims[dim]] += at
-        behind = 0
+        own_dim = 0
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            while behind < len(strides) and not _runs_along(base.shape[behind], strides[behind], length, stride):
-                behind += 1
-            if behind == len(strides):
+            while own_dim < len(strides) and not _runs_along(base.shape[own_dim], strides[own_dim], length, stride):
+                own_dim += 1
+            if own_dim == len(strides):
                 return None
-            dims.append(base.dims[behind])
-            behind += 1
+            dims.append(base.dims[own_dim])
+            own_dim += 1
         return _Origin(base.entry, tuple(start), tuple(tensor.shape), tuple(dims))
 
 
 def _runs_along(own_length: int, own_stride: int, length: int, stride: int) -> bool:
     return own_length >= length and (stride == own_stride or length == own_length == 1)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""How does trainer state become JSON without pickle? A closed set of tagged types; tensors are inlined or referred to.
+"""Trainer state as JSON without pickle: a closed set of tagged types; tensors are inlined or referred to.
 
 ``encode`` and ``decode`` are inverse but for types that carry code: an enum comes back as its value, a named tuple as
 a tuple, a dataclass as a dict, a subclass of a built-in type as that type. Nothing is ever imported or called by name.
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.errors import FormatError, ShardCkptError, StateError
-from lightning_shardckpt.header import bytes_in, check_shape, shown
-from lightning_shardckpt.staging import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
+from lightning_shardckpt.format.value_checks import bytes_in, check_shape, shown
+from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
 
 INLINE_BYTES = 1024
 
@@ -196,7 +196,7 @@ def decode_small(value: Any) -> Any:
 
 
 def union(first: Any, second: Any) -> Any:
-    """Of two encoded values the first, and what mappings at the same place of the second have beyond it."""
+    """Return the first of two encoded values, with what mappings at the same place of the second have beyond it."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return [union(a, b) for a, b in zip(first, second, strict=True)]
     if not (isinstance(first, dict) and isinstance(second, dict)) or first.get(_TAG) != second.get(_TAG):

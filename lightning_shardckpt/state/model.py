@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,15 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.staging import DTYPES
-from lightning_shardckpt.state.compound import is_compound, take_apart
-from lightning_shardckpt.state.geometry import local_tensor
-from lightning_shardckpt.state.peft import base_name
+from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn, shared_names
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
+from lightning_shardckpt.state.dtensor_layout import local_tensor
+from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tree import encode_small
+from lightning_shardckpt.state.tensor_bytes import DTYPES
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _EXTRA = "_extra_state"
 
 
@@ -47,44 +47,30 @@ class WholeNames:
         return self.state - known.union(*(tie for tie in self.ties if known.intersection(tie)))
 
 
-def canonical_name(name: str) -> str:
-    """``name`` without the parts that wrappers add.
-
-    >>> canonical_name("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'net.layers.0.weight'
-    """
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def is_extra_state(name: str) -> bool:
-    """Whether a state dict entry is what a module returned from ``get_extra_state``."""
+    """Return whether a state dict entry is what a module returned from ``get_extra_state``."""
     return name.endswith(_EXTRA) and name.rpartition(".")[2] == _EXTRA
 
 
 def is_value(name: str, value: Any) -> bool:
-    """Whether a state dict entry is stored among the values: extra state, and whatever is no tensor."""
+    """Return whether a state dict entry is stored among the values: extra state, and whatever is no tensor."""
     return is_extra_state(name) or not isinstance(value, torch.Tensor)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a parameter stands for one that only another stage of a pipeline has."""
+    """Return whether a parameter stands for one that only another stage of a pipeline has."""
     return getattr(type(tensor), "is_elsewhere", False)
 
 
 def buffer_names(module: nn.Module) -> frozenset[str]:
     """Canonical FQNs of a module's buffers under all their names."""
-    return frozenset(canonical_name(name) for name, _ in module.named_buffers(remove_duplicate=False))
+    return frozenset(clean_fqn(name) for name, _ in module.named_buffers(remove_duplicate=False))
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
     """Canonical FQNs of each parameter or buffer that has several, in order of registration."""
-    names: dict[int, list[str]] = {}
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            names.setdefault(id(tensor), []).append(canonical_name(name))
-    return [found for found in names.values() if len(found) > 1]
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return [list(names) for names in shared_names(chain(parameters, buffers))]
 
 
 def model_leaves(
@@ -106,7 +92,7 @@ def model_leaves(
     inside: dict[str, dict[str, torch.Tensor]] = {}
     records: dict[str, Any] = {}
     for name, value in state_dict.items():
-        key = canonical_name(name)
+        key = clean_fqn(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
         sparse = isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested)
@@ -134,12 +120,12 @@ def model_leaves(
 
 
 def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[str, ...]]) -> Leaves:
-    """The same tensors, each under the first name of its tie.
+    """Return the tensors, each under the first name of its tie.
 
     What a hook put in place of single entries is not tied; an average or a copy of all of them is tied like the model.
     """
     live = {
-        canonical_name(name): _memory(tensor)
+        clean_fqn(name): _memory(tensor)
         for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         for name, tensor in named
     }
@@ -174,7 +160,7 @@ def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[
         if isinstance(tensor, DTensor):
             # a rank may hold no element of it, so memory alone can't tell: the module must know the tie
             if name in group_of:
-                mark = (id(group_of[name]), tensor._local_tensor.numel() and tensor._local_tensor.data_ptr())
+                mark = (id(group_of[name]), local_tensor(tensor).numel() and local_tensor(tensor).data_ptr())
         elif tensor.numel() and not tensor.is_meta:
             mark = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if mark is not None and mark in first:
@@ -186,7 +172,7 @@ def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[
 
 @dataclass(slots=True)
 class Differences:
-    """What differs between a checkpoint and live objects, a line each; ``problems`` are errors unless strict is off."""
+    """Differences between a checkpoint and live objects, a line each; ``problems`` are errors unless strict is off."""
 
     problems: list[str] = field(default_factory=list)
 
@@ -243,7 +229,7 @@ def match_model(
         sources = sources or list(dict.fromkeys(known[name] for name in names[key] if name in known))
         absent = next((left_out[name] for name in names[key] if name in left_out), None)
         if not sources and absent is None:
-            names[key] += [name for name in map(base_name, names[key]) if name in known]
+            names[key] += [name for name in map(base_fqn, names[key]) if name in known]
             sources = [known[name] for name in names[key] if name in known][:1]
         if not sources:
             differences.add_absent(key, tensor, absent, known)
@@ -259,7 +245,7 @@ def match_model(
             matched[key] = sources[0]
     wanted = {name for group in names.values() for name in group}
     unwanted = (((known.keys() | left_out.keys()) - wanted) | (extra[0] - extra[1])) - elsewhere
-    for name in sorted(unwanted - {base_name(name) for name in elsewhere} if unwanted else ()):
+    for name in sorted(unwanted - {base_fqn(name) for name in elsewhere} if unwanted else ()):
         differences.add(name, "in checkpoint only")
     for name in sorted(extra[1] - extra[0]):
         differences.add(name, "in model only")
@@ -267,7 +253,7 @@ def match_model(
 
 
 def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:
-    """All names of each live tensor, those of other pipeline stages included."""
+    """Return all names of each live tensor, those of other pipeline stages included."""
     names: dict[str, list[str]] = {key: [key] for key in live.tensors}
     for alias, of in live.aliases.items():
         names[of].append(alias)

@@ -1,4 +1,4 @@
-"""Which of a module's state is its own memory, and how does the rest come into it?"""
+"""Bring loaded values into a module where its state dict is not its own memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.state.compound import memory_of
-from lightning_shardckpt.state.geometry import copy_slice
-from lightning_shardckpt.state.model import WholeNames, canonical_name, is_extra_state, is_value
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.state.compound_tensors import memory_of
+from lightning_shardckpt.state.dtensor_layout import copy_slice
+from lightning_shardckpt.state.model import WholeNames, is_extra_state, is_value
 
 
 def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
@@ -20,12 +21,12 @@ def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[
     first = {name: tie[0] for tie in whole.ties for name in tie} if whole is not None else {}
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), first.get(canonical_name(name), canonical_name(name)))
+        names.setdefault(id(parameter), first.get(clean_fqn(name), clean_fqn(name)))
     return names
 
 
 def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
-    """Names of entries that are copies: filling them does not fill the module."""
+    """Return the names of entries that are copies: filling them does not fill the module."""
     live = {
         part.untyped_storage().data_ptr()
         for named in (module.named_parameters(), module.named_buffers())
@@ -62,10 +63,10 @@ def load_edited(
     whole = whole or WholeNames()
     edited = {name: value for name, value in now.items() if name in copies or value is not loaded.get(name)}
     for tie in whole.ties:  # the hook may have used a name that another stage has for the tensor
-        names = [name for name in edited if canonical_name(name) in tie]
+        names = [name for name in edited if clean_fqn(name) in tie]
         if names:
-            value = edited[max(names, key=lambda name: tie.index(canonical_name(name)))]
-            edited |= {name: value for name in loaded if canonical_name(name) in tie}
+            value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
+            edited |= {name: value for name in loaded if clean_fqn(name) in tie}
     for name, value in edited.items():
         before = loaded.get(name)
         if isinstance(before, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -73,7 +74,7 @@ def load_edited(
             copy_slice(edited[name], value)
     if edited:
         found = module.load_state_dict(edited, strict=False).unexpected_keys
-        unexpected = [name for name in found if canonical_name(name) not in whole.state]
+        unexpected = [name for name in found if clean_fqn(name) not in whole.state]
         if unexpected and getattr(module, "strict_loading", True):
             raise MismatchError(f"on_load_checkpoint left entries that the model does not have: {unexpected}")
 
@@ -81,10 +82,10 @@ def load_edited(
 def put_values(module: nn.Module, state_dict: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
     """Bring loaded values, by canonical name, into the module and into its state dict: extra state, and no tensors."""
     for name, sub in module.named_modules():
-        key = canonical_name(f"{name}._extra_state" if name else "_extra_state")
+        key = clean_fqn(f"{name}._extra_state" if name else "_extra_state")
         if key in values:
             sub.set_extra_state(values[key])
-    keys = {name: canonical_name(name) for name, value in state_dict.items() if is_value(name, value)}
+    keys = {name: clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)}
     found = {name: values[key] for name, key in keys.items() if key in values}
     state_dict.update(found)
     if others := {name: value for name, value in found.items() if not is_extra_state(name)}:

@@ -1,4 +1,4 @@
-"""Names of tensors that differ in numbers alone: how does one rule stand for all layers? No torch."""
+"""Let one rule stand for the names of all layers, which differ in numbers alone. No torch."""
 
 from __future__ import annotations
 

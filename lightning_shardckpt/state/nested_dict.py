@@ -1,6 +1,6 @@
-"""Which objects with a state are in a nested dict, and what of it goes where in a checkpoint?
+"""The objects with a state in a nested dict, and the places of their state in a checkpoint.
 
-Modules together are the model, whose names are their FQNs: one module's as they are, those of several behind the place
+Modules together are the model, whose names are their FQNs: one module's as they are, those of several after the place
 of each in the dict, as in ``generator.net.weight``. So the key of a single module is of no consequence, and a
 LightningModule's checkpoint, where networks are attributes, is one of several modules as well. Optimizers are numbered
 in order. Everything else is trainer state at its place in the dict.
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_shardckpt.collector import resting
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.state.live import parameter_names
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_zero_redundancy
+from lightning_shardckpt.system.gc_pause import gc_paused
 
 KEYS = "shardckpt_keys"
 """Key of trainer state that tells where objects were: ``{"modules": {key: prefix}, "optimizers": [key, …]}``."""
@@ -40,10 +40,10 @@ Keep: TypeAlias = Callable[[str, Any], bool]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What saves and restores itself, such as a learning rate scheduler."""
+    """An object that saves and restores itself, such as a learning rate scheduler."""
 
     def state_dict(self) -> Any:
-        """Its state."""
+        """Return the object's state."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Take a state."""
@@ -59,8 +59,8 @@ def key_of(path: Path) -> str:
 
 
 @dataclass(slots=True)
-class Objects:
-    """What is in a nested dict, each kind by path; ``values`` are the largest parts without any object or tensor."""
+class NestedObjects:
+    """Objects in a nested dict, each kind by path; ``values`` are the largest parts without any object or tensor."""
 
     modules: dict[Path, nn.Module] = field(default_factory=dict)
     optimizers: dict[Path, Optimizer] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Objects:
 
     @property
     def prefixes(self) -> dict[Path, str]:
-        """What stands before the names of each module's state."""
+        """The text before the names of each module's state."""
         return {path: ".".join(map(str, path)) + "." if len(self.modules) > 1 else "" for path in self.modules}
 
     @property
@@ -83,9 +83,9 @@ class Objects:
             root._modules[".".join(map(str, path))] = module
         return root
 
-    @resting()
+    @gc_paused()
     def state_dict(self) -> dict[str, Any]:
-        """Of all modules; tensors are live.
+        """Return the state dict of all modules; tensors are live.
 
         Raises:
             StateError: if two modules have an entry of one name.
@@ -102,13 +102,13 @@ class Objects:
         return found
 
 
-def objects_in(state: Mapping[str, Any]) -> Objects:
-    """What is in a nested dict. It may hold dicts and lists of objects and tensors.
+def objects_in(state: Mapping[str, Any]) -> NestedObjects:
+    """Return what is in a nested dict. It may hold dicts and lists of objects and tensors.
 
     Raises:
         StateError: for an object in a tuple or a set, where nothing can be put back, and for two under one key.
     """
-    found = Objects()
+    found = NestedObjects()
     for key, value in state.items():
         _visit(value, (key,), found)
     for paths in (found.modules, found.optimizers):
@@ -118,8 +118,8 @@ def objects_in(state: Mapping[str, Any]) -> Objects:
     return found
 
 
-def _refuse_foreign(found: Objects) -> None:
-    """Refuse what cuts state in ways of its own, of which neither tensors nor state dicts tell."""
+def _refuse_foreign(found: NestedObjects) -> None:
+    """Refuse what shards state in ways of its own, of which neither tensors nor state dicts tell."""
     for path, optimizer in found.optimizers.items():
         refuse_zero_redundancy(optimizer, repr(key_of(path)))
     for path, module in found.modules.items() if found.optimizers else ():
@@ -142,7 +142,7 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def _visit(value: Any, path: Path, found: Objects) -> None:
+def _visit(value: Any, path: Path, found: NestedObjects) -> None:
     value = unwrapped(value)
     if isinstance(value, nn.Module):
         found.modules[path] = value
@@ -185,7 +185,7 @@ def _holds_objects(value: Any) -> bool:
 
 def checkpoint_of(
     state: Mapping[str, Any],
-    objects: Objects,
+    objects: NestedObjects,
     names: Mapping[int, str],
     filters: Mapping[str, Keep] | None = None,
 ) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _kept(keep: Keep | None, state: Any) -> Any:
     return {name: value for name, value in state.items() if keep(name, value)}
 
 
-def _filtered_modules(objects: Objects, filters: Mapping[str, Keep]) -> dict[str, Any]:
+def _filtered_modules(objects: NestedObjects, filters: Mapping[str, Keep]) -> dict[str, Any]:
     found = objects.state_dict()
     for path, prefix in objects.prefixes.items():
         keep = filters.get(str(path[0]))
@@ -254,7 +254,7 @@ def _filtered_modules(objects: Objects, filters: Mapping[str, Keep]) -> dict[str
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """By parameter name, or by number if nobody knows a name."""
+    """Return an optimizer's state by parameter name, or by number if nobody knows a name."""
     if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         return optimizer_state(optimizer, names)
     found: dict[str, Any] = optimizer.state_dict()
@@ -262,7 +262,7 @@ def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def names_for(
-    objects: Objects, named_by: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
+    objects: NestedObjects, named_by: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
 ) -> dict[int, str]:
     """The name of each parameter that an optimizer may have, by ``id``.
 
@@ -290,7 +290,7 @@ def names_for(
 
 
 def value_at(tree: Any, path: Path) -> Any:
-    """What stored state has at a path.
+    """Return what stored state has at a path.
 
     Raises:
         LookupError: if it has nothing there.
@@ -332,7 +332,7 @@ def remove_at(tree: Any, path: Path) -> None:
                 return
 
 
-def sharded_tensors(objects: Objects) -> dict[str, DTensor]:
+def sharded_tensors(objects: NestedObjects) -> dict[str, DTensor]:
     """The sharded tensors in the state of stateful objects, by key of trainer state: what is loaded is laid out so."""
     tensors = (item for path, one in objects.stateful.items() for item in _tensors_in(one.state_dict(), path))
     return {key_of(path): tensor for path, tensor in tensors if isinstance(tensor, DTensor)}

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter FQN, out of the live optimizer and back, without torch's ``get_optimizer_state_dict``.
+"""Optimizer state by parameter FQN, without torch's ``get_optimizer_state_dict``.
 
 That function takes a step with zero gradients when the state is still empty, which changes momenta and parameters
 (torch 2.13). Here an optimizer without state has no state.
@@ -9,30 +9,24 @@ numbers) and the hyper-parameters of the param groups go into a JSON document.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, saves_in_its_own_way
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.header import shown
-from lightning_shardckpt.index import Component
-from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.compound import MARK, compound_names, is_compound, put_together, take_apart
-from lightning_shardckpt.state.geometry import acts_as_whole, is_like, layout_of, new_like
-from lightning_shardckpt.state.leaving import Leaving
-from lightning_shardckpt.state.merging import add_value
-from lightning_shardckpt.state.model import Differences
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
+from lightning_shardckpt.state.json_tree import decode_small, encode_small
+from lightning_shardckpt.state.optimizer_merge import add_value
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tree import decode_small, encode_small
 
-_NOT_HYPER = ("params", "param_names")
-
-Keyed: TypeAlias = tuple[str, torch.Tensor]
-"""A tensor with the key under which it is stored."""
+NOT_HYPER = ("params", "param_names")
+"""Keys of a param group that are no hyper-parameters."""
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -62,7 +56,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
 
 
 def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
-    """Refuse an optimizer that is cut in a way of its own.
+    """Refuse an optimizer that is sharded in a way of its own.
 
     Raises:
         StateError: naming it by ``name``.
@@ -76,7 +70,7 @@ def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
 
 
 def is_of_torch(value: object, name: str) -> bool:
-    """Whether a value is of torch's class of that name, which takes a second to import."""
+    """Return whether a value is of torch's class of that name, which takes a second to import."""
     return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
 
 
@@ -95,10 +89,9 @@ def _check_keys(optimizer: Optimizer) -> None:
 def _check_own_entries(optimizer: Optimizer) -> None:
     """Refuse what an optimizer keeps besides the state of parameters, and what it does when it is loaded."""
     kind = type(optimizer)
-    own_saving = kind.state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks
-    entries = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})) if own_saving else []
-    own_loading = (*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks)
-    if entries or own_loading:
+    is_own = saves_in_its_own_way(optimizer)
+    entries = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})) if is_own else []
+    if entries or has_load_hooks(optimizer):
         what = f"the entries {entries} in its state_dict" if entries else "hooks on load_state_dict"
         raise StateError(
             f"{kind.__name__} has {what}, which a sharded checkpoint does not keep, so that a resumed run would be "
@@ -134,7 +127,7 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
                     add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
         groups = {}
         for i, group in enumerate(state["param_groups"]):
-            hyper = {k: v for k, v in group.items() if k not in _NOT_HYPER}
+            hyper = {k: v for k, v in group.items() if k not in NOT_HYPER}
             where = f"optimizer_states/{number}/param_groups/{i}"
             groups[str(i)] = {"hyper": encode_small(hyper, where), "params": [_name(p) for p in group["params"]]}
         numbered = any(isinstance(p, int) for group in state["param_groups"] for p in group["params"])
@@ -145,12 +138,6 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
 
 def _name(param: str | int) -> str:
     return param if isinstance(param, str) else f"#{param}"
-
-
-def _as_pruned(name: str, known: Container[str]) -> str:
-    """The name in the optimizer of what torch.nn.utils.prune had pruned; in the saved model it has its own name."""
-    pruned = f"{name}_orig"
-    return pruned if name not in known and pruned in known else name
 
 
 class StoredOptimizer:
@@ -174,7 +161,7 @@ class StoredOptimizer:
                 self.tensors.setdefault(param, {})[name] = key
 
     def state_dict(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """As torch's ``Optimizer.state_dict``, keyed as it was saved; ``tensors`` by stored key."""
+        """Return state like torch's ``Optimizer.state_dict``, keyed as it was saved; ``tensors`` by stored key."""
 
         def as_saved(param: str) -> str | int:
             return int(param[1:]) if self.numbered else param
@@ -192,282 +179,3 @@ class StoredOptimizer:
         if not groups and not state:
             return {}  # as Lightning has it where a LightningModule has no optimizers
         return {"state": state, "param_groups": groups}
-
-
-class OptimizerLoad:
-    """The plan to bring one live optimizer to a stored state: compare first, then fill its tensors, then apply.
-
-    Args:
-        optimizer: the live optimizer.
-        stored: its counterpart in the checkpoint.
-        names: FQN by ``id`` of the live parameters.
-        renamed: live FQN -> stored FQN where they differ (ties).
-        whole: on a pipeline stage, the FQNs of all parameters of the model in order; what a stored number means is
-            then found out together with the other stages, see ``join_groups``.
-        leaving: what stays as it is.
-        dtypes: the stored dtype of a parameter, by live FQN, if state may be converted to another dtype.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        optimizer: Optimizer,
-        stored: StoredOptimizer,
-        names: Mapping[int, str],
-        renamed: Mapping[str, str],
-        whole: Sequence[str] = (),
-        leaving: Leaving | None = None,
-        dtypes: Callable[[str], str | None] | None = None,
-    ) -> None:
-        self._dtype_of_parameter = dtypes
-        self.number, self._optimizer, self._stored = number, optimizer, stored
-        self.is_joined = stored.numbered and bool(whole)
-        self._stored_name: dict[int, str] = {}
-        self._filled: dict[tuple[int, str], torch.Tensor] = {}  # by id of the parameter and name
-        self._names, self._leaving = names, leaving or Leaving(number)
-        self._mapped = True
-        live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        if self.is_joined:
-            pass
-        elif stored.numbered:  # torch numbers parameters in order; the order is the only thing to go by
-            self._mapped = [len(g) for g in live] == [len(g) for g in stored.groups]
-            if self._mapped:
-                for a, b in zip(live, stored.groups, strict=True):
-                    self._stored_name.update(zip(a, b, strict=True))
-        else:
-            known = {param for group in stored.groups for param in group}
-            self._stored_name = {i: _as_pruned(renamed.get(names[i], names[i]), known) for group in live for i in group}
-        self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
-        self._leaving.look_at(self._entries())
-
-    def _entries(self) -> Iterator[tuple[str, str]]:
-        """Live or stored name of a parameter and key of its state; param groups and their keys."""
-        values, tensors = self._stored.values, self._stored.tensors
-        of = {param: [*values.get(param, {}), *tensors.get(param, {})] for param in self._group_of}
-        every = list(dict.fromkeys(key for keys in of.values() for key in keys))
-        for number, group in enumerate(self._optimizer.param_groups):
-            for param in group["params"]:
-                stored = self._stored_name.get(id(param))
-                for key in every if self.is_joined else of.pop(stored, ()) if stored is not None else ():
-                    yield self._names[id(param)], key
-            yield from ((f"param_groups/{number}", key) for key in group if key not in _NOT_HYPER)
-        if not self._stored.numbered:
-            yield from ((name, key) for name, keys in of.items() for key in keys)
-
-    def compare(
-        self, component: Component | None, differences: Differences, elsewhere: frozenset[str] = frozenset()
-    ) -> None:
-        """Note parameters that only one side has, and state whose shape no live parameter can take.
-
-        ``elsewhere`` are those of other pipeline stages, which know better.
-        """
-        where = f"optimizer {self.number}"
-        known = set(self._group_of)
-        if self.is_joined:
-            return
-        if not self._mapped:
-            differences.add(where, self._unmapped(in_part=bool(elsewhere)))
-            return
-        live = {self._stored_name[id(p)]: p for g in self._optimizer.param_groups for p in g["params"]}
-        for name in sorted(known - live.keys() - elsewhere):
-            if not self._leaving.param(name):
-                differences.add(f"{where}: {name}", "in checkpoint only")
-        for name, param in live.items():
-            if self._leaving.param(self._names[id(param)]):
-                continue
-            if name not in known:
-                differences.add(f"{where}: {self._names[id(param)]}", "in model only")
-                continue
-            self._compare_state(name, param, component, differences)
-
-    def _compare_state(
-        self, name: str, param: torch.Tensor, component: Component | None, differences: Differences
-    ) -> None:
-        own = self._names[id(param)]
-        for entry, key in self._stored.tensors.get(name, {}).items():
-            spec = component.tensors[key] if component is not None else None
-            if spec is None or spec.shape == tuple(param.shape):
-                continue
-            if self._leaving.param(own) or self._leaving.entry(own, entry):
-                continue
-            inside = MARK in entry and isinstance(param, DTensor) and bool(layout_of(param).cuts)
-            if inside or not acts_as_whole(param):
-                what = f"shape {spec.shape} of state for a sharded parameter of {tuple(param.shape)}"
-                differences.add(f"optimizer {self.number}: {key}", what)
-
-    def groups(self) -> list[list[str]]:
-        """FQNs of the live param groups, as this stage has them."""
-        return [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
-
-    def join_groups(
-        self, parts: Sequence[list[list[str]]], whole: Sequence[str], differences: Differences
-    ) -> list[list[str]]:
-        """Of what ``groups`` gave on all stages, the param groups of the whole model, in its order."""
-        order = {name: i for i, name in enumerate(whole)}
-        where, expected = f"optimizer {self.number}", [len(group) for group in self._stored.groups]
-        if any(sorted(group, key=order.__getitem__) != group for part in parts for group in part):
-            differences.add(where, "is in another order than the model's parameters, so numbers can't be told apart")
-            return []
-        count = max(map(len, parts))
-        names = [{name for part in parts if g < len(part) for name in part[g]} for g in range(count)]
-        joined = [sorted(group, key=order.__getitem__) for group in names]
-        if [len(group) for group in joined] != expected:
-            sizes = [len(group) for group in joined]
-            differences.add(where, f"param groups of {expected} parameters in checkpoint, {sizes} in model")
-            return []
-        return joined
-
-    def take_numbers(self, joined: Sequence[list[str]], component: Component | None, differences: Differences) -> None:
-        """From now on the numbers are those of the joined groups; notes state whose shape no parameter can take."""
-        pairs = zip(joined, self._stored.groups, strict=True) if joined else ()
-        number_of = {name: number for a, b in pairs for name, number in zip(a, b, strict=True)}
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if self._names[id(param)] in number_of:
-                    self._stored_name[id(param)] = name = number_of[self._names[id(param)]]
-                    self._compare_state(name, param, component, differences)
-
-    def _unmapped(self, *, in_part: bool) -> str:
-        if in_part:
-            return (
-                "numbers the parameters of the whole model in the checkpoint, and a pipeline stage cannot tell which "
-                "are its own; resume from a directory that ShardedStrategy saved, or without pipeline parallelism"
-            )
-        sizes = [len(g["params"]) for g in self._optimizer.param_groups]
-        return f"param groups of {[len(g) for g in self._stored.groups]} parameters in checkpoint, {sizes} in model"
-
-    def sources(self) -> dict[str, list[int] | None]:
-        """By ``<optimizer>/<live group>``, the stored groups that its parameters were in; None if it has none."""
-        return {
-            f"{self.number}/{number}": self._groups_of(number, group["params"]) if group["params"] else None
-            for number, group in enumerate(self._optimizer.param_groups)
-        }
-
-    def _groups_of(self, number: int, params: list[torch.Tensor]) -> list[int]:
-        if self.is_joined:
-            return [number] if number < len(self._stored.groups) else []
-        found = [self._group_of.get(self._stored_name.get(id(p), "")) for p in params]
-        return list(dict.fromkeys(i for i in found if i is not None))
-
-    def live_tensors(self) -> Iterator[torch.Tensor]:
-        """The parameters and all that is in their state."""
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                yield param
-                state = self._optimizer.state.get(param, {})
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-    def tensors(self, component: Component | None, shared: Container[int]) -> tuple[list[Keyed], list[Keyed]]:
-        """The tensors to fill, with their stored keys: live state that can take what is stored, and memory that is new.
-
-        All are laid out like their parameters. Nothing live changes yet. Parameters that are tied in the checkpoint and
-        not here have tensors of their own, and so has state whose ``id`` is in ``shared``: its memory is not its alone.
-        """
-        live, new = list[Keyed](), list[Keyed]()
-        for param in self._params():
-            state, left = self._optimizer.state.get(param, {}), self._left(param)
-            for name, key in self._stored.tensors.get(self._stored_name[id(param)], {}).items():
-                if name in left:
-                    continue
-                assert component is not None
-                spec = component.tensors[key]
-                there = state.get(name)
-                dtype = self._dtype(key, spec.dtype, param)
-                if spec.shape == tuple(param.shape):
-                    if there is not None and is_like(there, param, dtype) and id(there) not in shared:
-                        tensor, found = there, live
-                    else:
-                        tensor, found = new_like(param, dtype), new
-                elif not acts_as_whole(param):
-                    continue
-                else:
-                    tensor, found = torch.empty(spec.shape, dtype=dtype, device=param.device), new
-                found.append((key, tensor))
-                self._filled[id(param), name] = tensor
-        return live, new
-
-    def _dtype(self, key: str, stored: str, param: torch.Tensor) -> torch.dtype:
-        """The parameter's dtype for state that was stored in the parameter's dtype, else the stored one."""
-        same = TORCH_DTYPES[stored]
-        if self._dtype_of_parameter is None or MARK in key.rpartition("/")[2] or not same.is_floating_point:
-            return same
-        before = self._dtype_of_parameter(self._names.get(id(param), ""))
-        return param.dtype if before == stored and param.is_floating_point() else same
-
-    def apply(self, sources: Mapping[str, list[int] | None]) -> list[str]:
-        """Put the tensors, which are filled, the values and the hyper-parameters in place.
-
-        State of parameters that the checkpoint does not have stays as it is. Returns what a person should know.
-
-        Args:
-            sources: of ``sources``, the union over ranks: so all stages of a pipeline decide alike.
-        """
-        given = set[str]()
-        for group in self._optimizer.param_groups:
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            for param in group["params"]:
-                name = self._stored_name.get(id(param))
-                if name not in self._group_of or self._leaving.param(self._names[id(param)]):
-                    continue
-                values = self._stored.values.get(name, {})
-                values = copy.deepcopy(values) if name in given else values  # what was tied and is not here
-                given.add(name)
-                state = {k: _placed(k, v, param, on_device) for k, v in values.items()}
-                filled = {k: self._filled.get((id(param), k)) for k in self._stored.tensors.get(name, {})}
-                state |= {k: tensor for k, tensor in filled.items() if tensor is not None}
-                for compound in compound_names(state):
-                    put_together(compound, state, param)
-                left, before = self._left(param), self._optimizer.state.pop(param, {})
-                state = {k: v for k, v in state.items() if k not in left} | {k: before[k] for k in left if k in before}
-                if state:
-                    self._optimizer.state[param] = state
-        groups = enumerate(() if self._leaving.hyper else self._optimizer.param_groups)
-        return [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
-
-    def _params(self) -> list[torch.Tensor]:
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        there = [p for p in params if self._stored_name.get(id(p)) in self._group_of]
-        return [p for p in there if not self._leaving.param(self._names[id(p)])]
-
-    def _left(self, param: torch.Tensor) -> set[str]:
-        name = self._stored_name[id(param)]
-        stored = (*self._stored.values.get(name, {}), *self._stored.tensors.get(name, {}))
-        return self._leaving.entries(self._names[id(param)], stored, self._optimizer.state.get(param, {}))
-
-    def _apply_hyper(self, number: int, group: dict[str, Any], sources: list[int] | None) -> list[str]:
-        """Hyper-parameters follow the parameters: a group takes those of the groups that its parameters were in.
-
-        One without parameters on any rank takes those of the same number, where that can be the same group.
-        """
-        if sources is None:
-            stored, same_count = self._stored.groups, len(self._stored.groups) == len(self._optimizer.param_groups)
-            sources = [number] if number < len(stored) and (same_count or not stored[number]) else []
-        where = f"optimizer {self.number}, param group {number}"
-        notes = []
-        for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):
-            if self._leaving.setting(number, key):
-                continue
-            values = [self._stored.hyper[i][key] for i in sources if key in self._stored.hyper[i]]
-            if any(not _same(v, values[0]) for v in values[1:]):
-                kept = group.get(key)
-                notes.append(f"{where}: its parameters were in groups {sources} with {key} = {values}; kept {kept!r}")
-            else:
-                group[key] = copy.deepcopy(values[0])  # another group may take it, too
-        known = {k for i in sources for k in self._stored.hyper[i]}
-        missing = [k for k in group if sources and k not in known and k not in _NOT_HYPER]
-        if missing:
-            notes.append(f"{where}: not in the checkpoint, kept as configured: {missing}")
-        return notes
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return bool(a == b)
-
-
-def _placed(name: str, value: Any, param: torch.Tensor, on_device: bool) -> Any:
-    """Tensors go where torch's ``Optimizer.load_state_dict`` puts them: ``step`` stays on the host unless fused."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.to(param.device) if on_device or name != "step" else value

@@ -1,4 +1,4 @@
-"""What groups of ranks stored of optimizers, as one document; see FORMAT.md. No torch."""
+"""Merge the optimizer documents of groups of ranks into one, as FORMAT.md says. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> None
 
 
 def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What one process would have stored, from the documents of groups of ranks: pipeline stages.
+    """Return what one process would have stored, from the documents of groups of ranks: pipeline stages.
 
     Hyper-parameters are those of the first document. Parameters are in the order of the documents, each once: several
     stages have those of containers, and tied ones.

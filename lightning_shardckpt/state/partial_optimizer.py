@@ -1,4 +1,4 @@
-"""What of an optimizer does a load leave as it is? Hyper-parameters, state of parameters, single entries of it."""
+"""Parts of an optimizer that a load leaves: hyper-parameters, state of parameters, single entries of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _nothing(name: str) -> bool:
 
 
 class Leaving:
-    """Of one optimizer.
+    """The parts of one optimizer that stay as they are.
 
     Args:
         number: which one it is, for the names.
@@ -36,15 +36,15 @@ class Leaving:
             self.entry(name, key)
 
     def param(self, name: str) -> bool:
-        """Whether all state of a parameter stays."""
+        """Return whether all state of a parameter stays."""
         return not self._state or self.is_skipped(name)
 
     def entry(self, name: str, key: str) -> bool:
-        """Whether an entry of a parameter's state stays."""
+        """Return whether an entry of a parameter's state stays."""
         return self.is_skipped(f"optimizer/{self._number}/{name}/{key}")
 
     def setting(self, group: int, key: str) -> bool:
-        """Whether a hyper-parameter of a param group stays."""
+        """Return whether a hyper-parameter of a param group stays."""
         return self.entry(f"param_groups/{group}", key)
 
     def entries(self, name: str, stored: Iterable[str], live: Mapping[str, Any]) -> set[str]:

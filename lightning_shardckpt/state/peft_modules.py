@@ -1,4 +1,4 @@
-"""Which adapters of PEFT does a live module have, and what of a module does not change in training?
+"""Adapters of PEFT in a live module, and the parameters that do not change in training.
 
 PEFT is not imported: what it wrapped is known by its ``peft_config``.
 """
@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.header import shown
-from lightning_shardckpt.staging import dtype_name
-from lightning_shardckpt.state.compound import MARK
-from lightning_shardckpt.state.geometry import local_tensor
-from lightning_shardckpt.state.model import canonical_name, is_elsewhere
-from lightning_shardckpt.state.peft import ROOT, Adapter, is_of_adapter
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.state.compound_tensors import MARK
+from lightning_shardckpt.state.dtensor_layout import local_tensor
+from lightning_shardckpt.state.model import is_elsewhere
+from lightning_shardckpt.state.peft_names import ROOT, Adapter, is_of_adapter
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tensor_bytes import dtype_name
 
 
 def adapters_of(module: nn.Module) -> list[Adapter]:
@@ -39,7 +40,7 @@ def adapters_of(module: nn.Module) -> list[Adapter]:
 def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
     outermost: list[str] = []
     for name, sub in module.named_modules():
-        clean = canonical_name(name)
+        clean = clean_fqn(name)
         if any(clean.startswith(f"{outer}.") or not outer for outer in outermost):
             continue
         if isinstance(getattr(sub, "peft_config", None), dict):
@@ -48,7 +49,7 @@ def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _config_text(wrapped: Any, config: Any, where: str) -> str:
-    """What PEFT's ``save_pretrained`` would write as ``adapter_config.json``, with sets in order."""
+    """Return what PEFT's ``save_pretrained`` would write as ``adapter_config.json``, with sets in order."""
     settings: dict[str, Any] = config.to_dict()
     settings = {key: sorted(v) if isinstance(v, set | frozenset) else v for key, v in settings.items()}
     model = wrapped.base_model.model if "base_model" in wrapped._modules else wrapped
@@ -65,7 +66,7 @@ def _config_text(wrapped: Any, config: Any, where: str) -> str:
 
 
 def adapter_tensors(module: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Those of the canonical ``names`` of a module's tensors that were made for an adapter."""
+    """Return those of the canonical ``names`` of a module's tensors that were made for an adapter."""
     wrapped = [(f"{name}." if name else "", list(sub.peft_config)) for name, sub in _wrapped(module)]
     return frozenset(
         name
@@ -76,7 +77,7 @@ def adapter_tensors(module: nn.Module, names: Collection[str]) -> frozenset[str]
 
 
 def _alters_base(config: Any) -> bool:
-    """Whether the first values of an adapter came with new values of the weights that it adapts, as in PiSSA."""
+    """Return whether the first values of an adapter came with new values of the weights that it adapts, as in PiSSA."""
     return getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -93,8 +94,8 @@ def unchanging(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()
     frozen: set[str] = set()
     inside_of = tuple(f"{name}." if name else "" for name, _ in _wrapped(module))
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad and not is_elsewhere(parameter) and canonical_name(name).startswith(inside_of):
-            frozen.add(canonical_name(name))
+        if not parameter.requires_grad and not is_elsewhere(parameter) and clean_fqn(name).startswith(inside_of):
+            frozen.add(clean_fqn(name))
     for name, wrapped in _wrapped(module):
         if any(map(_alters_base, wrapped.peft_config.values())):
             inside = f"{name}." if name else ""

@@ -1,4 +1,4 @@
-"""What do the names of a model that PEFT wrapped stand for? Strings and JSON; neither torch nor PEFT is imported.
+"""The names of a model that PEFT wrapped, and what they stand for. Neither torch nor PEFT is imported.
 
 PEFT puts a model below ``base_model.model``, a module that gets an adapter below ``base_layer``, and one that is
 trained as a whole below ``original_module``, beside a copy for each adapter in ``modules_to_save``. In its own files,
@@ -9,40 +9,43 @@ adapters have no name: ``….lora_A.default.weight`` is ``….lora_A.weight`` th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import parse_json, shown
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.format.value_checks import shown
 
 ROOT = "base_model.model."
 """What PEFT's files have before the name of every tensor."""
 
-_MODEL = re.compile(r"(^|\.)base_model\.model(?=\.|$)")
-_LAYERS = re.compile(r"(^|\.)(token_adapter|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES
 _TUNER = "lora_"
 _TOKENS = "trainable_tokens_delta"
 _SAVED = "modules_to_save"
+_BASE_LAYER = "base_layer"
 
 
-def base_name(live_name: str) -> str:
-    """The name that a tensor had before PEFT wrapped the model and some of its modules; of an adapter's, no such.
+def added_names(live_names: Collection[str]) -> frozenset[str]:
+    """The names that PEFT's layers add beside those that they wrap.
 
-    The module that an adapter trains as a whole begins as a copy, so it has the name of what it is a copy of.
-
-    >>> base_name("model.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
-    'model.model.layers.0.self_attn.q_proj.weight'
-    >>> base_name("base_model.model.lm_head.modules_to_save.default.weight"), base_name("net.bias")
-    ('lm_head.weight', 'net.bias')
+    >>> sorted(added_names(["q.base_layer.weight", "q.lora_A.default.weight", "norm.weight"]))
+    ['q.lora_A.default.weight']
     """
-    return _LAYERS.sub("", _MODEL.sub("", live_name, count=1)).removeprefix(".")
+    owners = {name.partition(f".{_BASE_LAYER}.")[0] for name in live_names if f".{_BASE_LAYER}." in name}
+    beside = (name for name in live_names if f".{_BASE_LAYER}." not in name)
+    return frozenset(name for name in beside if any(module in owners for module in _above(name)))
+
+
+def _above(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def is_of_adapter(name: str, adapter: str) -> bool:
-    """Whether a tensor was made for this adapter.
+    """Return whether a tensor was made for this adapter.
 
     >>> is_of_adapter("q_proj.lora_A.default.weight", "default"), is_of_adapter("q_proj.base_layer.weight", "default")
     (True, False)
@@ -62,9 +65,9 @@ def name_in_file(name: str, adapter: str) -> str:
     >>> name_in_file("base_model.model.head.modules_to_save.default.dense.weight", "default")
     'base_model.model.head.dense.weight'
     """
-    before, saved, behind = f".{name}".partition(f".{_SAVED}.{adapter}.")
+    before, saved, after = f".{name}".partition(f".{_SAVED}.{adapter}.")
     if saved:
-        return f"{before[1:]}.{behind}" if before else behind
+        return f"{before[1:]}.{after}" if before else after
     name = name.removesuffix(".weight") if name.endswith(f".lora_magnitude_vector.{adapter}.weight") else name
     if name.endswith(f".{adapter}"):
         return name.removesuffix(f".{adapter}")
@@ -109,7 +112,7 @@ class Adapter:
 
 
 def _biases(names: Collection[str], which: Any) -> Iterable[str]:
-    """Of ``bias="all"`` or ``"lora_only"``: biases of the base model, which are trained in place."""
+    """Return the biases of the base model that ``bias="all"`` or ``"lora_only"`` trains in place."""
     if which == "all":
         return [name for name in names if name.endswith(".bias") and not _has_container(name)]
     if isinstance(which, str) and which.endswith("_only"):
@@ -138,7 +141,7 @@ def _embeddings(names: Collection[str], settings: Mapping[str, Any]) -> Iterable
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Whether the regular expression of ``target_modules`` names a module."""
+    """Return whether the regular expression of ``target_modules`` names a module."""
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:

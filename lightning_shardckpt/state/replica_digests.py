@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import torch
 
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.layout import REPLICATED, Layout
-from lightning_shardckpt.state.geometry import layout_of, local_tensor
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.layout import REPLICATED, Layout
+from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor
 from lightning_shardckpt.state.snapshot import Leaves
 
 Digests = dict[str, dict[str, int]]
@@ -53,7 +53,7 @@ def combined(digests: Digests) -> dict[str, str]:
 
 
 def differing(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
-    """By ``component/key``, the ranks that hold equal values, where there are several such sets.
+    """Return by ``component/key`` the ranks that hold equal values, where there are several such sets.
 
     >>> differing({0: {"": {"model/w": 1}}, 1: {"": {"model/w": 2}}, 2: {"": {"model/w": 1}}})
     {'model/w': [[0, 2], [1]]}
@@ -72,7 +72,7 @@ def differing(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
 
 @lru_cache(maxsize=4096)
 def _label(layout: Layout, rank: int) -> str | None:
-    """Of which part the rank has a replica; None if nobody else has that part."""
+    """Return which part the rank has a replica of; None if nobody else has that part."""
     if layout == REPLICATED:
         return ""
     cut = {c.axis for c in layout.cuts}
@@ -82,7 +82,7 @@ def _label(layout: Layout, rank: int) -> str | None:
 
 
 def _sum(local: torch.Tensor) -> torch.Tensor:
-    """Of the tensor's memory as 64-bit words, and of the bytes that are left."""
+    """Return the sum of the tensor's memory as 64-bit words, and of the bytes that are left."""
     flat = local.contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = flat[:whole]
@@ -92,7 +92,7 @@ def _sum(local: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(sums: list[torch.Tensor]) -> list[int]:
-    """Their values; one wait for each device."""
+    """Return tensors' values; one wait for each device."""
     by_device: dict[torch.device, list[int]] = {}
     for place, total in enumerate(sums):
         by_device.setdefault(total.device, []).append(place)

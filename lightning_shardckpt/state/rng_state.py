@@ -10,7 +10,7 @@ import torch
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The state of every generator, as values that ``state.tree`` can store."""
+    """The state of every generator, as values that ``state.json_tree`` can store."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()

@@ -1,4 +1,4 @@
-"""What does a rank bring to a save? Live tensors by key, and JSON documents; nothing is copied yet."""
+"""A rank's state for a save: live tensors by key, and JSON documents; nothing is copied yet."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.box import Shape
-from lightning_shardckpt.index import TensorSpec
-from lightning_shardckpt.layout import Holders, Layout
-from lightning_shardckpt.staging import dtype_name
-from lightning_shardckpt.state.geometry import layout_of
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.format.index import TensorSpec
+from lightning_shardckpt.format.layout import Holders, Layout
+from lightning_shardckpt.state.dtensor_layout import layout_of
+from lightning_shardckpt.state.tensor_bytes import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, Tens
     """The specs of a component's tensors, all held by ``holders``; one object for all tensors that are alike."""
     found = {}
     for key, tensor in leaves.tensors.items():
-        dtype = dtype_name(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, f"{component}/{key}")
+        dtype = dtype_name(local_tensor(tensor), f"{component}/{key}")
         shape = tuple(tensor.shape)
         found[key] = _spec(dtype, shape, layout_of(tensor), holders, key in leaves.pinned)
     return found

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.header import shown
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.objects import KEYS, RESERVED, Path, key_of
+from lightning_shardckpt.state.nested_dict import KEYS, RESERVED, Path, key_of
 
 _VERSION = "pytorch-lightning_version"
 _METADATA = "_metadata"
@@ -24,7 +24,7 @@ _NOTHING = object()
 
 
 def is_lightnings(found: Mapping[str, Any]) -> bool:
-    """Whether a dict has Lightning's keys: of a Trainer, of ``state.objects``, or made by somebody for a Trainer."""
+    """Return whether a dict has Lightning's keys: a Trainer's, ours, or made by somebody for a Trainer."""
     if _VERSION in found or KEYS in found:
         return True
     if not isinstance(found.get("state_dict"), Mapping):
@@ -33,7 +33,7 @@ def is_lightnings(found: Mapping[str, Any]) -> bool:
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Whether a value is what ``Optimizer.state_dict`` gives."""
+    """Return whether a value is what ``Optimizer.state_dict`` gives."""
     if not isinstance(value, Mapping) or value.keys() != {"state", "param_groups"}:
         return False
     groups = value["param_groups"]
@@ -43,7 +43,7 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def is_weights(found: Any) -> bool:
-    """Whether a value is a dict of tensors, and of at least one."""
+    """Return whether a value is a dict of tensors, and of at least one."""
     if not isinstance(found, Mapping) or not found:
         return False
     return all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items())
@@ -152,7 +152,8 @@ def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_told_apart(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint tells of modules and optimizers, and each name of the model is of one of those modules.
+    """Return whether a checkpoint tells of modules and optimizers, and each name of the model is of one of those
+    modules.
 
     Raises:
         FormatError: if it says of modules and optimizers what cannot be.
@@ -176,7 +177,7 @@ def insert(state: Any, key: str, value: Any) -> None:
 
 
 def checked_keys(keys: Any, path: str) -> dict[str, Any] | None:
-    """What a checkpoint says of where modules and optimizers were; None if it says nothing.
+    """Return what a checkpoint says of where modules and optimizers were; None if it says nothing.
 
     Raises:
         FormatError: naming ``path``, if that cannot be.

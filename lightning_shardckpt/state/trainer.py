@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.state.adapters import adapters_of, unchanging, without
+from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.peft import adapters_to_json
+from lightning_shardckpt.state.peft_modules import adapters_of, unchanging, without
+from lightning_shardckpt.state.peft_names import adapters_to_json
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.tree import Encoder, decode_small, encode_small
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning: users put anything there."""
@@ -34,7 +34,7 @@ def snapshot(
     *,
     adapters_only: bool = False,
 ) -> Snapshot:
-    """What this rank contributes to a save of Lightning's checkpoint dict.
+    """Return what this rank contributes to a save of Lightning's checkpoint dict.
 
     Args:
         checkpoint: as Lightning's ``dump_checkpoint`` made it.
@@ -135,7 +135,7 @@ def fqns_of(key: str) -> Iterator[str]:
 
 
 def entry_of(key: str, entries: Collection[str]) -> str | None:
-    """Which of the model's entries a key of trainer state is about; None if it is about none."""
+    """Return which of the model's entries a key of trainer state is about; None if it is about none."""
     return next((name for name in fqns_of(key) if name in entries), None)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Bytes
 
 
 class MemoryReader:
     """A checkpoint in a dict."""
 
-    is_far = False
+    high_latency = False
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self._files = files
@@ -29,15 +29,15 @@ class MemoryReader:
         target[:] = found
 
     def names(self) -> list[str]:
-        """Every file, sorted."""
+        """Return every file, sorted."""
         return sorted(self._files)
 
-    def twin(self) -> MemoryReader:
+    def clone(self) -> MemoryReader:
         """Itself: threads can share it."""
         return self
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _file(self, name: str) -> bytes:
         if name not in self._files:
@@ -56,7 +56,7 @@ class MemoryDraft:
         self.notes: list[str] = []
 
     def begin(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
         """Keep a copy of the parts."""

@@ -1,7 +1,7 @@
-"""What must a place offer to keep checkpoints?
+"""The protocol of a storage backend: readers, drafts of checkpoints, and outputs of exports.
 
-A checkpoint is a flat set of named files that appears whole or not at all. A backend says how it appears: by a
-rename here, by the root index put last on an object store. Names never contain a directory.
+A checkpoint is a flat set of named files that appears whole or not at all. Each backend has its own way: a rename in
+a file system, the root index put last in an object store. Names never contain a directory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from lightning_shardckpt.header import MAX_JSON_BYTES
+from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 
 Bytes = bytes | memoryview
 
@@ -21,10 +21,10 @@ File: TypeAlias = "int | Callable[[memoryview], object]"
 class Reader(Protocol):
     """A checkpoint opened for reading.
 
-    ``is_far``: a call takes long, whatever it reads: better several at once, and nothing twice.
+    ``high_latency``: a call takes long, whatever it reads: better several at once, and nothing twice.
     """
 
-    is_far: bool
+    high_latency: bool
 
     def size(self, name: str) -> int:
         """Length of a file in bytes. Raises FileNotFoundError."""
@@ -33,10 +33,13 @@ class Reader(Protocol):
         """Fill ``target`` from ``offset`` on. Raises EOFError if the file ends before that."""
 
     def names(self) -> list[str]:
-        """Every entry, sorted; for ``verify`` only: a load opens what the index names."""
+        """Return every entry, sorted; for ``verify`` only: a load opens what the index names."""
 
-    def twin(self) -> Reader:
-        """Another reader of the same checkpoint, for another thread; valid while this one is open."""
+    def clone(self) -> Reader:
+        """Return another reader of the same checkpoint, for another thread; valid while this one is open.
+
+        Closing it leaves this one open.
+        """
 
     def close(self) -> None:
         """Release what is open."""
@@ -102,7 +105,7 @@ class Storage(Protocol):
 
 
 class Contents(NamedTuple):
-    """What is below a path: names of files, relative to it, and their first bytes by name and number."""
+    """The contents of a path: names of files, relative to it, and their first bytes by name and number."""
 
     names: list[str]
     head: Callable[[str, int], bytes]
@@ -113,17 +116,17 @@ NewFile: TypeAlias = "Callable[[str, int], AbstractContextManager[File]]"
 
 
 class Outputs(Protocol):
-    """Where an export writes what is no checkpoint: a file or a directory, whole or not at all.
+    """Storage for what an export writes, which is no checkpoint: a file or a directory, whole or not at all.
 
     What is written is in place, and durable, at the end of a context; an error inside leaves nothing of it. With it
     comes a list of sentences for the user.
     """
 
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """What is at a path; None for nothing."""
+        """Return what is at a path; None for nothing."""
 
     def contents(self, path: str) -> Contents:
-        """What is in a directory."""
+        """Return what is in a directory."""
 
     def file(self, path: str, nbytes: int, *, overwrite: bool) -> AbstractContextManager[tuple[File, list[str]]]:
         """A file of so many bytes, or a few more. Raises FileExistsError if something is there that may not go."""

@@ -1,4 +1,4 @@
-"""Which kind of place does a path mean? A file system, or what fsspec has behind a URL."""
+"""Find the storage backend of a path: a file system, or what fsspec has for a URL."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from copy import copy
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.storage.cached import CachedReader, have_copy
-from lightning_shardckpt.storage.durable import make_directories
-from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.storage.objects import Objects
-from lightning_shardckpt.storage.outputs import LocalOutputs
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local.locks import one_per_machine
+from lightning_shardckpt.storage.local.posix import make_directories
 from lightning_shardckpt.storage.protocol import Draft, Outputs, Reader, Storage
-from lightning_shardckpt.storage.remote import RemoteStorage
-from lightning_shardckpt.storage.remote_outputs import RemoteOutputs
-from lightning_shardckpt.storage.retry import Patience
-from lightning_shardckpt.storage.s3 import S3Objects, options_of
-from lightning_shardckpt.storage.turns import one_per_machine
+from lightning_shardckpt.storage.remote.cache import CachedReader, download_file
+from lightning_shardckpt.storage.remote.objects import ObjectStore
+from lightning_shardckpt.storage.remote.remote_outputs import RemoteOutputs
+from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
+from lightning_shardckpt.storage.remote.retry import RetryPolicy
+from lightning_shardckpt.storage.remote.s3 import S3Objects, options_of
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _HERE = ("file://", "local://")
 _S3 = ("s3", "s3a")
@@ -29,7 +30,7 @@ _MANGLED = re.compile(r"(s3a?|gs|gcs|az|abfss?|hdfs|memory|https?):/[^/]")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL of something else than the file system.
+    """Return whether a path is a URL of something else than the file system.
 
     >>> is_url("s3://bucket/a.ckpt"), is_url("file:///tmp/a.ckpt"), is_url("a.ckpt")
     (True, False, False)
@@ -49,8 +50,8 @@ def file_path(path: str | os.PathLike[str]) -> str:
     return found
 
 
-class Places:
-    """Every place that a path can mean: paths and ``file://`` are of the file system, other URLs are fsspec's.
+class StorageRouter:
+    """The storage of any path: paths and ``file://`` URLs are of the file system, other URLs are fsspec's.
 
     Args:
         local: for the file system.
@@ -58,7 +59,8 @@ class Places:
         throttle_uploads: let only one process of each machine upload at a time.
         pre_download: a local folder to which files of URLs are copied before they are read, and where they are found
             again.
-        patience: how often and how long requests are tried.
+        retry_policy: how often and how long requests are tried.
+        tuning: sizes of parts and numbers of threads of transfers to and from stores.
     """
 
     def __init__(
@@ -68,22 +70,24 @@ class Places:
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
+        tuning: Tuning = TUNING,
     ) -> None:
         self.local: Storage = local or LocalStorage()
         self.visible_within_s = self.local.visible_within_s
-        self._options, self._patience = dict(storage_options or {}), patience or Patience()
+        self._options = dict(storage_options or {})
+        self._retry_policy, self._tuning = retry_policy or RetryPolicy(), tuning
         self._turn = one_per_machine if throttle_uploads else nullcontext
         self._cache = None if pre_download is None else os.fspath(pre_download)
 
-    def having(self, storage_options: Mapping[str, Any]) -> Places:
-        """The same places, with these options for URLs."""
+    def with_options(self, storage_options: Mapping[str, Any]) -> StorageRouter:
+        """Return the same storage, with these options for URLs."""
         found = copy(self)
         found._options = dict(storage_options)
         return found
 
     def of(self, path: str) -> Storage:
-        """The storage for a path.
+        """The backend for a path.
 
         Raises:
             ValueError: if the path was a URL before it was made a ``Path``, or the protocol is unknown.
@@ -92,17 +96,17 @@ class Places:
         return self.remote(path) if is_url(path) else self._checked_local(path)
 
     def remote(self, url: str) -> RemoteStorage:
-        """The storage for a URL; raises as ``of`` does."""
+        """The backend for a URL; raises as ``of`` does."""
         return RemoteStorage(*self._objects(url), self._turn)
 
     def outputs(self, path: str) -> Outputs:
-        """Where an export to a path is written; raises as ``of`` does."""
+        """Return where an export to a path is written; raises as ``of`` does."""
         if is_url(path):
             return RemoteOutputs(*self._objects(path))
         self._checked_local(path)
         return LocalOutputs()
 
-    def _objects(self, url: str) -> tuple[Objects, Callable[[str], str]]:
+    def _objects(self, url: str) -> tuple[ObjectStore, Callable[[str], str]]:
         """The store of a URL, and what makes keys of URLs."""
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it
 
@@ -113,15 +117,15 @@ class Places:
         except ImportError as error:
             extra = 'pip install "lightning-shardckpt[s3]"' if is_s3 else "install the package that it names"
             raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
-        objects = (S3Objects if is_s3 else Objects)(fs, patience=self._patience)
+        objects = (S3Objects if is_s3 else ObjectStore)(fs, retry_policy=self._retry_policy, tuning=self._tuning)
         return objects, lambda path: str(fs._strip_protocol(path))
 
     def open(self, path: str) -> Reader:
         """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
         found = self.of(path).open(path)
-        return CachedReader(found, self._cache) if self._cache is not None and is_url(path) else found
+        return CachedReader(found, self._cache, self._tuning) if self._cache is not None and is_url(path) else found
 
-    def copied(self, url: str, chosen: Callable[[Sequence[str]], Sequence[str]]) -> str | None:
+    def local_copy(self, url: str, chosen: Callable[[Sequence[str]], Sequence[str]]) -> str | None:
         """The path of a local copy of what is at a URL and is no checkpoint of this package; None if nothing is chosen.
 
         Args:
@@ -145,7 +149,7 @@ class Places:
         folder = os.path.join(os.path.abspath(self._cache), f"other-{mark}")
         for name in names:
             make_directories(os.path.dirname(os.path.join(folder, name)), sync=False)
-            have_copy(reader, name, folder)
+            download_file(reader, name, folder, self._tuning)
         return os.path.join(folder, names[0]) if storage.is_object(url) else folder
 
     def draft(self, path: str, save_id: str) -> Draft:
@@ -164,4 +168,4 @@ class Places:
 
 def storage_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
     """The storage for a path or a URL; without options with fsspec's own: environment variables, ``fsspec.json``."""
-    return Places(storage_options=storage_options).of(os.fspath(path))
+    return StorageRouter(storage_options=storage_options).of(os.fspath(path))

@@ -1,4 +1,4 @@
-"""Which checkpoint do ``ckpt_path="last"`` and ``"best"`` mean?
+"""Find the checkpoints that ``ckpt_path="last"`` and ``"best"`` mean.
 
 Lightning takes the ``last*`` with the newest modification time, complete or not, and nothing if that is a broken link.
 Here it is the newest complete checkpoint by the step that it recorded, among all that lie where the callbacks save; of
@@ -22,18 +22,24 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_shardckpt.compat.lightning_trainer import (
+    ScriptLauncher,
+    assigned_path,
+    is_path_assigned,
+    requeued_path,
+    save_directory,
+)
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
-from lightning_shardckpt.formats.dcp import step_of
-from lightning_shardckpt.formats.places import dcp_place, leaves_out
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.locate import READABLE
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.places import Places, is_url
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.sources.dcp import step_of
+from lightning_shardckpt.sources.did_you_mean import READABLE
+from lightning_shardckpt.sources.paths import dcp_place, leaves_out
+from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _SUFFIX = ".ckpt"
 _LOOK_AGAIN_S = 0.5  # ranks that do not find the same checkpoint
@@ -41,7 +47,7 @@ _ASIDE = re.compile(r"\.old-[0-9a-f]{16}")
 _STEP, _HEAD_BYTES = re.compile(rb'"step":(\d{1,18}),"epoch":'), 1024
 
 
-class ResolvingLauncher(_SubprocessScriptLauncher):
+class ResolvingLauncher(ScriptLauncher):
     """Starts the processes that are not there yet; replaces ``"last"`` and ``"best"`` before Lightning sees them.
 
     Args:
@@ -52,7 +58,7 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
     resumes_from: str | os.PathLike[str] | None = None
     """The path of a checkpoint that the last call was given."""
     weights_only: bool | None = None
-    """What the user passed in it; Lightning forgets it where a checkpoint is loaded behind the setup."""
+    """What the user passed in it; Lightning forgets it where a checkpoint is loaded after the setup."""
 
     def __init__(self, *args: Any, meet: Callable[[], Ranks]) -> None:
         super().__init__(*args)
@@ -60,7 +66,7 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook can be one of the processes."""
+        """True if a notebook can be one of the processes."""
         return self.cluster_environment.creates_processes_externally
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -83,7 +89,7 @@ class ResolvingLauncher(_SubprocessScriptLauncher):
 
 
 def agreed(find: Callable[[], Any], given: Any, ranks: Ranks, visible_within_s: float) -> Any:
-    """What ``find`` finds on all ranks, which look again while they see different checkpoints.
+    """Return what ``find`` finds on all ranks, which look again while they see different checkpoints.
 
     Collective: every rank of ``ranks`` must call it. What is equal to ``given`` is not compared.
 
@@ -123,14 +129,13 @@ def _seen(view: dict[str, str | None]) -> str:
 
 
 def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
-    """Whether a run may need weights to begin with; False if a checkpoint has all of them.
+    """Return whether a run may need weights to begin with; False if a checkpoint has all of them.
 
     One that is loaded with ``strict_loading=False`` may lack some. Where it is not known yet whether Lightning will
     find a checkpoint, as with ``ckpt_path="last"``, it may.
     """
     path = launcher.resumes_from if isinstance(launcher, ResolvingLauncher) else None
-    if path is None and trainer._checkpoint_connector._user_managed:
-        path = trainer.ckpt_path
+    path = assigned_path(trainer) if path is None else path
     if path is None or not trainer.lightning_module.strict_loading:
         return True
     if not is_url(path) and not os.path.lexists(path):
@@ -163,9 +168,8 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     if ckpt_path == "best":
         return _choose("best", _best(trainer), look, places) or ckpt_path
-    connector = trainer._checkpoint_connector
-    implied = ckpt_path is None and fitting and savers and not connector._user_managed
-    if implied and SLURMEnvironment.detect() and connector._hpc_resume_path is not None:
+    implied = ckpt_path is None and fitting and savers and not is_path_assigned(trainer)
+    if implied and SLURMEnvironment.detect() and requeued_path(trainer) is not None:
         return ckpt_path  # a requeued job goes on from there
     if ckpt_path != "last" and not implied:
         return ckpt_path
@@ -175,21 +179,23 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
     return ckpt_path if chosen is None else found[chosen]
 
 
-def _places_of(trainer: pl.Trainer) -> Places:
-    """With the options that the user gave to ShardCkptIO."""
+def _places_of(trainer: pl.Trainer) -> StorageRouter:
+    """Return the storage with the options that the user gave to ShardCkptIO."""
     found = getattr(trainer.strategy.checkpoint_io, "storage", None)
-    return found if isinstance(found, Places) else Places(found)
+    return found if isinstance(found, StorageRouter) else StorageRouter(found)
 
 
-def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str, places: Places) -> dict[str, str]:
-    """What may be meant: each checkpoint once, and links to nothing; with the link to it, if there is one.
+def _last(
+    trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str, places: StorageRouter
+) -> dict[str, str]:
+    """Return the checkpoints that may be meant, each once, with the link to it, if there is one; no links to nothing.
 
     ModelCheckpoint never deletes the path from which a run resumed: that should be the link.
     """
     paths = {c.ckpt_path for c in savers if _is_there(c.ckpt_path, places)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            directory = os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+            directory = save_directory(callback, trainer)
             found = _entries(directory, places)
             paths.update(path for path in found if os.path.basename(path).startswith(prefix))
     links = {os.path.realpath(path): path for path in paths if os.path.islink(path) and os.path.exists(path)}
@@ -197,11 +203,11 @@ def _last(trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str,
     return plain | links
 
 
-def _is_there(path: str, places: Places) -> bool:
+def _is_there(path: str, places: StorageRouter) -> bool:
     return places.remote(path).is_complete(path) if is_url(path) else os.path.lexists(path)
 
 
-def _entries(directory: str, places: Places) -> Iterable[str]:
+def _entries(directory: str, places: StorageRouter) -> Iterable[str]:
     """Checkpoints in a directory, and those that an interrupted save moved aside from there.
 
     In a store only complete ones: what an interrupted save leaves there is where its checkpoint would be.
@@ -213,7 +219,7 @@ def _entries(directory: str, places: Places) -> Iterable[str]:
             yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or _ASIDE.fullmatch(e.name))
 
 
-def _claimed_step(path: str, places: Places) -> int:
+def _claimed_step(path: str, places: StorageRouter) -> int:
     """The step in the first bytes of a root index, to be verified later: of many checkpoints one has to be read.
 
     The largest number for what must be looked at to know, such as checkpoints of other formats.
@@ -241,7 +247,7 @@ def _best(trainer: pl.Trainer) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Candidate:
     """A path, with the step that its checkpoint recorded, or why it is not taken; ``ours``: that is no good sign."""
 
     path: str
@@ -250,37 +256,37 @@ class Seen:
     ours: bool = True
 
 
-def _look(path: str, *, places: Places, fitting: bool, weights_only: bool) -> Seen:
+def _look(path: str, *, places: StorageRouter, fitting: bool, weights_only: bool) -> Candidate:
     if not is_url(path) and not os.path.exists(path) and os.path.islink(path):
-        return Seen(path, problem="a link to nothing")
+        return Candidate(path, problem="a link to nothing")
     lacks = "it holds weights only, so training cannot go on from it"
     try:
         if os.path.isfile(path):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             problem = lacks if fitting and "optimizer_states" not in found else None
-            return Seen(path, int(found["global_step"]), problem, ours=False)
+            return Candidate(path, int(found["global_step"]), problem, ours=False)
         if dcp_place(path) == path:  # else it is not a Trainer's
             step, resumes = step_of(path, weights_only=weights_only)
-            return Seen(path, step, None if resumes or not fitting else lacks, ours=False)
+            return Candidate(path, step, None if resumes or not fitting else lacks, ours=False)
         with Checkpoint(places, path) as checkpoint:
             documents = checkpoint.root.documents
             resumes = not fitting or any(name.startswith("optimizer-state-dist-") for name in documents)
-            return Seen(path, checkpoint.root.step or 0, None if resumes else lacks)
+            return Candidate(path, checkpoint.root.step or 0, None if resumes else lacks)
     except (ShardCkptError, OSError) as error:
-        return Seen(path, problem=str(error))
+        return Candidate(path, problem=str(error))
     except Exception as error:  # whatever torch.load makes of a file, or a file that is no checkpoint
-        return Seen(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ours=False)
+        return Candidate(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ours=False)
 
 
-def _choose(word: str, paths: list[str], look: Callable[[str], Seen], places: Places) -> str | None:
+def _choose(word: str, paths: list[str], look: Callable[[str], Candidate], places: StorageRouter) -> str | None:
     """The first complete one, or of plain files before it that of the highest step; tells what was passed over."""
-    skipped: list[Seen] = []
-    complete: list[Seen] = []
+    skipped: list[Candidate] = []
+    complete: list[Candidate] = []
     for path in paths:
         seen = look(path)
         (complete if seen.problem is None else skipped).append(seen)
         if seen.problem is None and (word == "best" or _claimed_step(path, places) < sys.maxsize):
-            break  # those behind it have lower scores, or steps
+            break  # those after it have lower scores, or steps
     listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
     if not complete and any(seen.ours for seen in skipped):
         raise CheckpointNotFoundError(f'ckpt_path="{word}": no checkpoint is complete: {listed}')
@@ -295,7 +301,7 @@ def _choose(word: str, paths: list[str], look: Callable[[str], Seen], places: Pl
     return chosen.path
 
 
-def _warn_of_another_branch(chosen: Seen, paths: list[str], places: Places) -> None:
+def _warn_of_another_branch(chosen: Candidate, paths: list[str], places: StorageRouter) -> None:
     """A lower step that was saved later: somebody went back, or several runs save here. Only the user can know."""
     times = {path: _saved_at(path) for path in paths}
     newer = [path for path in paths if times[path] > times[chosen.path]]

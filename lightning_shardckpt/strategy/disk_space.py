@@ -1,4 +1,4 @@
-"""Will the disk hold what a run is going to keep? Asked when training starts, not when a save fails at night."""
+"""Warn when training starts if the disk has no room for the checkpoints that a run is going to keep."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from lightning.pytorch.callbacks.callback import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.locate import READABLE
-from lightning_shardckpt.state.geometry import local_tensor
-from lightning_shardckpt.storage.places import file_path, is_url
+from lightning_shardckpt.sources.did_you_mean import READABLE
+from lightning_shardckpt.state.dtensor_layout import local_tensor
+from lightning_shardckpt.storage.router import file_path, is_url
 
 # Tensors of a parameter's size that an optimizer keeps for it; of others it is not known before the first step.
 _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2}
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of whole tensors, given this rank's shards of them; tied ones count once."""
+    """Return the bytes of whole tensors, given this rank's shards of them; tied ones count once."""
     once = {(local_tensor(t).data_ptr() or id(t), t.numel()): t for t in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in once.values())
 
 
 def state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """The least that the state of optimizers takes, for whole parameters."""
+    """Return the least bytes that the state of optimizers takes, for whole parameters."""
     total = 0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -59,7 +59,7 @@ def check_room(callbacks: Iterable[Callback], model_bytes: int, optimizer_bytes:
 
 
 def _free_bytes(directory: str) -> int | None:
-    """Of the file system on which the directory is, or will be."""
+    """Return the free bytes of the file system on which the directory is, or will be."""
     directory = os.path.abspath(directory)
     while not os.path.exists(directory):
         directory = os.path.dirname(directory)

@@ -1,42 +1,63 @@
-"""What the strategies of Trainer and Fabric have in common: processes on a mesh, over which modules are cut."""
+"""The body of both strategies: arguments, processes on a device mesh, and modules that are sharded over it.
+
+The entry points ``pytorch`` and ``fabric`` put it before Lightning's ``ParallelStrategy``, of which the Trainer and
+Fabric have one each. It knows neither of them.
+"""
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.parallel.deferred import DeferredInit
-from lightning_shardckpt.parallel.gathered_values import all_gathered
-from lightning_shardckpt.parallel.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
-from lightning_shardckpt.parallel.model import Recipe, ShardedModule, shard
-from lightning_shardckpt.parallel.rng import same_rng
-from lightning_shardckpt.parallel.scaler import unscale_over_ranks
-from lightning_shardckpt.pretrained.start import Pretrained, beginning
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.resume import checked_io
-from lightning_shardckpt.state.geometry import copy_slice
+from lightning_shardckpt.compat.lightning_fabric import init_process_group
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
+from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe
+from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
+from lightning_shardckpt.parallel.sharding.all_gather import all_gathered
+from lightning_shardckpt.parallel.sharding.grad_scaler import unscale_over_ranks
+from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
+from lightning_shardckpt.parallel.sharding.random_streams import same_rng
+from lightning_shardckpt.pretrained.load import Pretrained, beginning
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.strategy.resume import checked_io
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")
 
 
-class OnMesh:
-    """Goes before Lightning's ``ParallelStrategy``, of which the Trainer and Fabric have one each."""
+@dataclass(frozen=True, slots=True)
+class AxisSizes:
+    """Number of processes for each kind of parallelism; ``"auto"``: those that the others leave."""
+
+    shard: int | Literal["auto"] = "auto"
+    replicate: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def topology(self, world_size: int) -> Topology:
+        """Return what that is for so many processes; raises as ``resolve_topology`` does."""
+        return resolve_topology(
+            world_size, shard=self.shard, replicate=self.replicate, tensor=self.tensor, pipeline=self.pipeline
+        )
+
+
+class MeshStrategy:
+    """The part of a strategy that the Trainer's and Fabric's share; goes before their ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
@@ -45,14 +66,129 @@ class OnMesh:
     local_rank: int
     global_rank: int
     world_size: int
-    checkpoint_timeout_s: float
     _checkpoint_io: CheckpointIO | None
-    _sizes: dict[str, Any]  # arguments of resolve_topology
-    _recipe: Recipe
-    _timeout_s: float
-    _process_group_backend: str | None
-    _meshes: Meshes | None
-    _ranks: Ranks
+    tuning: Tuning = TUNING
+    """Sizes and times that depend on the machine."""
+
+    def __init__(
+        self,
+        *,
+        data_parallel_shard_size: int | Literal["auto"] = "auto",
+        data_parallel_replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        pipeline_layers: list[str] | None = None,
+        pipeline_split: str | list[str] = "even",
+        pipeline_modules: dict[str, Literal["first", "last", "every"]] | None = None,
+        pipeline_schedule: str = "gpipe",
+        pipeline_microbatches: int | None = None,
+        pipeline_loss: Literal["batch", "microbatch"] = "batch",
+        pipeline_stages_per_rank: int = 1,
+        tensor_parallel_plan: str | dict[str, Any] | Callable[..., Any] = "auto",
+        fsdp_units: list[str] | None = None,
+        reshard_after_forward: bool | None = None,
+        activation_checkpointing: bool | list[str] = False,
+        cpu_offload: bool = False,
+        pretrained: str | None = None,
+        pretrained_key_mapping: dict[str, str | list[str] | None] | str | Callable[..., Any] | None = None,
+        pretrained_strict: bool = False,
+        defer_init: bool = True,
+        accumulate_unsharded: bool = True,
+        timeout_s: float = 1800.0,
+        checkpoint_timeout_s: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        """Take what a user chose; nothing is started.
+
+        Args:
+            data_parallel_shard_size: Processes that shard parameters (FSDP); ``"auto"`` takes those that the others
+                leave.
+            data_parallel_replicate_size: Replicas of the sharded model (HSDP).
+            tensor_parallel_size: Processes that compute one layer together.
+            pipeline_parallel_size: Processes over which the layers are distributed, each with some of them. See
+                "Pipelines" in the documentation for what that asks of a module; in Fabric, steps run by ``run_step``.
+            pipeline_layers: Patterns that name the layers in the order in which they run; by default those of the
+                largest list of layers of one class, or of the largest Sequential.
+            pipeline_split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, those of other
+                modules included; or the names of the first layers of all stages but the first.
+            pipeline_modules: Pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers.
+                By default what is registered before the layers is on the first stage, what comes after them on the
+                last.
+            pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or of the
+                zero-bubble kind ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names
+                are understood, too.
+            pipeline_microbatches: Into how many microbatches a batch is split; by default twice the number of
+                processes, and never more than it has samples.
+            pipeline_loss: ``"batch"`` runs what follows the layers once, on the whole batch: exact for any loss.
+                ``"microbatch"`` averages the losses of microbatches by their number of samples, which is the same for
+                losses that are means over samples; schedules that mix forward and backward passes need it.
+            pipeline_stages_per_rank: Above 1, every process has so many parts of the layers.
+            tensor_parallel_plan: ``"auto"`` (the Hugging Face model's own), a dict of module pattern to style, a
+                function of (module, tensor mesh) that shards the module, or the import path of one. In a pattern
+                ``*`` is any part of one component of a module name, ``**`` any number of components; the last match
+                decides. A style is a torch ParallelStyle or a name: colwise, rowwise, colwise_gather_output,
+                rowwise_split_input, embedding_rowwise, embedding_colwise, replicate, replicated_with_grad_allreduce.
+            fsdp_units: Patterns or class names of the modules that are gathered one by one; by default the layers of
+                the largest homogeneous ModuleList or Sequential. The rest is gathered for the whole step.
+            reshard_after_forward: Free gathered parameters between forward and backward. By default True, but False
+                in pipelines, which would gather them for each microbatch again.
+            activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or
+                class.
+            cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
+            pretrained: Path of weights to begin with: a Hugging Face directory, a file of safetensors or of
+                ``torch.save``, or a checkpoint. Each rank reads its slices when the module is sharded, unless the
+                Trainer is given a ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights"
+                in the documentation.
+            pretrained_key_mapping: From stored names to those of the model, where they don't fit by themselves: a
+                dict of whole names or regular expressions to new names (None leaves a tensor out), all of them
+                applied at once; or a function, its import path, or a file. See "Rename tensors" in the documentation.
+            pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
+            defer_init: Run ``configure_model``, or Fabric's ``init_module(empty_init=True)``, without allocating
+                weights; every rank then builds only its slices.
+            accumulate_unsharded: While gradients accumulate (in Fabric, under ``no_backward_sync``), keep them whole
+                on every rank and communicate once. False communicates every backward and keeps the memory of
+                gradients sharded.
+            timeout_s: For the collectives of training.
+            checkpoint_timeout_s: For a rank to wait for the others while saving or loading.
+            process_group_backend: By default gloo on CPU and nccl on CUDA.
+
+        Raises:
+            TopologyError: for sizes or names of a pipeline that cannot be.
+        """
+        super().__init__()
+        self._sizes = AxisSizes(
+            data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
+        )
+        pipelined = PipelineRecipe(
+            layers=pipeline_layers,
+            split=pipeline_split,
+            modules=pipeline_modules or {},
+            schedule=pipeline_schedule,
+            microbatches=pipeline_microbatches,
+            loss=pipeline_loss,
+            stages_per_rank=pipeline_stages_per_rank,
+        )
+        pipelined.check(pipeline_parallel_size)
+        self._recipe = Recipe(
+            tensor_parallel_plan=tensor_parallel_plan,
+            fsdp_units=fsdp_units,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload,
+            pipeline=pipelined,
+        )
+        mapping = KeyMapping.of(pretrained_key_mapping, "pretrained_key_mapping")
+        self._pretrained = Pretrained(str(pretrained), mapping, pretrained_strict) if pretrained is not None else None
+        self._defer_init, self._accumulate_unsharded = defer_init, accumulate_unsharded
+        self._timeout_s, self.checkpoint_timeout_s = timeout_s, checkpoint_timeout_s
+        self._process_group_backend = process_group_backend
+        self._meshes: Meshes | None = None
+        self._ranks = Ranks.alone()
+        self._prepare()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Set the fields of a strategy that has run nothing yet; called once, at the end of ``__init__``."""
 
     # --- what it is ---
 
@@ -117,38 +253,32 @@ class OnMesh:
         """Make the process group, where there is none yet. Collective: every rank of the world must call it."""
         reset_seed()
         self.set_world_ranks()
-        device = self.root_device
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            device
-        )
         assert self.cluster_environment is not None
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=timedelta(seconds=self._timeout_s),
-            device_id=device if device.type != "cpu" else None,
+        self._process_group_backend = init_process_group(
+            self.cluster_environment, self.root_device, backend=self._process_group_backend, timeout_s=self._timeout_s
         )
 
     def _new_meshes(self) -> Meshes:
-        return build_meshes(resolve_topology(self.world_size, **self._sizes), self.root_device.type, self._timeout_s)
+        return build_meshes(self._sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
 
     def _new_ranks(self) -> Ranks:
-        """Those who save and load together."""
+        """Return the ranks that save and load together."""
         return Ranks.of_default_group(self.checkpoint_timeout_s)
 
-    def _go_behind(self) -> Ranks | None:
-        """Where saves are to be asynchronous, let them be from now on; returns who saves behind the training."""
-        if not self.checkpoint_io.use_async:
+    def _enable_async(self) -> Ranks | None:
+        """Make saves asynchronous from now on, if asked for; return the ranks that save while training goes on."""
+        saves = self.checkpoint_io.async_saves
+        if not saves.is_async:
             return None
-        self.checkpoint_io.go_behind(behind := self._new_ranks())
-        return behind
+        saves.enable(ranks := self._new_ranks())
+        return ranks
 
     # --- modules ---
 
     def _cut(
         self, module: nn.Module, values: DeferredInit | None, wanted: Pretrained | None, *, is_called: bool = False
     ) -> ShardedModule:
-        """Cut a module in place and give it its first values, or those it is to begin with.
+        """Shard a module in place and give it its first values, or those it is to begin with.
 
         ``is_called``: whether it will be, itself, and not only modules inside it.
         Collective: every rank of the world must call it.
@@ -168,7 +298,9 @@ class OnMesh:
             start.fill(module, WholeNames(record.state_names, record.state_ties), self._ranks)
         return record
 
-    def _unscale_over_ranks(self, scaler: object) -> None:
+    def _unscale_over_ranks(self, precision: object) -> None:
+        """Let the gradient scaler of a precision plugin, if there is one, look at the shards of all ranks."""
+        scaler = getattr(precision, "scaler", None)
         if isinstance(scaler, torch.amp.GradScaler):
             unscale_over_ranks(scaler, self.root_device)
 
@@ -176,15 +308,15 @@ class OnMesh:
 
     @property
     def _apart(self) -> bool:
-        """Whether this rank answers alone what is asked of all."""
-        return not _distributed_is_initialized()
+        """True if this rank answers alone what is asked of all."""
+        return not (dist.is_available() and dist.is_initialized())
 
     def _data_parallel(self, group: Any) -> Any:
         """The data-parallel group by default, which Lightning spells WORLD: the others hold the same values."""
         return self.meshes.data_parallel_group if group is None or group is dist.group.WORLD else group
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over the data-parallel group by default."""
+        """Gather over the data-parallel group by default."""
         if self._apart:
             return tensor
         return all_gathered(tensor, self._data_parallel(group), sync_grads=sync_grads)
@@ -206,3 +338,9 @@ class OnMesh:
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
+
+
+def scaler_factor(precision: object) -> float:
+    """Return what the gradient scaler of a precision plugin multiplies the loss with; 1 without one."""
+    scaler = getattr(precision, "scaler", None)
+    return float(scaler.get_scale()) if isinstance(scaler, torch.amp.GradScaler) else 1.0

@@ -1,4 +1,4 @@
-"""How does a step run on a pipeline, so that neither a LightningModule nor its callbacks, nor a script, notice?
+"""Run steps on a pipeline so that neither a LightningModule nor its callbacks, nor a script, notice.
 
 The step's return value, what it logged and what it changed in the module are those of the last stage, on every rank.
 """
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.function_job import FunctionJob
-from lightning_shardckpt.job import LightningJob
-from lightning_shardckpt.parallel.names import own_parameters
-from lightning_shardckpt.parallel.pipeline import Pipeline
-from lightning_shardckpt.parallel.sharding.held import HeldGradients
+from lightning_shardckpt.parallel.pipeline.runner import Pipeline
+from lightning_shardckpt.parallel.sharding.fqn import own_parameters
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
+from lightning_shardckpt.strategy.user_steps import FunctionStep, LightningStep
 
 
 class PipelinedSteps:
@@ -27,7 +26,7 @@ class PipelinedSteps:
 
     Args:
         scale: gives the gradient that the loss is going to have, for schedules that run backward passes at once.
-        job_of: makes of a step's name, context and arguments what the pipeline runs; by default a LightningModule's.
+        make_step: makes of a step's name, context and arguments what the pipeline runs; by default a LightningModule's.
     """
 
     def __init__(
@@ -36,16 +35,16 @@ class PipelinedSteps:
         pipeline: Pipeline,
         device: torch.device,
         scale: Callable[[], float],
-        job_of: Callable[..., LightningJob | FunctionJob] | None = None,
+        make_step: Callable[..., LightningStep | FunctionStep] | None = None,
     ) -> None:
         self._module, self._pipeline, self._device, self._scale = module, pipeline, device, scale
-        if job_of is None:
+        if make_step is None:
             assert isinstance(module, pl.LightningModule)
-            job_of = partial(LightningJob, module, pipeline)
-        self._job_of = job_of
+            make_step = partial(LightningStep, module, pipeline)
+        self._make_step = make_step
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._assumed = torch.ones((), device=device)
-        self._received: list[Tensor] = []
+        self._assumed_scale = torch.ones((), device=device)
+        self._received_scales: list[Tensor] = []
 
     def training_step(
         self, context: Callable[[], AbstractContextManager[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -53,7 +52,7 @@ class PipelinedSteps:
         """Run the forward passes, or all passes if the schedule mixes them; returns what the step returned."""
         early = self._pipeline.backward_early
         if early:
-            with self._aside():
+            with self._gradients_aside():
                 output = self._run(
                     "training_step", context, args, kwargs, torch.tensor(self._scale(), dtype=torch.float64)
                 )
@@ -76,24 +75,25 @@ class PipelinedSteps:
         return self._run(name, context, args, kwargs, None)
 
     def backward(self) -> None:
-        """After the backward of the loss that `training_step` returned: make the gradients of the parameters.
+        """Make the gradients of the parameters, after the backward of the loss that `training_step` returned.
 
         Raises:
             TopologyError: if the loss was scaled in another way than a schedule with early backward passes assumed.
         """
-        if len(self._received) != 1:
+        if len(self._received_scales) != 1:
             raise TopologyError(
                 f"the loss of a pipelined training_step must go through exactly one backward, found "
-                f"{len(self._received)}: call loss.backward() once in LightningModule.backward"
+                f"{len(self._received_scales)}: call loss.backward() once in LightningModule.backward"
             )
-        scale = self._received.pop()
+        scale = self._received_scales.pop()
         if not self._pipeline.backward_early:
             self._pipeline.backward(scale)
             return
-        if not torch.allclose(scale.double(), self._assumed.double(), rtol=1e-2 if scale.dtype.itemsize < 4 else 1e-5):
+        rtol = 1e-2 if scale.dtype.itemsize < 4 else 1e-5
+        if not torch.allclose(scale.double(), self._assumed_scale.double(), rtol=rtol):
             raise TopologyError(
                 f"the gradient of the loss is {scale.item():g}, but this pipeline_schedule has run its backward passes "
-                f'with {self._assumed.item():g}: something scales the loss. Use pipeline_schedule="gpipe".'
+                f'with {self._assumed_scale.item():g}: something scales the loss. Use pipeline_schedule="gpipe".'
             )
         self._pipeline.add(self._gradients)
         self._gradients.clear()
@@ -102,7 +102,7 @@ class PipelinedSteps:
         """Forget a step that did not finish."""
         self._pipeline.reset()
         self._gradients.clear()
-        self._received.clear()
+        self._received_scales.clear()
 
     def _run(
         self,
@@ -112,17 +112,17 @@ class PipelinedSteps:
         kwargs: dict[str, Any],
         scale: Tensor | None,
     ) -> Any:
-        job = self._job_of(name, context, args, kwargs)
+        step = self._make_step(name, context, args, kwargs)
         if scale is not None:
-            self._assumed = scale
-        report = self._pipeline.forward(job, None if scale is None else scale.to(self._device))
-        return job.settle(report, self._device, source=self._pipeline.has_last_stage)
+            self._assumed_scale = scale
+        report = self._pipeline.forward(step, None if scale is None else scale.to(self._device))
+        return step.settle(report, self._device, source=self._pipeline.has_last_stage)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _gradients_aside(self) -> Iterator[None]:
         """Gradients made inside are kept for `backward`: Lightning sets gradients to zero between step and backward."""
         own = (p for _, p in own_parameters(self._module))
-        parameters = [p for p in own if p.requires_grad and p not in HeldGradients.of_leaf]
+        parameters = [p for p in own if p.requires_grad and p not in UnreducedGradients.of_leaf]
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -135,13 +135,13 @@ class PipelinedSteps:
 
     def _attached(self, value: Any) -> Tensor:
         """The loss as a tensor whose gradient reaches `backward`."""
-        self._received.clear()
+        self._received_scales.clear()
         anchor = torch.zeros((), dtype=value.dtype, device=self._device, requires_grad=True)
-        attached: Tensor = _Receive.apply(anchor, value, self._received)  # type: ignore[no-untyped-call]
+        attached: Tensor = _CatchScale.apply(anchor, value, self._received_scales)  # type: ignore[no-untyped-call]
         return attached
 
 
-class _Receive(torch.autograd.Function):
+class _CatchScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, received: list[Tensor]) -> Tensor:
         ctx.received = received

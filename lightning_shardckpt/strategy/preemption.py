@@ -1,9 +1,9 @@
-"""How does a run end early: by SIGTERM, on one rank or on all, or by an exception?
+"""End a run early on all ranks alike: by SIGTERM, on one rank or on all, or by an exception.
 
 Lightning's own handler communicates inside the signal handler and looks at rank 0 alone (2.6.6): a signal to another
 rank, or in the middle of a collective, hangs. Here the handler only remembers; before the next batch all ranks agree,
 and after it all of them leave with Lightning's SIGTERMException, at the same step. ``OnExceptionCheckpoint`` and
-``ModelCheckpoint(save_on_exception=True)`` save there. Behind an exception that only some ranks got they can't, and
+``ModelCheckpoint(save_on_exception=True)`` save there. After an exception that only some ranks got they can't, and
 must neither wait for the others nor hide what happened.
 """
 
@@ -15,16 +15,15 @@ import warnings
 from collections.abc import Callable
 from enum import Enum, auto
 from types import FrameType
-from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.compat.lightning_trainer import receive_sigterm, sigterm_handler_before
+from lightning_shardckpt.distributed.ranks import Ranks
 
-_MEETING_S = 10.0  # ranks that got the same exception come within this time of each other
 
 class Preemption:
-    """Whether this run was told to end. Replaces Lightning's handler; Lightning restores what was before it."""
+    """The signal that tells this run to end. Replaces Lightning's handler; Lightning restores what was before it."""
 
     def __init__(self) -> None:
         self._told = False
@@ -32,28 +31,28 @@ class Preemption:
     def watch(self, trainer: pl.Trainer) -> None:
         """Call when training starts, after Lightning has registered its handlers."""
         self._told = False
-        before: Any = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+        before = sigterm_handler_before(trainer)
 
         def handler(number: int, frame: FrameType | None) -> None:
             self._told = True
-            if callable(before):
+            if before is not None:
                 before(number, frame)
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
     def agree(self, trainer: pl.Trainer, anybody: Callable[[bool], bool]) -> None:
-        """Call before every batch, with a collective "or": makes Lightning stop behind this batch, on all ranks alike.
+        """Call before every batch, with a collective "or": makes Lightning stop after this batch, on all ranks alike.
 
         Collective: every rank of the world must call it.
         """
         if anybody(self._told):
             self._told = False
-            trainer._signal_connector.received_sigterm = True
+            receive_sigterm(trainer)
 
 
 class Ending(Enum):
-    """How far a rank is behind an exception: nothing known; no save with all others; all save; its hooks are done."""
+    """Progress of a rank after an exception: nothing known; no save with all others; all save; its hooks are done."""
 
     NONE = auto()
     ALONE = auto()
@@ -61,18 +60,23 @@ class Ending(Enum):
     LEFT = auto()
 
 
-def save_behind_exception(
-    ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool = False
+def save_after_exception(
+    ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool, meeting_s: float
 ) -> Ending:
     """Save if all ranks come to do so; else, or if it fails, say so in a warning and go on with the exception.
 
-    Collective for the ranks that got an exception; whether the others did, too, is found out unless that is ``agreed``,
-    as for a signal. ``wait``, for what is
-    saved asynchronously, is called before and after: the process may be about to end.
+    Collective for the ranks that got an exception.
+
+    Args:
+        ranks: all that save together.
+        save: writes the checkpoint.
+        wait: for what is saved asynchronously; called before and after, since the process may be about to end.
+        agreed: whether it is known that all ranks got it, as for a signal; else that is found out.
+        meeting_s: ranks that got the same exception come within this time of each other.
     """
     try:
         if not agreed:
-            ranks.step("meeting for a last checkpoint", lambda: None, lambda came: None, timeout_s=_MEETING_S)
+            ranks.step("meeting for a last checkpoint", lambda: None, lambda came: None, timeout_s=meeting_s)
         try:
             wait()
         except Exception as error:  # on all ranks alike; it must not cost the last checkpoint, too

@@ -1,4 +1,4 @@
-"""How does a Trainer under ``ShardedStrategy`` save all of itself, and continue exactly where it was?
+"""Save all of a Trainer under ``ShardedStrategy``, and continue exactly where it was.
 
 Lightning's checkpoint dict has the shared state. Added to it, per rank: random states, the position in the data, and
 the states of loaders that have their own, since those differ between ranks.
@@ -7,26 +7,36 @@ the states of loaders that have their own, since those differ between ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
-from lightning_shardckpt.collector import resting
-from lightning_shardckpt.parts import PARTS
-from lightning_shardckpt.state.live import parameter_names, put_values
-from lightning_shardckpt.state.position import ResumableLoader, Resumption, batches_done, batches_of_loader
-from lightning_shardckpt.state.rng import get_rng_state, set_rng_state
-from lightning_shardckpt.stopping import Position, plateau_monitors, train_loaders
+from lightning_shardckpt.compat.lightning_fabric import set_sampler_epoch
+from lightning_shardckpt.compat.lightning_loops import (
+    begin_loaders,
+    begin_next_epoch,
+    cycles_loaders,
+    let_plateaus_step,
+    set_loaders_begun,
+    step_plateaus_now,
+    train_loaders,
+)
+from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups, put_callback_metrics
+from lightning_shardckpt.compat.strategy_assignment import is_wrapper
+from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
+from lightning_shardckpt.state.module_io import put_values
+from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
+from lightning_shardckpt.strategy.module_targets import module_targets
+from lightning_shardckpt.strategy.stop_position import Position, plateau_monitors
+from lightning_shardckpt.system.gc_pause import gc_paused
 
 
 def checked_io(io: object) -> ShardCkptIO:
@@ -37,7 +47,7 @@ def checked_io(io: object) -> ShardCkptIO:
     """
     if isinstance(io, ShardCkptIO):
         return io
-    if isinstance(io, _WrappingCheckpointIO):
+    if is_wrapper(io):
         raise TypeError(
             f"{type(io).__name__} saves in a thread of rank 0 alone, but every rank writes its own slices here. "
             "Pass ShardCkptIO() alone in plugins."
@@ -48,8 +58,8 @@ def checked_io(io: object) -> ShardCkptIO:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which data this rank trains on, with which pipeline stage of the model.
+class DataShare:
+    """The part of the data on which this rank trains, and its pipeline stage of the model.
 
     Its data-parallel rank, how many there are, ranks of each; its stage, how many there are. Stages are the outermost.
     """
@@ -62,15 +72,24 @@ class Place:
 
     def source_rank(self, rank_state: dict[str, Any]) -> int:
         """The rank of the saving run whose state this one takes, from any rank's state: of the same data and stage."""
-        saved = Place(**rank_state["place"])
+        saved = DataShare(**rank_state["place"])
         stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
         return (stage * saved.data_size + data_rank) * saved.ranks_each
 
 
 def save_checkpoint(
-    io: ShardCkptIO, position: Position, place: Place, checkpoint: dict[str, Any], path: Any, storage_options: Any
+    io: ShardCkptIO, position: Position, place: DataShare, checkpoint: dict[str, Any], path: Any, storage_options: Any
 ) -> None:
-    """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it."""
+    """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it.
+
+    Args:
+        io: told who saves together.
+        position: where a run that resumes must go on.
+        place: which data this rank trains on.
+        checkpoint: Lightning's dict; it is not changed.
+        path: where to, the same on all ranks.
+        storage_options: as Lightning gives them.
+    """
     checkpoint = dict(checkpoint)
     rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(place), "positions": position.loaders}
     rank_state |= {key: found for key in ("monitored", "partial") if (found := getattr(position, key))}
@@ -86,26 +105,38 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    io: ShardCkptIO, trainer: pl.Trainer, place: Place, path: Any, *, weights_only: bool | None
+    io: ShardCkptIO, trainer: pl.Trainer, place: DataShare, path: Any, *, weights_only: bool | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Load model and (when fitting) optimizers in place; returns the rest as Lightning's dict, and the rank's state.
+    """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
 
-    Collective: every rank must call it. In the dict, ``state_dict`` holds the live tensors, loaded, for hooks to see.
+    Collective: every rank must call it.
+
+    Args:
+        io: told who loads together.
+        trainer: whose module and optimizers are filled.
+        place: which data this rank trains on; it picks the saving rank whose state this one takes.
+        path: of the checkpoint, the same on all ranks.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``; None is True.
+
+    Returns:
+        Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, for hooks to see; and the state of the
+        saving rank that stood in this one's place, None if there is none.
     """
     module = trainer.lightning_module
-    with resting():
+    with gc_paused():
         state_dict = module.state_dict()
     fitting = trainer.state.fn == TrainerFn.FITTING
     parts = io.resume if fitting else frozenset(PARTS)
+    optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
+    targets = module_targets(module, state_dict, optimizers, io.names)
+    if "callbacks" in parts:
+        targets = replace(targets, regroup=partial(_regroup, trainer))
     loaded = io.load_into(
         path,
-        state_dict,
-        trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None,
-        parameter_names(module, io.names),
+        targets,
         strict=module.strict_loading,
         weights_only=weights_only,
         pick_rank=place.source_rank,
-        regroup=partial(_regroup, trainer) if "callbacks" in parts else None,
         partly=fitting,
     )
     for note in loaded.skipped:
@@ -118,7 +149,7 @@ def load_checkpoint(
     _leave_out(checkpoint, trainer, parts)
     if left := [part for part in PARTS if part not in parts]:
         rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
-    same_data = rank_state is not None and Place(**rank_state["place"]).data_size == place.data_size
+    same_data = rank_state is not None and DataShare(**rank_state["place"]).data_size == place.data_size
     if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint:
         states = rank_state.get("loaders", [])
         if any(states):  # a loader of the user's has a state of its own
@@ -152,9 +183,9 @@ def _regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
 
 
 def keep_groups(trainer: pl.Trainer) -> None:
-    """After callbacks have their state: BaseFinetuning would undo the hyper-parameters that were loaded."""
+    """Keep loaded hyper-parameters after callbacks have their state: BaseFinetuning would undo them."""
     for callback in _finetuning(trainer):
-        callback._restarting = False
+        keep_loaded_groups(callback)
 
 
 def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
@@ -165,10 +196,10 @@ _NO_EPOCH = {"started": 0, "processed": 0, "completed": 0}
 
 
 class Continuation:
-    """What remains to be done when training starts: random state and position in the data."""
+    """The work that remains when training starts: random state and position in the data."""
 
     def __init__(
-        self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], place: Place, parts: frozenset[str]
+        self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], place: DataShare, parts: frozenset[str]
     ) -> None:
         self._rng: dict[str, Any] | None = rank_state["rng"] if "random" in parts else None
         self._positions: list[Any] | None = rank_state["positions"] if "data" in parts else None
@@ -181,7 +212,7 @@ class Continuation:
         self._awaited = unfinished and "schedulers" in parts  # others begin anew
         self._monitored: dict[str, Any] = rank_state.get("monitored", {})
         self._partial: list[str] = rank_state.get("partial", [])
-        saved = Place(**rank_state["place"])
+        saved = DataShare(**rank_state["place"])
         self._same_data = saved.data_size == place.data_size
         self._fresh = place.data_rank if place.data_rank >= saved.data_size else None
 
@@ -191,7 +222,7 @@ class Continuation:
             set_rng_state(self._rng)
 
     def apply(self, trainer: pl.Trainer) -> None:
-        """Called when training starts: the train loaders exist, no batch has been drawn for this epoch."""
+        """Restore state when training starts: the train loaders exist, no batch has been drawn for this epoch."""
         fit, loaders = trainer.fit_loop, train_loaders(trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader) for loader in loaders)  # by Lightning, in before_loaders
@@ -205,7 +236,7 @@ class Continuation:
             if self._awaited:
                 step_plateaus(trainer, self._epochs, self._monitored)
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
-            fit._resuming_from_checkpoint = begun  # else Lightning begins the loaders when it begins the epoch
+            set_loaders_begun(trainer, begun)
             return
         if self._positions is not None and not self._resume(loaders, self._positions, trainer) and self._batches:
             rank_zero_warn(
@@ -215,9 +246,9 @@ class Continuation:
             )
         self._await_plateaus(trainer)
         for loader in loaders:
-            _set_sampler_epoch(loader, fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
-        if fit._data_fetcher is not None and not begun:
-            iter(fit._data_fetcher)  # of loaders that have waited
+            set_sampler_epoch(loader, fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
+        if not begun:
+            begin_loaders(trainer)  # which have waited
 
     def _await_plateaus(self, trainer: pl.Trainer) -> None:
         """Let the epoch that goes on step its plateaus at its end, which Lightning leaves out."""
@@ -229,10 +260,10 @@ class Continuation:
                 "the validation, or resume from an epoch's end."
             )
         else:
-            trainer.fit_loop._restarting = False  # of this loop alone, which asks it for nothing else from here on
+            let_plateaus_step(trainer)
 
     def _restore_loaders(self, loaders: list[Any]) -> None:
-        """For an epoch that begins: seeds, and the loaders' own generators."""
+        """Restore seeds, and the loaders' own generators, for an epoch that begins."""
         if self._positions is not None and len(self._positions) == len(loaders):
             for loader, position in zip(loaders, self._positions, strict=True):
                 if isinstance(loader, ResumableLoader) and position is not None:
@@ -240,10 +271,10 @@ class Continuation:
                     loader.set_own(position["own"] if self._same_data else [])
 
     def _resume(self, loaders: list[Any], positions: list[Any], trainer: pl.Trainer) -> bool:
-        """Prepare the loaders; False if some can't continue with the batches that they would have drawn."""
+        """Prepare the loaders; return False if some can't continue with the batches that they would have drawn."""
         if len(positions) != len(loaders):
             return False
-        cycles = trainer.fit_loop._combined_loader is not None and "cycle" in trainer.fit_loop._combined_loader._mode
+        cycles = cycles_loaders(trainer)
         exact, leader = self._same_data, None
         for loader, position in zip(loaders, positions, strict=True):
             if not isinstance(loader, ResumableLoader):
@@ -266,7 +297,7 @@ class Continuation:
 
 
 def step_plateaus(trainer: pl.Trainer, epochs: int, monitored: Mapping[str, Any]) -> None:
-    """Step the schedulers that Lightning steps by a metric when an epoch is over, behind the hooks that save.
+    """Step the schedulers that Lightning steps by a metric when an epoch is over, after the hooks that save.
 
     Args:
         trainer: with the schedulers as they were saved.
@@ -279,27 +310,5 @@ def step_plateaus(trainer: pl.Trainer, epochs: int, monitored: Mapping[str, Any]
             "known yet when the checkpoint was saved. Save in on_train_epoch_end."
         )
     elif monitored:
-        trainer.fit_loop.epoch_progress.current.completed = epochs - 1  # the epoch whose number their frequency counts
-        trainer._logger_connector._callback_metrics.update(monitored)
-        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-
-
-def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
-    """Make Lightning begin an epoch as a run does that has just finished one.
-
-    By itself, where there is a ``max_steps``, it takes up the epoch that is over, for one more batch or none.
-
-    Args:
-        trainer: whose loops have loaded their state.
-        epochs: so many were begun.
-        ended: whether the last one was over for Lightning, too, when it was saved.
-    """
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    for progress, before in ((fit.epoch_progress.current, epochs), (fit.epoch_progress.total, None)):
-        done = progress.started if before is None else before  # type: ignore[attr-defined]  # its subclass
-        progress.ready = progress.started = progress.processed = progress.completed = done  # type: ignore[attr-defined]
-    if not ended:
-        loop._batches_that_stepped += 1  # the last batch of an epoch always steps, and is counted behind its hooks
-    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter says True if there is a max_steps
-    for each in (fit, loop, loop.val_loop):
-        each.reset_restart_stage()
+        put_callback_metrics(trainer, monitored)
+        step_plateaus_now(trainer, epochs - 1)

@@ -1,29 +1,40 @@
-"""Where a run that ends in the middle of an epoch would have gone on: what its checkpoints must say from then on.
+"""Note where a run that ends in the middle of an epoch would have gone on, for the checkpoints it saves from then on.
 
-Lightning ends the epoch with the run (2.6): who saves behind ``max_steps``, ``max_time`` or ``should_stop``, be it in
+Lightning ends the epoch with the run (2.6): who saves after ``max_steps``, ``max_time`` or ``should_stop``, be it in
 ``on_train_epoch_end`` or after ``fit``, gets loop counters of an epoch that is over, and a random state that the last
-validation may have changed. So the position is noted when a run ends behind a batch that is not its epoch's last, and
+validation may have changed. So the position is noted when a run ends after a batch that is not its epoch's last, and
 saved instead. What user code does because the run ends, such as in ``on_train_epoch_end``, stays done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_shardckpt.state.position import ResumableLoader
-from lightning_shardckpt.state.rng import get_rng_state
+from lightning_shardckpt.compat.lightning_loops import (
+    EndBatch,
+    ends_within_epoch,
+    is_accumulating,
+    is_last_batch,
+    logged_in_training,
+    train_loaders,
+    would_validate,
+    wrap_batch_end,
+)
+from lightning_shardckpt.compat.lightning_trainer import validated_metrics
+from lightning_shardckpt.state.data_position import ResumableLoader
+from lightning_shardckpt.state.rng_state import get_rng_state
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where training is: what Lightning counts (None: ask it), this rank's random state and place in its loaders.
+    """A place in training: what Lightning counts (None: ask it), this rank's random state and place in its loaders.
 
-    And the metrics for which schedulers wait that Lightning steps behind the hooks of an epoch's end; of those
+    And the metrics for which schedulers wait that Lightning steps after the hooks of an epoch's end; of those
     schedulers, the metrics that are means over the batches of the present epoch.
     """
 
@@ -35,14 +46,14 @@ class Position:
 
 
 def present(trainer: pl.Trainer, fit_loop: Mapping[str, Any] | None = None) -> Position:
-    """Where training is now."""
+    """Return the place where training is now."""
     loaders = [loader.position() if isinstance(loader, ResumableLoader) else None for loader in train_loaders(trainer)]
     monitored = {} if fit_loop else _monitored(trainer)
     return Position(fit_loop, get_rng_state(), loaders, monitored, _partial(trainer))
 
 
 def plateau_monitors(trainer: pl.Trainer) -> list[str]:
-    """Of the schedulers that step by a metric when an epoch is over, the metrics."""
+    """Return the metrics of the schedulers that step by a metric when an epoch is over."""
     if not trainer.lightning_module.automatic_optimization:
         return []
     plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
@@ -50,19 +61,18 @@ def plateau_monitors(trainer: pl.Trainer) -> list[str]:
 
 
 def _partial(trainer: pl.Trainer) -> list[str]:
-    means = [metric.meta for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
+    means = [meta for meta in logged_in_training(trainer) if meta.on_epoch]
     names = {name for meta in means for name in (meta.name, f"{meta.name}_epoch")}
     return [name for name in plateau_monitors(trainer) if name in names]
 
 
 def _monitored(trainer: pl.Trainer) -> dict[str, Any]:
-    """Their values, if they are about to be used: in the hooks of an epoch's end, or of its last validation."""
-    fit, monitors = trainer.fit_loop, plateau_monitors(trainer)
-    current = fit.epoch_progress.current
-    if not monitors or not fit.epoch_loop._num_ready_batches_reached():
+    """Return metrics' values that are about to be used: in the hooks of an epoch's end, or of its last validation."""
+    current, monitors = trainer.fit_loop.epoch_progress.current, plateau_monitors(trainer)
+    if not monitors or not is_last_batch(trainer):
         return {}
     if trainer.validating:  # what training logged is of the epoch before
-        known = trainer._logger_connector.metrics["callback"]
+        known = validated_metrics(trainer)
     elif current.processed == current.started > current.completed:  # type: ignore[attr-defined]  # its subclass
         known = trainer.callback_metrics
     else:
@@ -70,21 +80,15 @@ def _monitored(trainer: pl.Trainer) -> dict[str, Any]:
     return {name: known[name] for name in monitors if name in known}
 
 
-def train_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Those that training draws from; none before Lightning has asked for them."""
-    loader = trainer.fit_loop._combined_loader
-    return [] if loader is None else list(loader.flattened)
-
-
 class Stopping:
-    """Notes where the run ended, from the batch behind which it ends until training begins again."""
+    """Notes where the run ended, from the batch after which it ends until training begins again."""
 
     def __init__(self) -> None:
         self._noted: Position | None = None
-        self._watched: Any = None
+        self._undo: Callable[[], None] | None = None
 
     def position(self, trainer: pl.Trainer) -> Position:
-        """Where a run that resumes must go on."""
+        """Return the place where a run that resumes must go on."""
         return self._noted or present(trainer)
 
     def forget(self) -> None:
@@ -92,60 +96,40 @@ class Stopping:
         self._noted = None
 
     def watch(self, trainer: pl.Trainer) -> None:
-        """Call when training starts; undone by ``unwatch``. Lightning has no hook behind a batch's last callback."""
+        """Call when training starts; undone by ``unwatch``."""
         self.unwatch()
         self.forget()
-        self._watched = loop = trainer.fit_loop.epoch_loop
-        original = loop.on_advance_end
 
-        def on_advance_end(fetcher: Any) -> None:
-            if _ends(trainer) and not _validates(trainer, fetcher):
+        def end_batch(fetcher: Any, original: EndBatch) -> None:
+            if ends_within_epoch(trainer) and not would_validate(trainer, fetcher):
                 self._noted = present(trainer, _as_in_batch_end(trainer.fit_loop.state_dict()))
             try:
-                original(fetcher)
+                original()
             except SIGTERMException:
                 if not trainer.validating:  # else it ended in the middle of the validation
-                    self._note_behind(trainer)
+                    self._note_after(trainer)
                 raise
-            self._note_behind(trainer)
+            self._note_after(trainer)
 
-        loop.on_advance_end = on_advance_end  # type: ignore[method-assign,assignment]  # of one loop
+        self._undo = wrap_batch_end(trainer, end_batch)
 
     def unwatch(self) -> None:
         """Leave Lightning's loop as it was."""
-        if self._watched is not None:
-            vars(self._watched).pop("on_advance_end", None)
-            self._watched = None
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
-    def _note_behind(self, trainer: pl.Trainer) -> None:
-        """For a batch that a validation follows, whether the run ends or not: the validation is done, too."""
-        if self._noted is None and _ends(trainer):
-            state, loop = trainer.fit_loop.state_dict(), trainer.fit_loop.epoch_loop
-            if not loop._should_accumulate():  # a run that resumes counts it when it skips the validation
+    def _note_after(self, trainer: pl.Trainer) -> None:
+        """Note the position after the validation that follows a batch, whether the run ends or not."""
+        if self._noted is None and ends_within_epoch(trainer):
+            state = trainer.fit_loop.state_dict()
+            if not is_accumulating(trainer):  # a run that resumes counts it when it skips the validation
                 state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
             self._noted = present(trainer, state)
 
 
-def _ends(trainer: pl.Trainer) -> bool:
-    """Whether the run ends behind the present batch, although the epoch has more of them."""
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    if loop._num_ready_batches_reached():
-        return False
-    out_of_steps = loop.max_steps != -1 and loop.global_step >= loop.max_steps
-    return out_of_steps or trainer.received_sigterm or (trainer.should_stop and fit._can_stop_early)
-
-
-def _validates(trainer: pl.Trainer, fetcher: Any) -> bool:
-    """Whether a validation would follow the present batch if the run did not end."""
-    stops, trainer.should_stop = trainer.should_stop, False
-    try:
-        return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher))
-    finally:
-        trainer.should_stop = stops
-
-
 def _as_in_batch_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Loop state as ``on_train_batch_end`` has it: Lightning resumes with the next batch from there."""
+    """Return loop state as ``on_train_batch_end`` has it: Lightning resumes with the next batch from there."""
     for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
         progress["completed"] -= 1
     return state

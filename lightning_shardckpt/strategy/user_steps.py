@@ -1,34 +1,36 @@
-"""What does one step of a LightningModule do, besides gradients, that all ranks of a pipeline must know?
+"""Steps of users as a pipeline runs them, and what they do besides gradients that all of its ranks must know.
 
-Its result, what it logged, what it changed in the module, in param groups, and whether it asked to stop.
+A step is a method of a LightningModule or a function of a script. All ranks must know its result and what it changed in
+the module; of a LightningModule also what it logged, what it changed in param groups, and whether it asked to stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
+from lightning_shardckpt.compat.pytree import tree_map
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.effects import Change, Memory
-from lightning_shardckpt.parallel.pipeline import Pipeline
-from lightning_shardckpt.parallel.unknown import first_unknown, leaked
+from lightning_shardckpt.parallel.pipeline.runner import Pipeline
+from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory, moved_to
+from lightning_shardckpt.parallel.pipeline.step import UserStep
+from lightning_shardckpt.parallel.tensors.placeholder import first_unknown, leaked
 
 
 @dataclass(frozen=True, slots=True)
 class _Logged:
     """One call of ``LightningModule.log``.
 
-    ``metric`` is the name of a Metric that was logged as an object; ``turn`` counts the calls of one pass by name.
+    ``metric`` is the name of a Metric that was logged as an object; ``turn`` counts the calls of one run by name.
     """
 
     name: str
@@ -41,8 +43,8 @@ class _Logged:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What all ranks must know of a step."""
+class StepReport:
+    """The facts that all ranks must know of a step."""
 
     output: Any
     logged: list[_Logged]
@@ -51,8 +53,36 @@ class Report:
     hyper: list[dict[str, Any]]
 
 
-class LightningJob:
-    """One call of a step method; see ``parallel.pipeline.Job``."""
+class FunctionStep:
+    """One call of a script's step function, as a `UserStep`."""
+
+    name = "the step function"
+
+    def __init__(self, step: Callable[[Any], Any], pipeline: Pipeline, batch: Any, *, train: bool) -> None:
+        self.batch, self.train, self.drew = batch, train, False
+        self._step, self._common = step, pipeline.common
+        self._memory = Memory(self._common)
+
+    def run(self, batch: Any, share: float | None) -> Any:
+        with _undone(self, self._common) if share is None else nullcontext():
+            return self._step(batch)
+
+    def loss(self, output: Any) -> Tensor | None:
+        return loss_in(self.name, output)
+
+    def report(self, outputs: list[tuple[Any, float]]) -> tuple[Any, list[Change]]:
+        return portable("what the step function returns", merged(self.name, outputs)), self._memory.changes()
+
+    def settle(self, report: tuple[Any, list[Change]], device: torch.device, *, source: bool) -> Any:
+        """Remember and return, on every rank, what the last stage did."""
+        output, changes = report
+        if not source:
+            self._memory.apply(changes, device)
+        return moved_to(output, device)
+
+
+class LightningStep:
+    """One call of a step method of a LightningModule, as a `UserStep`."""
 
     def __init__(
         self,
@@ -78,35 +108,36 @@ class LightningJob:
                 "so it must be given its batch: take (batch, batch_idx)."
             )
 
-    def step(self, batch: Any, share: float | None) -> Any:
+    def run(self, batch: Any, share: float | None) -> Any:
         args, kwargs = self._args, self._kwargs
         if args:
             args = (batch, *args[1:])
         elif self._key:
             kwargs = {**kwargs, self._key: batch}
-        before = Memory(self._common) if share is None else None
+        with self._undone() if share is None else nullcontext(), self._context(), self._recording(share):
+            return getattr(self._module, self.name)(*args, **kwargs)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
         trainer = self._module.trainer
         should_stop, hyper = trainer.should_stop, _hyper(trainer)
-        try:
-            with self._context(), self._recording(share):
-                return getattr(self._module, self.name)(*args, **kwargs)
-        finally:
-            if before is not None:
-                self.drew = self.drew or before.drew
-                before.restore()
+        with _undone(self, self._common):
+            try:
+                yield
+            finally:
                 trainer.should_stop = should_stop
                 _set_hyper(trainer, hyper)
 
     def loss(self, output: Any) -> Tensor | None:
         return loss_in(self.name, output)
 
-    def report(self, outputs: list[tuple[Any, float]]) -> Report:
+    def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
         output = portable("what the step returns", merged(self.name, outputs))
         trainer = self._module.trainer
-        return Report(output, self._logged, self._memory.changes(), trainer.should_stop, _hyper(trainer))
+        return StepReport(output, self._logged, self._memory.changes(), trainer.should_stop, _hyper(trainer))
 
-    def settle(self, report: Report, device: torch.device, *, source: bool) -> Any:
-        """On every rank: log, remember and return what the last stage did."""
+    def settle(self, report: StepReport, device: torch.device, *, source: bool) -> Any:
+        """Log, remember and return, on every rank, what the last stage did."""
         if not source:
             self._memory.apply(report.changes, device)
             self._module.trainer.should_stop = report.should_stop
@@ -120,11 +151,11 @@ class LightningJob:
             sizes = [call.kwargs["batch_size"] for call in calls if call.kwargs.get("batch_size") is not None]
             known = {"batch_size": sum(sizes)} if sizes else {}
             self._module.log(name, value, *first.args, **{**first.kwargs, **known})
-        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, report.output)
+        return moved_to(report.output, device)
 
     @contextmanager
     def _recording(self, share: float | None) -> Iterator[None]:
-        """In place of logging: to remember it if the pass counts, else nothing."""
+        """Remember, in place of logging, what a run that counts logs; forget it otherwise."""
         turns: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,13 +186,24 @@ class LightningJob:
             del self._module.__dict__["log"]
 
     def _by_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call of ``log`` (prog_bar, logger, on_step, …) asks for a value per step."""
+        """Return whether a call of ``log`` (prog_bar, logger, on_step, …) asks for a value per step."""
         on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
         return self.train if on_step is None else bool(on_step)
 
 
+@contextmanager
+def _undone(step: UserStep, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Undo what a run that doesn't count changes in ``modules``; note whether it drew from a generator of theirs."""
+    before = Memory(modules)
+    try:
+        yield
+    finally:
+        step.drew = step.drew or before.drew
+        before.restore()
+
+
 def loss_in(name: str, output: Any) -> Tensor | None:
-    """The loss in what a step returned.
+    """Return the loss in what a step returned.
 
     Raises:
         TopologyError: if that is none.
@@ -175,7 +217,7 @@ def loss_in(name: str, output: Any) -> Tensor | None:
 
 
 def merged(name: str, outputs: list[tuple[Any, float]]) -> Any:
-    """The result for the batch of those for microbatches: losses and other single numbers are averaged.
+    """Return the result for the batch of those for microbatches: losses and other single numbers are averaged.
 
     Raises:
         TopologyError: for values that cannot be joined.
@@ -206,7 +248,7 @@ def _merged_value(name: str, key: Any, values: list[tuple[Any, float]]) -> Any:
 
 
 def _merged_log(calls: list[_Logged]) -> Any:
-    """The value for the batch of those logged by microbatches, by the call's own ``reduce_fx`` and ``batch_size``."""
+    """Return a batch's value from those that microbatches logged, by the call's ``reduce_fx`` and ``batch_size``."""
     if len(calls) == 1:
         return calls[0].value
     values = torch.stack([torch.as_tensor(call.value, dtype=torch.float64) for call in calls])
@@ -233,7 +275,7 @@ def _plain(value: Any) -> Any:
 
 
 def portable(what: str, value: Any) -> Any:
-    """A value without history and in host memory, to be sent to other ranks.
+    """Return a value without history and in host memory, to be sent to other ranks.
 
     Raises:
         TopologyError: if it depends on what other stages have.
@@ -245,7 +287,7 @@ def portable(what: str, value: Any) -> Any:
 
 
 def _hyper(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """The settings of all param groups, which a step may change."""
+    """Return the settings of all param groups, which a step may change."""
     if trainer.state.fn != TrainerFn.FITTING:
         return []
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""What is the CRC-32 of data whose pieces were summed apart? Arithmetic with polynomials over GF(2), as in zlib.
+"""The CRC-32 of data from those of its pieces: arithmetic with polynomials over GF(2), as in zlib.
 
 ``crc32_combine`` of zlib 1.2.12 (crc32.c), which Python's zlib module does not offer. Pure.
 """
@@ -23,7 +23,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _zeros(nbytes: int) -> int:
-    """What a CRC is multiplied with where so many zero bytes follow: x to the power of 8 times their number."""
+    """Return the factor of a CRC after which so many zero bytes follow: x to the power of 8 times their number."""
     power, square, bits = _ONE, _X, 8 * nbytes
     while bits:
         if bits & 1:
@@ -32,11 +32,11 @@ def _zeros(nbytes: int) -> int:
     return power
 
 
-def crc_of_both(first: int, second: int, second_nbytes: int) -> int:
+def combine_crc32(first: int, second: int, second_nbytes: int) -> int:
     """The CRC-32 of two pieces of data, one after the other, from those of each and the length of the second.
 
     >>> from zlib import crc32
-    >>> crc_of_both(crc32(b"light"), crc32(b"ning"), 4) == crc32(b"lightning")
+    >>> combine_crc32(crc32(b"light"), crc32(b"ning"), 4) == crc32(b"lightning")
     True
     """
     return _times(_zeros(second_nbytes), first) ^ second
@@ -53,6 +53,6 @@ class PiecewiseCRC:
         """Take in the piece that begins ``at``; returns the CRC of everything with the last piece, else None."""
         self._waiting[at] = nbytes, crc
         while (piece := self._waiting.pop(self._at, None)) is not None:
-            self._crc = crc_of_both(self._crc, piece[1], piece[0])
+            self._crc = combine_crc32(self._crc, piece[1], piece[0])
             self._at += piece[0]
         return self._crc if self._at == self._nbytes else None

@@ -1,4 +1,4 @@
-"""When should Python's garbage collector rest? While tens of thousands of objects are made that all stay."""
+"""Pause Python's garbage collector while tens of thousands of objects are made that all stay."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def resting() -> Iterator[None]:
-    """No collection begins meanwhile; also as a decorator.
+def gc_paused() -> Iterator[None]:
+    """Let no collection begin in this context; also as a decorator.
 
     The collector would look at plans and at all other objects in vain: with many small tensors that doubles the time.
     """

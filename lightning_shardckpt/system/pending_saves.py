@@ -1,4 +1,4 @@
-"""Which saves are still being written by this process? Who reads waits for them. No torch."""
+"""The saves that this process still writes in the background; whoever reads waits for them. No torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Protocol
 from weakref import WeakSet
 
 
-class Writer(Protocol):
-    """Who writes in the background."""
+class PendingWriter(Protocol):
+    """A writer in the background."""
 
     def drain(self) -> None:
         """Wait until everything is done; raises nothing. Not collective."""
 
     def forget(self) -> None:
-        """In a forked process: its parent does what there was."""
+        """Forget, in a forked process, what is pending: its parent does what there was."""
 
 
-WRITERS: WeakSet[Writer] = WeakSet()
+WRITERS: WeakSet[PendingWriter] = WeakSet()
 
 
 def drain_all() -> None:

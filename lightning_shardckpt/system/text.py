@@ -1,4 +1,4 @@
-"""How do sizes, shapes, tables and progress read? Text for people, from the tools."""
+"""Sizes, shapes, counts, tables and progress as text for people."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
 
 def one_line(text: str) -> str:
-    """The same text with escapes for what is not printable: names in a file may hold control characters.
+    """Return the same text with escapes for what is not printable: names in a file may hold control characters.
 
     >>> print(one_line("a\\nb"))
     a\\nb

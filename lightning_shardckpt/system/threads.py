@@ -1,4 +1,4 @@
-"""What of Python's threads works whatever a user does meanwhile?
+"""Waits and starts of threads that Ctrl-C at any point leaves intact.
 
 ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``, which has an Event, take a lock
 in several steps of Python code. Ctrl-C between two of them leaves it taken, and the next one waits forever (Python
@@ -28,11 +28,11 @@ class Done:
         self._busy.release()
 
     def is_set(self) -> bool:
-        """Whether it is."""
+        """Return whether ``set`` was called."""
         return self._is_set
 
     def wait(self) -> None:
-        """Until it is set."""
+        """Wait until ``set`` was called."""
         with self._busy:
             pass
 

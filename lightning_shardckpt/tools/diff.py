@@ -1,7 +1,7 @@
-"""What has changed between two checkpoints, of any topologies? ``python -m lightning_shardckpt diff A B``. No torch.
+"""Compare two checkpoints of any topologies: ``python -m lightning_shardckpt diff A B``. No torch.
 
 Every tensor that both have is read a window at a time from both, verified, and compared; a quick comparison looks at
-the checksums in the indexes, which tell the same where both cut a tensor alike.
+the checksums in the indexes, which decide where both store a tensor in the same boxes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import isfinite, prod
 from typing import Any
 
-from lightning_shardckpt.box import Box
-from lightning_shardckpt.index import MAX_BLOCK_BYTES, Component, TensorSpec
-from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.look.hyper import hyper_parameters
-from lightning_shardckpt.look.owners import boxes_of
-from lightning_shardckpt.look.values import Difference
-from lightning_shardckpt.plan import Overlap
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.text import count_text, shape_text, table
-from lightning_shardckpt.whole import Source, Stored, Wholes, Windows, spans
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.system.text import count_text, shape_text
+from lightning_shardckpt.tools.hyper_diff import hyper_parameters
+from lightning_shardckpt.tools.long_table import long_table
+from lightning_shardckpt.tools.ownership import boxes_of
+from lightning_shardckpt.tools.tensor_diff import Difference
+from lightning_shardckpt.tools.tensor_names import is_selected
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.shard_reader import ShardReader
+from lightning_shardckpt.transfer.tensor_windows import TensorWindows
+from lightning_shardckpt.transfer.whole_tensors import StoredBox, WholeTensors
 
 _WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again for what must be scattered
 _LISTED = 20
@@ -39,7 +41,7 @@ def diff(
     advance: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What differs between two checkpoints, as values that JSON can hold.
+    """Return what differs between two checkpoints, as values that JSON can hold.
 
     Args:
         a: a checkpoint.
@@ -79,7 +81,7 @@ def diff(
 
 
 def is_same(found: dict[str, Any]) -> bool | None:
-    """Whether all tensors are the same; None if a quick comparison found no difference, but could not tell of all."""
+    """Return whether all tensors are the same; None if a quick comparison found no difference, but could not decide."""
     tensors = found["tensors"]
     if any(tensors[kind] for kind in ("added", "removed", "changed", "different")):
         return False
@@ -94,7 +96,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]]:
-    """Name -> both values, where these differ."""
+    """Return both values by name, where they differ."""
     return {name: [a.get(name), b.get(name)] for name in {**a, **b} if a.get(name) != b.get(name)}
 
 
@@ -112,7 +114,7 @@ class _Pair:
 
 
 def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterator[_Pair]:
-    """Every tensor of either, by any of its names; each pair of keys once."""
+    """Yield every tensor of either checkpoint, by any of its names; each pair of keys once."""
     for component in {**first.root.components, **second.root.components}:
         empty = Component({})
         a, b = (c.root.components.get(component, empty) for c in (first, second))
@@ -120,7 +122,7 @@ def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterat
         seen: set[tuple[str | None, str | None]] = set()
         for name in {**keys[0], **keys[1]}:
             pair = keys[0].get(name), keys[1].get(name)
-            if pair not in seen and (pattern is None or fnmatchcase(name, pattern) or pattern in name):
+            if pair not in seen and is_selected([name], pattern):
                 seen.add(pair)
                 yield _Pair(component, name, *pair)
 
@@ -130,7 +132,7 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _judged(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare) -> tuple[str, dict[str, Any]]:
-    """What became of a tensor, and what there is to say of it."""
+    """Return the list of the report that a tensor belongs to, and its entry there."""
     if pair.b is None:
         assert pair.a is not None
         return "removed", _described(first.root.components[pair.component].tensors[pair.a])
@@ -151,13 +153,12 @@ _Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any
 
 
 def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
-    """Compares checksums of blocks: they tell where both tensors are stored in the same boxes and blocks."""
+    """Compare checksums of blocks, which decide where both tensors are stored in the same boxes and blocks."""
 
     def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], tuple[str, ...]]:
         replica = checkpoint.replicas(component)[key]
         boxes = boxes_of(checkpoint.root.components[component].tensors[key], replica)
-        overlaps = (Overlap(one.writer, one.box, one.box, one.box) for one in boxes)
-        entries = (checkpoint.entry(component, key, overlap) for overlap in overlaps)
+        entries = (checkpoint.entry(component, key, one.as_overlap()) for one in boxes)
         return {(entry.box, entry.block): entry.checksums for entry in entries}
 
     def compare(component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
@@ -173,7 +174,8 @@ class _ByValue:
     """Reads both tensors, a window at a time; every byte is verified, and the memory is that of four windows."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
-        self._sides = [(Wholes(c), Source(c.path, c.reader, _WINDOW_BYTES)) for c in (first, second)]
+        both = (first, second)
+        self._sides = [(WholeTensors(c), ShardReader(c.path, c.reader, target_bytes=_WINDOW_BYTES)) for c in both]
         self._advance = advance
 
     def __call__(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
@@ -195,12 +197,9 @@ class _ByValue:
         }
 
 
-def _windows(spec: TensorSpec, boxes: list[Stored], source: Source) -> Iterator[memoryview]:
-    """The bytes of a tensor in order; how they are divided depends on its shape alone, not on the boxes."""
-    if not spec.shape:
-        yield from (source.span(span) for span in spans(boxes[0]))
-        return
-    windows = Windows(spec.shape, boxes, _WINDOW_BYTES)
+def _windows(spec: TensorSpec, boxes: list[StoredBox], source: ShardReader) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, in windows that depend on its shape alone and not on the boxes."""
+    windows = TensorWindows(spec.shape, boxes, _WINDOW_BYTES)
     while (window := windows.fill(source)) is not None:
         yield window[1]
 
@@ -209,7 +208,7 @@ def _windows(spec: TensorSpec, boxes: list[Stored], source: Source) -> Iterator[
 
 
 def shown(found: dict[str, Any], everything: bool, as_json: bool) -> str:
-    """What ``diff`` returned, as the output of the command."""
+    """Return the output of the command for what ``diff`` returned."""
     if as_json:
         return json.dumps(found, indent=2, ensure_ascii=False)
     limit, tensors = None if everything else _LISTED, found["tensors"]
@@ -217,7 +216,7 @@ def shown(found: dict[str, Any], everything: bool, as_json: bool) -> str:
     for title, kind in (("about", "about"), ("hyper-parameter", "hyper_parameters")):
         rows: list[tuple[str, ...]] = [(name, a or _ABSENT, b or _ABSENT) for name, (a, b) in found[kind].items()]
         if rows:
-            blocks.append(_cut((title, "A", "B"), rows, limit, ()))
+            blocks.append(_rows_table((title, "A", "B"), rows, limit))
     components = dict.fromkeys(t["component"] for t in tensors["different"])
     blocks += [_different(name, tensors, limit) for name in components]
     blocks += [text] if (text := _others(tensors, limit)) else []
@@ -225,7 +224,7 @@ def shown(found: dict[str, Any], everything: bool, as_json: bool) -> str:
 
 
 def _different(component: str, tensors: dict[str, Any], limit: int | None) -> str:
-    """A table of tensors whose values differ, the one that has changed most first."""
+    """Return the table of tensors whose values differ, the one that has changed most first."""
     rows: list[tuple[str, ...]] = []
     own = [t for t in tensors["different"] if t["component"] == component]
     for t in sorted(own, key=lambda t: (-(t.get("relative_l2") or 0.0), t["name"])):
@@ -237,7 +236,7 @@ def _different(component: str, tensors: dict[str, Any], limit: int | None) -> st
         odd = f" ({t['not_finite']:,} not finite)" if t["not_finite"] else ""
         rows.append((*size, f"{t['elements'] / t['of']:.1%}{odd}", largest, relative))
     header = (f"{component}: differs", "dtype", "shape", "elements", "largest", "relative L2")
-    return _cut(header, rows, limit, header[3:])
+    return _rows_table(header, rows, limit, header[3:])
 
 
 def _others(tensors: dict[str, Any], limit: int | None) -> str:
@@ -248,13 +247,13 @@ def _others(tensors: dict[str, Any], limit: int | None) -> str:
             cells = [f"{one['dtype']} {shape_text(one['shape'])}" for one in (a, b)]
             absent = {"removed": (cells[0], _ABSENT), "added": (_ABSENT, cells[1])}
             rows.append((t["name"], *absent.get(kind, cells), kind))
-    return _cut(("tensor", "A", "B", ""), rows, limit, ()) if rows else ""
+    return _rows_table(("tensor", "A", "B", ""), rows, limit) if rows else ""
 
 
-def _cut(header: tuple[str, ...], rows: list[tuple[str, ...]], limit: int | None, right: tuple[str, ...]) -> str:
-    more = len(rows) - len(rows[:limit])
-    tail = [f"… and {more:,} more: --all lists them"] if more else []
-    return "\n".join([table(header, rows[:limit], right), *tail])
+def _rows_table(
+    header: tuple[str, ...], rows: list[tuple[str, ...]], limit: int | None, right: tuple[str, ...] = ()
+) -> str:
+    return long_table(header, rows, lambda row: row, limit=limit, right=right)
 
 
 def _verdict(found: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""What would a resume on another topology read? ``python -m lightning_shardckpt explain PATH --onto tp=4,fsdp=2``.
+"""Plan a resume on another topology: ``python -m lightning_shardckpt explain PATH --onto tp=4,fsdp=2``.
 
-The planner of the real load answers, for every rank of the target, from the indexes; no tensor is read, no torch.
+The planner of the real load runs for every rank of the target. Reads indexes only; no torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_shardckpt.box import Shape
-from lightning_shardckpt.fetch import HELD_BYTES, SMALL_BYTES, Request, planned_reads, single_run
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import ROOT_NAME, RootIndex, TensorSpec
-from lightning_shardckpt.layout import Part, parts_of_rank
-from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.look.onto import Aim, Onto, parse_plan, parse_topology
-from lightning_shardckpt.plan import Overlap, plan_load
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.text import count_text, size_text, table
+from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.format.index import ROOT_NAME, RootIndex, TensorSpec
+from lightning_shardckpt.format.layout import Part, parts_of_rank
+from lightning_shardckpt.format.plan import Overlap, plan_load
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.system.text import count_text, size_text
+from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.tools.long_table import long_table
+from lightning_shardckpt.tools.target_topology import TargetLayout, TargetTopology
+from lightning_shardckpt.tools.topology_arguments import parse_plan, parse_topology, topology_text
+from lightning_shardckpt.transfer.fetch import planned_reads
+from lightning_shardckpt.transfer.read_plan import Request, single_run
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 32
 
@@ -34,17 +38,18 @@ def explain(
     layers: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What each rank of a target topology would need and read, as values that JSON can hold.
+    """Return what each rank of a target topology would need and read, as values that JSON can hold.
 
-    ``ranks``: of each the bytes it ``needs``; those it ``reads`` to verify them, which are whole checksum blocks and
-    small gaps between them; those it reads ``again`` to fill live tensors; the number of reads and of files; and the
-    ranks of the checkpoint ``from`` which it reads, with the bytes needed of each. So it is where every rank reads for
-    itself, into host memory; which of live tensors of one size is held is left to the load, and so are some blocks.
+    Each item of ``ranks`` has the bytes that the rank ``needs``; those it ``reads`` to verify them, which are whole
+    checksum blocks and small gaps between them; those it reads ``again`` to fill live tensors; the numbers of ``calls``
+    and ``files``; and the ranks of the checkpoint ``from`` which it reads, with the bytes needed of each. This holds
+    where every rank reads for itself, into host memory. Which of several live tensors of one size is held in memory is
+    up to the load, so a few blocks may differ.
 
     Args:
         path: the checkpoint.
         onto: sizes by axis, or text such as ``tp=4,fsdp=2``.
-        tp_plan: rules such as ``layers.*.up=colwise``; by default the cuts of the checkpoint itself.
+        tp_plan: rules such as ``layers.*.up=colwise``; by default the sharding of the checkpoint itself.
         layers: patterns that name the layers of a pipeline; by default the largest numbered list.
         storage_options: for URLs, see ``ShardCkptIO``.
 
@@ -55,7 +60,7 @@ def explain(
     text = onto if isinstance(onto, str) else ",".join(f"{axis}={size}" for axis, size in onto.items())
     sizes = parse_topology(text)
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
-        target = Onto(checkpoint.root, sizes, parse_plan(tp_plan), layers)
+        target = TargetTopology(checkpoint.root, sizes, parse_plan(tp_plan), layers)
         ranks = _ranks(checkpoint, target)
         root = checkpoint.root
     reads = [rank["reads"] for rank in ranks]
@@ -72,17 +77,17 @@ def explain(
     }
 
 
-def _ranks(checkpoint: Checkpoint, target: Onto) -> list[dict[str, Any]]:
-    """Replicas read the same, so it is found once for all of them."""
-    aims, sizes = target.aims(), target.sizes
-    plans, found = _Plans(checkpoint), list[dict[str, Any]]()
+def _ranks(checkpoint: Checkpoint, target: TargetTopology) -> list[dict[str, Any]]:
+    """Return the costs of all ranks; replicas read the same, so they are planned once."""
+    layouts, sizes = target.layouts(), target.sizes
+    plans, found = _PlannedReads(checkpoint), list[dict[str, Any]]()
     per_replica = sizes["shard"] * sizes["tensor"]
     per_stage = per_replica * sizes["replicate"]
     known: dict[tuple[int, int], dict[str, Any]] = {}
     for rank in range(target.world):
         alike = rank // per_stage, rank % per_replica
         if alike not in known:
-            known[alike] = plans.cost(rank, aims)
+            known[alike] = plans.cost(rank, layouts)
         found.append({"rank": rank, **known[alike]})
     return found
 
@@ -97,24 +102,24 @@ class _Wanted:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is something else in its memory, which must stay until all is verified."""
+        """True if its memory holds live values, which must stay until everything is verified."""
         return self.component == "model"
 
 
 @dataclass(slots=True)
-class _Plans:
-    """The requests of a load, made as ``sources.ShardedSource`` makes them; what is alike is planned once."""
+class _PlannedReads:
+    """The requests of a load, made as ``sources.source`` makes them; what is alike is planned once."""
 
     checkpoint: Checkpoint
     _overlaps: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = field(default_factory=dict)
 
-    def cost(self, rank: int, aims: Mapping[str, Mapping[str, Aim]]) -> dict[str, Any]:
-        """What a rank needs and reads."""
+    def cost(self, rank: int, layouts: Mapping[str, Mapping[str, TargetLayout]]) -> dict[str, Any]:
+        """Return what a rank needs and reads."""
         wanted = [
-            self._wanted(name, key, aim, rank)
-            for name, component in aims.items()
-            for key, aim in component.items()
-            if any(a <= rank < b for a, b in aim.holders)
+            self._wanted(name, key, target, rank)
+            for name, component in layouts.items()
+            for key, target in component.items()
+            if any(a <= rank < b for a, b in target.holders)
         ]
         once, twice = _held_first(wanted)
         kept, live = _requests(once), _requests(twice)
@@ -137,14 +142,14 @@ class _Plans:
         }
 
     def _index_bytes(self, sources: Iterable[tuple[str, int]]) -> int:
-        """Of the root index and the indexes of those who wrote what is needed."""
+        """Return the bytes of the root index and of the rank indexes of those who wrote what is needed."""
         components = self.checkpoint.root.components
         ranks = (components[name].indexes[writer].nbytes for name, writer in sources)
         return self.checkpoint.reader.size(ROOT_NAME) + sum(ranks)
 
-    def _wanted(self, component: str, key: str, aim: Aim, rank: int) -> _Wanted:
+    def _wanted(self, component: str, key: str, target: TargetLayout, rank: int) -> _Wanted:
         spec = self.checkpoint.root.components[component].tensors[key]
-        parts = parts_of_rank(aim.layout, spec.shape, rank)
+        parts = parts_of_rank(target.layout, spec.shape, rank)
         shape = _local_shape(spec, parts)
         found = []
         for overlap, run in self._overlaps_of(component, key, spec, parts, shape):
@@ -175,11 +180,11 @@ def _requests(wanted: Iterable[_Wanted]) -> list[Request]:
 
 
 def _held_first(wanted: Iterable[_Wanted]) -> tuple[list[_Wanted], list[_Wanted]]:
-    """What a load reads once, and what twice: live tensors that are not small, or that there is no room to hold."""
-    once, twice, room = list[_Wanted](), list[_Wanted](), HELD_BYTES
+    """Return what a load reads once, and what it reads twice: live tensors that are too large to hold in memory."""
+    once, twice, room = list[_Wanted](), list[_Wanted](), TUNING.held_bytes
     for one in sorted(wanted, key=lambda one: (one.is_live, one.nbytes)):
         room -= one.nbytes if one.is_live else 0
-        (once if not one.is_live or (one.nbytes <= SMALL_BYTES and room >= 0) else twice).append(one)
+        (once if not one.is_live or (one.nbytes <= TUNING.held_tensor_bytes and room >= 0) else twice).append(one)
     return once, twice
 
 
@@ -187,7 +192,7 @@ def _held_first(wanted: Iterable[_Wanted]) -> tuple[list[_Wanted], list[_Wanted]
 
 
 def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
-    """What a resume there would not continue exactly; see the README, "What a resumed run continues"."""
+    """Return sentences on what a resume there would not continue exactly; the guide's page "Resume" explains them."""
     before = {axis: root.topology.get(axis, 1) for axis in sizes}
     data_before, data = before["replicate"] * before["shard"], sizes["replicate"] * sizes["shard"]
     if not root.topology:
@@ -208,20 +213,12 @@ def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def topology_text(sizes: Mapping[str, int]) -> str:
-    """The axes that have more than one rank.
-
-    >>> topology_text({"pipeline": 1, "shard": 2, "tensor": 4}), topology_text({})
-    ('shard 2 × tensor 4', 'one rank')
-    """
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
-
-
 def render(found: dict[str, Any], everything: bool = False) -> str:
-    """What ``explain`` returned, for people."""
+    """Render what ``explain`` returned as text for people."""
     ranks, totals = found["ranks"], found["totals"]
-    rows = [
-        (
+
+    def row(rank: dict[str, Any]) -> tuple[str, ...]:
+        return (
             str(rank["rank"]),
             size_text(rank["needs"]),
             size_text(rank["reads"]),
@@ -231,11 +228,9 @@ def render(found: dict[str, Any], everything: bool = False) -> str:
             f"{rank['files']:,}",
             f"{len(rank['from'])}",
         )
-        for rank in ranks[: None if everything else _LISTED]
-    ]
+
     header = ("rank", "needs", "reads", "ratio", "again", "calls", "files", "of ranks")
-    more = len(ranks) - len(rows)
-    tail = [f"… and {count_text(more, 'more rank')}: --all lists them"] if more else []
+    costs = long_table(header, ranks, row, limit=None if everything else _LISTED, noun="rank", right=header)
     again = f", and {size_text(totals['again'])} again to fill live tensors" if totals["again"] else ""
     summary = (
         f"{found['path']}: from {topology_text(found['saved_on'])} onto {topology_text(found['onto'])}\n"
@@ -245,7 +240,7 @@ def render(found: dict[str, Any], everything: bool = False) -> str:
         f"The largest rank reads {found['imbalance']:.2f} × the mean."
     )
     notes = [f"- {note}" for note in [*found["assumed"], *found["continues"]]]
-    return "\n\n".join([summary, "\n".join([table(header, rows, header), *tail]), "\n".join(notes)])
+    return "\n\n".join([summary, costs, "\n".join(notes)])
 
 
 def show(
@@ -258,6 +253,6 @@ def show(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The output of the command."""
+    """Return the output of the command ``explain``."""
     found = explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options)
     return json.dumps(found, indent=2, ensure_ascii=False) if as_json else render(found, everything)

@@ -1,6 +1,6 @@
-"""Which hyper-parameters does a checkpoint have? The model's and the optimizers', flat, as text that can be compared.
+"""Flatten the hyper-parameters of a checkpoint, the model's and the optimizers', into text that can be compared.
 
-They are JSON with tags (``state/tree.py`` writes it); here tags are only shown, nothing is built from them. No torch.
+They are JSON with tags, which ``state/json_tree.py`` writes; tags are only shown, nothing is built from them. No torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_shardckpt.header import parse_json
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _TRAINER, _OPTIMIZER = "trainer-state.json", "optimizer-state-dist-"
 _SAVED = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -20,7 +20,7 @@ _SHOWN = 200
 
 
 def hyper_parameters(checkpoint: Checkpoint) -> dict[str, str]:
-    """Path -> value as text: ``hyper_parameters/lr``, ``optimizer 0/group 0/lr``.
+    """Return values as text, by paths such as ``hyper_parameters/lr`` and ``optimizer 0/group 0/lr``.
 
     Raises:
         CorruptionError: if a document is not what was saved.
@@ -61,7 +61,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every value below ``value`` with its path.
+    """Yield every value below ``value`` as text, with its path.
 
     >>> list(flat({"lr": 0.1, "betas": {"$": "tuple", "v": [0.9, 0.99]}}, "x"))
     [('x/lr', '0.1'), ('x/betas', '[0.9,0.99]')]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint? ``python -m lightning_shardckpt inspect PATH``. Reads indexes only; no torch."""
+"""Show what is in a checkpoint: ``python -m lightning_shardckpt inspect PATH``. Reads indexes only; no torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from fnmatch import fnmatchcase
-from math import prod
 from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import ROOT_NAME, TensorSpec
-from lightning_shardckpt.layout import as_holders
-from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.look.outline import Leaf, lines, outline
-from lightning_shardckpt.look.owners import Owned, OwnedBox, boxes_of, coordinates, held, written
-from lightning_shardckpt.plan import Overlap
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.text import count_text, shape_text, size_text, table
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.layout import as_holders
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
+from lightning_shardckpt.tools.long_table import long_table
+from lightning_shardckpt.tools.module_tree import Leaf, lines, outline
+from lightning_shardckpt.tools.ownership import Owned, OwnedBox, boxes_of, coordinates, held, written
+from lightning_shardckpt.tools.tensor_names import aliases_by_key, is_selected
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
 _OWNED = ("tensors", "boxes", "nbytes")
@@ -33,7 +32,7 @@ def inspect(
     ranks: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint holds, as values that JSON can hold.
+    """Return what a checkpoint holds, as values that JSON can hold.
 
     Args:
         path: the checkpoint.
@@ -47,7 +46,7 @@ def inspect(
     """
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         root = checkpoint.root
-        listed = [t for t in _tensors(checkpoint) if tensors is None or _matches(t, tensors)]
+        listed = [t for t in _tensors(checkpoint) if is_selected((t["name"], *t["aliases"]), tensors)]
         problems: list[str] = []
         files = list(_files(checkpoint, problems))
         found = {
@@ -77,21 +76,15 @@ def _component(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     return {
         "tensors": len(component.tensors),
         "aliases": len(component.aliases),
-        "bytes": sum(_nbytes(spec) for spec in component.tensors.values()),
+        "bytes": sum(bytes_in(spec.shape, spec.dtype) for spec in component.tensors.values()),
         "dtypes": dict(Counter(spec.dtype for spec in component.tensors.values()).most_common()),
         "ranks": sorted(component.indexes),
     }
 
 
-def _nbytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
-
-
 def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
     for name, component in checkpoint.root.components.items():
-        also: dict[str, list[str]] = {}
-        for alias, of in component.aliases.items():
-            also.setdefault(of, []).append(alias)
+        aliases = aliases_by_key(component)
         for key, spec in component.tensors.items():
             axes = spec.layout.axes
             yield {
@@ -99,22 +92,18 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
                 "name": key,
                 "dtype": spec.dtype,
                 "shape": list(spec.shape),
-                "bytes": _nbytes(spec),
+                "bytes": bytes_in(spec.shape, spec.dtype),
                 "cuts": [
                     {"dim": c.dim, "axis": axes[c.axis].name, "parts": axes[c.axis].size, "blocks": c.blocks}
                     for c in spec.layout.cuts
                 ],
                 "ranks": [list(held) for held in spec.holders],
-                "aliases": also.get(key, []),
+                "aliases": aliases.get(key, []),
             }
 
 
-def _matches(tensor: dict[str, Any], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) or pattern in name for name in (tensor["name"], *tensor["aliases"]))
-
-
 def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Every file with its size as the indexes say; what cannot be read is noted in ``problems``."""
+    """Yield every file with its size according to the indexes; what cannot be read is noted in ``problems``."""
     root = checkpoint.root
     yield {"name": ROOT_NAME, "rank": None, "bytes": checkpoint.reader.size(ROOT_NAME)}
     for name, component in root.components.items():
@@ -138,7 +127,7 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
 def _by_rank(
     checkpoint: Checkpoint, listed: list[dict[str, Any]], files: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What each rank of the world holds and wrote of the tensors that are listed, and its files."""
+    """Yield for each rank what it holds and wrote of the tensors that are listed, and its files."""
     root = checkpoint.root
     names = [name for name in root.components if any(t["component"] == name for t in listed)]
     held_by, written_by = dict[str, dict[int, Owned]](), dict[str, dict[int, Owned]]()
@@ -170,8 +159,7 @@ def _boxes_of(checkpoint: Checkpoint, tensor: dict[str, Any]) -> Iterator[OwnedB
 
 def _box(checkpoint: Checkpoint, tensor: dict[str, Any], one: OwnedBox) -> dict[str, Any]:
     try:
-        overlap = Overlap(one.writer, one.box, one.box, one.box)
-        file = checkpoint.entry(tensor["component"], tensor["name"], overlap).file
+        file = checkpoint.entry(tensor["component"], tensor["name"], one.as_overlap()).file
     except ShardCkptError:  # an index that cannot be read is among the problems
         file = None
     return {
@@ -188,9 +176,12 @@ def _box(checkpoint: Checkpoint, tensor: dict[str, Any], one: OwnedBox) -> dict[
 
 
 def render(found: dict[str, Any], everything: bool = False, *, tree: bool = False) -> str:
-    """What ``inspect`` returned, for people; long tables are cut unless ``everything``.
+    """Render what ``inspect`` returned as text for people.
 
-    ``tree``: draw the modules that the tensors lie in, in place of the tables of tensors and files.
+    Args:
+        found: the report.
+        everything: show long tables in full.
+        tree: draw the modules that the tensors lie in, in place of the tables of tensors and files.
     """
     limit = None if everything else _LISTED
     blocks = [_summary(found), _components_table(found)]
@@ -232,36 +223,36 @@ def _components_table(found: dict[str, Any]) -> str:
 
 
 def _tensors_table(found: dict[str, Any], limit: int | None) -> str:
-    shown, everybody = found["tensors"][:limit], [[0, found["world_size"]]]
-    rows = [
-        (t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cut_text(t, everybody)) for t in shown
-    ]
-    more = len(found["tensors"]) - len(rows)
-    tail = [f"… and {count_text(more, 'more tensor')}: --all lists them, --tensors PATTERN picks"] if more else []
-    return "\n".join([table(("tensor", "dtype", "shape", "size", "cut"), rows), *tail])
+    all_ranks = [[0, found["world_size"]]]
+
+    def row(t: dict[str, Any]) -> tuple[str, ...]:
+        return t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cuts_text(t, all_ranks)
+
+    header, hint = ("tensor", "dtype", "shape", "size", "cut"), "--all lists them, --tensors PATTERN picks"
+    return long_table(header, found["tensors"], row, limit=limit, noun="tensor", hint=hint)
 
 
-def _cut_text(tensor: dict[str, Any], everybody: list[list[int]]) -> str:
-    """How a tensor is divided, the ranks that hold it where these are not all, and its other names."""
+def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
+    """Return how a tensor is divided, the ranks that hold it where these are not all, and its other names."""
     cuts = [
         f"dim {c['dim']} / {c['parts']} over {c['axis']}" + (f" in {c['blocks']} blocks" if c["blocks"] > 1 else "")
         for c in tensor["cuts"]
     ]
     text = ", ".join(cuts) or "whole"
-    if tensor["ranks"] != everybody and cuts:
+    if tensor["ranks"] != all_ranks and cuts:
         text += f" on ranks {_ranges_text(tensor['ranks'])}"
     return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")
 
 
 def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
-    rows = [(f["name"], "" if f["rank"] is None else str(f["rank"]), size_text(f["bytes"])) for f in files[:limit]]
-    more = len(files) - len(rows)
-    tail = [f"… and {count_text(more, 'more file')}: --all lists them"] if more else []
-    return "\n".join([table(("file", "rank", "size"), rows, ("rank", "size")), *tail])
+    def row(file: dict[str, Any]) -> tuple[str, ...]:
+        return file["name"], "" if file["rank"] is None else str(file["rank"]), size_text(file["bytes"])
+
+    return long_table(("file", "rank", "size"), files, row, limit=limit, noun="file", right=("rank", "size"))
 
 
 def _trees(found: dict[str, Any]) -> Iterator[str]:
-    """Of each component its modules, with the sizes of all that is below them."""
+    """Draw the modules of each component, with the sizes of everything below them."""
     for name in found["components"]:
         tensors = [t for t in found["tensors"] if t["component"] == name]
         leaves = [Leaf(t["name"], f"{t['dtype']}  {shape_text(t['shape'])}", t["bytes"]) for t in tensors]
@@ -275,18 +266,18 @@ def _trees(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _ranks_table(found: dict[str, Any], limit: int | None) -> str:
-    """Sums over components; what a rank holds in memory is more than what it wrote where there are replicas."""
-    rows = []
-    for one in found["by_rank"][:limit]:
+    """Sum up components by rank; a rank holds more than it wrote where there are replicas."""
+
+    def row(one: dict[str, Any]) -> tuple[str, ...]:
         sums = [[sum(owned[k] for owned in one[kind].values()) for k in _OWNED] for kind in ("holds", "wrote")]
         (tensors, _, in_memory), (_, boxes, stored) = sums
         at = " ".join(f"{axis} {number}" for axis, number in one["coordinates"].items())
         cells = (f"{tensors:,}", size_text(in_memory), f"{boxes:,}", size_text(stored))
-        rows.append((str(one["rank"]), at, *cells, f"{one['files']:,}", size_text(one["bytes"])))
+        return str(one["rank"]), at, *cells, f"{one['files']:,}", size_text(one["bytes"])
+
     header = ("rank", "coordinates", "tensors", "held", "boxes", "written", "files", "size")
-    more = len(found["by_rank"]) - len(rows)
-    tail = [f"… and {count_text(more, 'more rank')}: --all lists them"] if more else []
-    return "\n".join([table(header, rows, tuple(h for h in header if h != "coordinates")), *tail])
+    numbers = tuple(name for name in header if name != "coordinates")
+    return long_table(header, found["by_rank"], row, limit=limit, noun="rank", right=numbers)
 
 
 def _boxes_tables(found: dict[str, Any]) -> Iterator[str]:
@@ -303,7 +294,7 @@ def _boxes_tables(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _box_text(box: dict[str, Any]) -> str:
-    """As an index in Python.
+    """Return a box as an index in Python.
 
     >>> _box_text({"start": [0, 4], "stop": [2, 8]})
     '[0:2, 4:8]'
@@ -325,7 +316,7 @@ def show(
     ranks: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The output of the command."""
+    """Return the output of the command ``inspect``."""
     found = inspect(path, tensors, ranks=ranks, storage_options=storage_options)
     if as_json:
         return json.dumps(found, indent=2, ensure_ascii=False)

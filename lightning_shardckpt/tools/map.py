@@ -1,7 +1,7 @@
-"""How do the slices of a checkpoint look? One page that draws every tensor with the ranks that have it.
+"""Draw which rank has which slice of every tensor, as one HTML page: ``python -m lightning_shardckpt map PATH``.
 
-The page needs nothing but itself. It holds layouts, not boxes, so it stays small for any number of ranks: its script
-does the arithmetic of ``layout.py``. Names are data in it, never markup. Reads indexes only; no torch.
+The page loads nothing else. It holds layouts, not boxes, so it stays small for any number of ranks: its script does
+the arithmetic of ``layout.py``. Names are data in it, never markup. Reads indexes only; no torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import COMPONENTS, ROOT_NAME, Component, TensorSpec
-from lightning_shardckpt.layout import Holders, Layout, as_holders
-from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.look.explain import explain, topology_text
-from lightning_shardckpt.look.owners import Owned, held, written
-from lightning_shardckpt.plan import shared_dim
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.index import ROOT_NAME, Component, TensorSpec
+from lightning_shardckpt.format.index_json import COMPONENTS
+from lightning_shardckpt.format.layout import Holders, Layout, as_holders
+from lightning_shardckpt.format.plan import shared_dim
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.tools.explain import explain
+from lightning_shardckpt.tools.ownership import Owned, held, written
+from lightning_shardckpt.tools.tensor_names import aliases_by_key
+from lightning_shardckpt.tools.topology_arguments import topology_text
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _INDEX_BYTES = 64 << 20  # of rank indexes: more take long to read, and would tell of more files than a page can hold
 _PLACES = 100_000  # of tensors in files of which a rank has several
@@ -45,10 +48,11 @@ def write_map(
     Args:
         path: the checkpoint.
         output: the page; may not lie inside a checkpoint, where nothing else belongs.
-        onto: a topology such as ``tp=4,fsdp=2``; the page then tells what a resume there would read.
-        tp_plan: of ``explain``.
-        layers: of ``explain``.
-        index_bytes: above which the ranks' indexes are not read; which file a slice is in is then not always said.
+        onto: a topology such as ``tp=4,fsdp=2``; the page then shows what a resume there would read.
+        tp_plan: as for ``explain``.
+        layers: as for ``explain``.
+        index_bytes: if the rank indexes are larger together, they are not read; then the page does not always show
+            which file a slice is in.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
@@ -62,13 +66,13 @@ def write_map(
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         about = described(checkpoint, index_bytes)
     if onto is not None:
-        about["onto"] = _onto(explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options))
+        about["onto"] = _target(explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options))
     target.write_text(page(about), encoding="utf-8")
     return target
 
 
 def page(about: dict[str, Any]) -> str:
-    """The page for what ``described`` returned."""
+    """Return the page for what ``described`` returned."""
     title, data, rest = "<!--title-->", "<!--data-->", _TEMPLATE.read_text(encoding="utf-8")
     before, _, rest = rest.partition(title)
     between, _, after = rest.partition(data)
@@ -80,7 +84,7 @@ def page(about: dict[str, Any]) -> str:
 
 
 def described(checkpoint: Checkpoint, index_bytes: int = _INDEX_BYTES) -> dict[str, Any]:
-    """What the page is told: values that JSON can hold, without a list of boxes."""
+    """Return what the page shows, as values that JSON can hold, without a list of boxes."""
     root, problems = checkpoint.root, list[str]()
     layouts: dict[tuple[Layout, Holders], int] = {}
     reads = sum(info.nbytes for c in root.components.values() for info in c.indexes.values()) <= index_bytes
@@ -115,19 +119,17 @@ def _layout(layout: Layout, holders: Holders) -> dict[str, Any]:
 def _component(
     checkpoint: Checkpoint, name: str, layouts: dict[tuple[Layout, Holders], int], problems: list[str] | None
 ) -> dict[str, Any]:
-    """``problems``: takes those of indexes that cannot be read; None: they are not to be read."""
+    """Describe a component; ``problems`` takes those of indexes that cannot be read, None leaves them unread."""
     component, chosen = checkpoint.root.components[name], checkpoint.replicas(name)
     in_memory, stored = held(component.tensors), written(component.tensors, chosen)
     every = range(checkpoint.root.world_size)
-    also: dict[str, list[str]] = {}
-    for alias, of in component.aliases.items():
-        also.setdefault(of, []).append(alias)
+    aliases = aliases_by_key(component)
     rows = []
     for key, spec in component.tensors.items():
         number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
         rows.append([key, spec.dtype, spec.shape, number, _writer(spec, chosen[key])])
-        if key in also:
-            rows[-1].append(also[key])
+        if key in aliases:
+            rows[-1].append(aliases[key])
     return {
         "name": name,
         "tensors": rows,
@@ -138,14 +140,14 @@ def _component(
 
 
 def _writer(spec: TensorSpec, replica: int | None) -> int:
-    """The replica that wrote each shard, by position among those that hold it; -1 - dim where all wrote a share."""
+    """Return which replica wrote each shard, by position among its holders; -1 - dim where each wrote a share."""
     return replica if replica is not None else -1 - shared_dim(spec)
 
 
 def _files(
     checkpoint: Checkpoint, name: str, component: Component, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """By rank the names of its files; where these are several, also the number of the file that each tensor is in."""
+    """Return the names of each rank's files; where these are several, also the number of each tensor's file."""
     found: dict[int, dict[str, Any]] = {}
     numbers = {key: number for number, key in enumerate(component.tensors)}
     left = _PLACES
@@ -164,8 +166,8 @@ def _files(
     return found
 
 
-def _onto(found: dict[str, Any]) -> dict[str, Any]:
-    """What ``explain`` returned, without what the page does not show."""
+def _target(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of what ``explain`` returned that the page shows."""
     ranks = []
     left = _SOURCES
     for one in found["ranks"]:

@@ -1,4 +1,4 @@
-"""Which modules do the names of tensors form, and which of them repeat? A tree, with alike layers folded into one node.
+"""The tree of modules that the names of tensors form, with layers that are alike folded into one node.
 
 Names alone decide: ``a.b.c`` lies in ``a.b``, as ``a/b`` lies in ``a``. Pure.
 """
@@ -27,7 +27,13 @@ class Leaf:
 class Node:
     """A module, or several that are alike, or a tensor; sums are over all that it stands for.
 
-    ``label``: its name below the node above it. ``count``: of how many layers it is the first. ``kind``: of a tensor.
+    Attributes:
+        label: its name below the node above it.
+        count: of how many layers it is the first.
+        tensors: number of tensors.
+        nbytes: their bytes.
+        kind: of a tensor, its leaf's ``kind``; empty for modules.
+        children: what is below it.
     """
 
     label: str
@@ -39,7 +45,7 @@ class Node:
 
 
 def outline(leaves: Iterable[Leaf]) -> tuple[Node, ...]:
-    """The modules at the top, in the order in which their names come first.
+    """Return the modules at the top, in the order in which their names come first.
 
     >>> [node.label for node in outline(Leaf(f"layers.{i}.weight", "F32", 4) for i in range(3))]
     ['layers.0.weight … layers.2.weight']
@@ -110,7 +116,7 @@ def _one(run: list[Node]) -> Node:
 
 
 def lines(nodes: tuple[Node, ...], above: str = "") -> Iterator[tuple[str, Node]]:
-    """Every node with its label drawn as a branch of the tree; of layers that are folded, the first one's parts."""
+    """Yield every node with its label drawn as a branch; of folded layers, the parts of the first one."""
     for node, after in pairwise([*nodes, None]):
         assert node is not None
         is_last = after is None

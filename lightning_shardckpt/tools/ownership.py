@@ -1,4 +1,4 @@
-"""Which rank has what of a checkpoint's tensors, in its memory and in its files? Follows from the root index alone.
+"""Ownership of boxes, in memory and in files, by rank, as the root index implies.
 
 A box is *held* by every rank whose shard it belongs to, and *written* by one of them. No file is read.
 """
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from lightning_shardckpt.box import Box
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import RootIndex, TensorSpec
-from lightning_shardckpt.layout import Part, parts_of_shard, replicas, shards_meeting
-from lightning_shardckpt.plan import plan_load
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import RootIndex, TensorSpec
+from lightning_shardckpt.format.layout import Part, parts_of_shard, replicas, shards_meeting
+from lightning_shardckpt.format.plan import Overlap, plan_load
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """How much a rank has: tensors of which it has elements, their boxes, and the bytes of these."""
+    """The share of a rank: tensors of which it has elements, their boxes, and the bytes of these."""
 
     tensors: int = 0
     boxes: int = 0
@@ -29,7 +29,7 @@ class Owned:
         return Owned(self.tensors + other.tensors, self.boxes + other.boxes, self.nbytes + other.nbytes)
 
     def times(self, count: int) -> Owned:
-        """As much of so many tensors that are alike."""
+        """Return the sum over so many tensors that are alike."""
         return Owned(self.tensors * count, self.boxes * count, self.nbytes * count)
 
 
@@ -41,16 +41,25 @@ class OwnedBox:
     writer: int
     holders: Sequence[int]
 
+    def as_overlap(self) -> Overlap:
+        """Return the whole box as what a load may ask for."""
+        return Overlap(self.writer, self.box, self.box, self.box)
+
 
 def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
-    """The stored boxes of a tensor; ``replica``: what ``plan.choose_replicas`` chose for it."""
+    """Yield the stored boxes of a tensor.
+
+    Args:
+        spec: the tensor.
+        replica: which replica wrote it, as ``plan.choose_replicas`` chose.
+    """
     for part, holders in _held(spec):
         for overlap in plan_load(spec, replica, (Part(part.box, part.at),)):
             yield OwnedBox(overlap.stored, overlap.writer, holders)
 
 
 def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
-    """What every rank holds of the tensors, by rank; replicas count each."""
+    """Return what every rank holds of the tensors, by rank; every replica counts."""
     total: dict[int, Owned] = {}
     for spec, count in Counter(tensors.values()).items():
         found: dict[int, Owned] = {}
@@ -62,7 +71,12 @@ def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
 
 
 def written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
-    """What every rank wrote of the tensors, by rank; ``chosen``: by ``plan.choose_replicas`` for the component."""
+    """Return what every rank wrote of the tensors, by rank.
+
+    Args:
+        tensors: of one component.
+        chosen: the replica that wrote each, from ``plan.choose_replicas``.
+    """
     total: dict[int, Owned] = {}
     for (spec, replica), count in Counter((spec, chosen[key]) for key, spec in tensors.items()).items():
         found: dict[int, Owned] = {}
@@ -73,7 +87,7 @@ def written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None])
 
 
 def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
-    """Where a rank is in the mesh, by axis, outermost first; nothing if the topology is not that of the world.
+    """Return where a rank is in the mesh, by axis, outermost first; nothing if the topology is not that of the world.
 
     >>> coordinates(RootIndex("", 4, {}, {}, topology={"shard": 2, "tensor": 2}), 1)
     {'shard': 0, 'tensor': 1}
@@ -85,7 +99,7 @@ def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
 
 
 def _held(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
-    """The parts of every shard that has elements, and who holds them."""
+    """Yield the parts of every shard that has elements, each with its holders."""
     if not prod(spec.shape):
         return
     for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):

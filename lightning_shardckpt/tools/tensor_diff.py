@@ -1,4 +1,4 @@
-"""By how much do two tensors differ? Their bytes as numbers, a window at a time; also of types that numpy hasn't.
+"""Measure by how much two tensors differ, a window at a time, also in dtypes that numpy lacks.
 
 bfloat16 becomes float32 by a shift of its bits, an 8-bit float by a table of its 256 values. No torch.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from lightning_shardckpt.header import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 
 _NUMPY = {
     "F64": "f8",
@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 18  # elements: as doubles they still lie in a cache
 
 
 def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
-    """The elements of a tensor as numbers of a type that numpy has, exactly.
+    """Return the elements of a tensor as numbers of a dtype that numpy has, exactly.
 
     >>> [numbers(memoryview(bytes(b)), d).tolist() for b, d in (([0x80, 0x3F], "BF16"), ([0x38], "F8_E4M3"))]
     [[1.0], [1.0]]
@@ -49,7 +49,7 @@ def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
 
 @lru_cache
 def _float8_values(dtype: str) -> NDArray[numpy.float32]:
-    """The value of every byte; see the OCP 8-bit floating point specification, and for FNUZ arXiv:2206.02915."""
+    """Return the value of every byte, after the OCP 8-bit floating point specification; FNUZ after arXiv:2206.02915."""
     return numpy.array([_float8(byte, *_FLOAT8[dtype]) for byte in range(256)], numpy.float32)
 
 
@@ -72,10 +72,12 @@ def _float8(
 
 @dataclass(slots=True)
 class Difference:
-    """How far two tensors of one dtype are apart, summed over windows.
+    """The distance of two tensors of one dtype, summed over windows.
 
-    ``elements``: whose bits differ. ``not_finite``: of these, where one is infinite or NaN; the magnitudes are of the
-    others. ``max_abs``: the largest difference.
+    Attributes:
+        elements: number of elements whose bits differ.
+        not_finite: how many of these are infinite or NaN on either side; the magnitudes are those of the others.
+        max_abs: the largest difference.
     """
 
     elements: int = 0
@@ -85,7 +87,7 @@ class Difference:
     _of_first: float = 0.0
 
     def add(self, first: memoryview, second: memoryview, dtype: str) -> None:
-        """Take in a window of both."""
+        """Add a window of both tensors."""
         step = _AT_ONCE * DTYPE_BYTES[dtype]
         with numpy.errstate(all="ignore"):  # NaNs, and squares of the largest doubles, which become infinite
             for begin in range(0, len(first), step):
@@ -109,7 +111,7 @@ class Difference:
 
     @property
     def relative_l2(self) -> float | None:
-        """The norm of the difference by that of the first tensor; None if that is 0 or no number."""
+        """The norm of the difference divided by that of the first tensor; None if that is 0 or not finite."""
         if self._of_first in (0.0, inf) or self._squares == inf:
             return None
         found = sqrt(self._squares) / sqrt(self._of_first)

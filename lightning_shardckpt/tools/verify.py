@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? ``python -m lightning_shardckpt verify PATH`` compares every byte with what was saved.
+"""Check that a checkpoint is whole: ``python -m lightning_shardckpt verify PATH`` compares every byte with the save.
 
 The root index says which boxes and files there must be; the rank indexes where in which file; the headers of the shard
 files repeat it; checksums cover everything. All findings are collected. No torch.
@@ -7,24 +7,27 @@ files repeat it; checksums cover everything. All findings are collected. No torc
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from lightning_shardckpt.box import Box, uncovered
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
-from lightning_shardckpt.files import FileInfo, shard_file_name
-from lightning_shardckpt.header import parse_json, shown
-from lightning_shardckpt.index import ROOT_NAME, RankIndex, TensorSpec
-from lightning_shardckpt.layout import Part
-from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.mirrored import check_mirror
-from lightning_shardckpt.plan import check_cover, choose_replicas, plan_load
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.shardfile import Finding, ShardFile, check_shard_file
+from lightning_shardckpt.format.box import Box, uncovered
+from lightning_shardckpt.format.file_names import FileInfo, shard_file_name
+from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, TensorSpec
+from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.system.workers import run_tasks
+from lightning_shardckpt.tools.verify_mirror import check_mirror
+from lightning_shardckpt.tools.verify_shards import Finding, ShardFile, check_shard_file
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 _MORE_BOXES = 16  # than an index has that was found: so many are compared before the rest is given up
 _THREADS = 4  # one reads while another computes checksums
@@ -32,8 +35,8 @@ Boxes = dict[tuple[str, Box], TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was found, and how much was looked at."""
+class VerifyReport:
+    """The findings, and how many files and bytes were checked."""
 
     findings: tuple[Finding, ...]
     files: int
@@ -46,13 +49,13 @@ def verify(
     quick: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Report:
-    """Compare a checkpoint with what its indexes say of it.
+) -> VerifyReport:
+    """Compare a checkpoint with its indexes and return all findings.
 
     Args:
         path: the checkpoint.
         quick: structure and sizes only; the content of tensors and documents is not read.
-        advance: told of the bytes of shard files that were checked.
+        advance: told of the bytes of shard files that were checked, by any thread, one at a time.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
@@ -63,7 +66,7 @@ def verify(
     except CheckpointNotFoundError:
         raise
     except (ShardCkptError, OSError) as error:
-        return Report((Finding(ROOT_NAME, _short(error, ROOT_NAME)),), 1, 0)
+        return VerifyReport((Finding(ROOT_NAME, _short(error, ROOT_NAME)),), 1, 0)
     with checkpoint:
         job = _Verification(checkpoint, quick)
         for name in checkpoint.root.components:
@@ -75,7 +78,7 @@ def verify(
         job.check_documents()
         job.findings += check_mirror(checkpoint, quick=quick)
         job.check_names()
-        return Report(tuple(job.findings), len(job.known), sum(info.nbytes for _, _, info in job.files))
+        return VerifyReport(tuple(job.findings), len(job.known), sum(info.nbytes for _, _, info in job.files))
 
 
 class _Verification:
@@ -161,7 +164,7 @@ class _Verification:
             yield key
 
     def _check_cover(self, name: str, suspects: set[str], indexes: dict[int, RankIndex]) -> None:
-        """What the boxes that differ from the plan mean for the tensor as a whole."""
+        """Check what the boxes that differ from the plan mean for the tensor as a whole."""
         for key in sorted(suspects):
             spec = self._root.components[name].tensors.get(key)
             boxes = [entry.box for index in indexes.values() for entry in index.shards.get(key, ())]
@@ -170,22 +173,27 @@ class _Verification:
                 self._find(ROOT_NAME, f"the stored boxes do not tile the tensor: {wrong}", f"{name}: {key}")
 
     def check_shard_files(self, advance: Callable[[int], Any]) -> None:
-        """All shard files, several at a time; each with a reader of its own, so that few files are open."""
+        """Check all shard files, several at a time; each with a reader of its own, so that few files are open."""
         save_id = self._root.save_id
 
-        def check(item: tuple[str, RankIndex, FileInfo]) -> list[Finding]:
-            _, index, info = item
+        of_files: list[list[Finding]] = [[] for _ in self.files]
+        advancing = threading.Lock()
+
+        def check(number: int) -> None:
+            _, index, info = self.files[number]
             entries = {k: e for k, found in index.shards.items() for e in found if e.file == info.name}
-            reader = self._checkpoint.reader.twin()
+            reader = self._checkpoint.reader.clone()
             try:
-                return list(check_shard_file(reader, ShardFile(info, index.rank, save_id, entries), self._quick))
+                shard_file = ShardFile(info, index.rank, save_id, entries)
+                of_files[number] = list(check_shard_file(reader, shard_file, self._quick))
             finally:
                 reader.close()
-
-        with ThreadPoolExecutor(_THREADS) as executor:
-            for found, (_, _, info) in zip(executor.map(check, self.files), self.files, strict=True):
-                self.findings += found
+            with advancing:
                 advance(info.nbytes)
+
+        numbers = range(len(self.files))
+        run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")
+        self.findings += [finding for found in of_files for finding in found]
 
     def check_documents(self) -> None:
         """The JSON documents: there, intact, and referring only to tensors that are stored."""
@@ -217,13 +225,13 @@ def _extent(box: Box) -> str:
 
 
 def _short(error: Exception, name: str) -> str:
-    """The message without the place, which the finding has."""
+    """Return the message without the place, which the finding has."""
     text = str(error)
     return text.partition(f", file {name}: ")[2] or text
 
 
 def _references(value: Any) -> Iterator[str]:
-    """Keys of the stored tensors that a document refers to."""
+    """Yield the keys of the stored tensors that a document refers to."""
     if isinstance(value, list):
         for item in value:
             yield from _references(item)

@@ -1,31 +1,35 @@
-"""Is what a checkpoint holds a second time the same as what it holds? For ``verify``; no torch."""
+"""Compare the mirror of a checkpoint, its files for transformers, with the shards. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
-from lightning_shardckpt.box import Box
-from lightning_shardckpt.containers import Tensor
-from lightning_shardckpt.errors import CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.fetch import Request, fetch, single_run
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.header import DTYPE_BYTES, MAX_HEADER_BYTES, checksum, decode_with_metadata
-from lightning_shardckpt.hub import pick
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.layout import Part
-from lightning_shardckpt.plan import plan_load
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.shardfile import Finding
+from lightning_shardckpt.errors import CorruptionError, ShardCkptError
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.plan import plan_load
+from lightning_shardckpt.format.safetensors_files import OutputTensor
+from lightning_shardckpt.format.safetensors_header import parse_header, read_header
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import HUGGING_FACE, checked
+from lightning_shardckpt.state.hf_directory import pick
 from lightning_shardckpt.storage.protocol import read_all
-from lightning_shardckpt.whole import windows
+from lightning_shardckpt.tools.verify_shards import Finding
+from lightning_shardckpt.transfer.fetch import fetch
+from lightning_shardckpt.transfer.read_plan import Request, single_run
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.tensor_windows import windows
 
 _WINDOW_BYTES = 4 << 20
 _TENSORS = ".safetensors"
 
 
 def check_mirror(checkpoint: Checkpoint, *, quick: bool) -> Iterator[Finding]:
-    """Compare the files that the root index lists as a mirror with the shards; ``quick``: sizes and headers only."""
+    """Yield how the files of a mirror differ from the shards; ``quick``: by size and header."""
     files = checkpoint.root.mirror
     if not files:
         return
@@ -59,23 +63,16 @@ def _check_whole(checkpoint: Checkpoint, info: FileInfo) -> None:
 
 
 def _check_tensors(
-    checkpoint: Checkpoint, info: FileInfo, expected: dict[str, Tensor], quick: bool
+    checkpoint: Checkpoint, info: FileInfo, expected: dict[str, OutputTensor], quick: bool
 ) -> Iterator[Finding]:
-    """Takes the tensors that the file has out of ``expected``."""
+    """Compare one file, and take the tensors that it has out of ``expected``."""
     reader = checkpoint.reader
     if reader.size(info.name) != info.nbytes:
         yield Finding(info.name, f"{reader.size(info.name)} bytes, expected {info.nbytes}")
-    prefix = bytearray(8)
-    reader.read_into(info.name, 0, memoryview(prefix))
-    length = int.from_bytes(prefix, "little")
-    if length > min(info.nbytes - 8, MAX_HEADER_BYTES):
-        raise FormatError(f"the header claims {length} bytes of a file of {info.nbytes}")
-    header = bytearray(length)
-    reader.read_into(info.name, 8, memoryview(header))
-    if checksum(memoryview(prefix), memoryview(header)) != info.checksum:
+    start = read_header(partial(reader.read_into, info.name), info.nbytes)
+    if checksum(start) != info.checksum:
         raise CorruptionError("the header is damaged, or it is of another save")
-    stored, _ = decode_with_metadata(bytes(header), info.name)
-    for name, there in stored.items():
+    for name, there in parse_header(start, info.name).tensors.items():
         one = expected.pop(name, None)
         if one is None or (one.dtype, one.shape) != (there.dtype, there.shape):
             yield Finding(info.name, f"{there.dtype} {there.shape}, expected {one and (one.dtype, one.shape)}", name)
@@ -83,8 +80,8 @@ def _check_tensors(
             yield from _compare(checkpoint, info.name, one, there.begin)
 
 
-def _compare(checkpoint: Checkpoint, file: str, one: Tensor, begin: int) -> Iterator[Finding]:
-    """A tensor with the box that it is, a window at a time; a corrupted shard is a finding of its own elsewhere."""
+def _compare(checkpoint: Checkpoint, file: str, one: OutputTensor, begin: int) -> Iterator[Finding]:
+    """Compare a tensor with its box in the shards, a window at a time; a corrupted shard is a finding elsewhere."""
     size, at = DTYPE_BYTES[one.dtype], begin
     box = one.box or Box.whole(one.shape)
     memory = [memoryview(bytearray(min(one.nbytes, max(_WINDOW_BYTES, size)))) for _ in range(2)]
@@ -103,7 +100,7 @@ def _compare(checkpoint: Checkpoint, file: str, one: Tensor, begin: int) -> Iter
         at += len(there)
 
 
-def _requests(checkpoint: Checkpoint, one: Tensor, part: Part, target: memoryview) -> Iterator[Request]:
+def _requests(checkpoint: Checkpoint, one: OutputTensor, part: Part, target: memoryview) -> Iterator[Request]:
     key = one.source[1]
     spec = checkpoint.root.components["model"].tensors[key]
     replicas: Mapping[str, int | None] = checkpoint.replicas("model")

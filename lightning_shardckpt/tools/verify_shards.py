@@ -1,26 +1,30 @@
-"""Is a shard file what its rank's index says? Size, header, save id, positions, and every block of data. No torch."""
+"""Compare a shard file with its rank's index: size, header, save id, positions, and every block of data. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.header import (
-    MAX_HEADER_BYTES,
-    Stored,
-    checksum,
-    decode_with_metadata,
-    parse_json,
-    shown,
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import ShardEntry
+from lightning_shardckpt.format.safetensors_header import (
+    LENGTH_BYTES,
+    HeaderLengthError,
+    HeaderTensor,
+    parse_header,
+    read_header,
 )
-from lightning_shardckpt.index import ShardEntry
+from lightning_shardckpt.format.shard_header import save_id_of
+from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.text import one_line
-from lightning_shardckpt.whole import Blocks
+from lightning_shardckpt.system.text import one_line
+from lightning_shardckpt.transfer.verified_reads import BlockChecksums
 
 _CHUNK_BYTES = 4 << 20
 _NAMED = 5
@@ -51,12 +55,12 @@ class ShardFile:
     entries: Mapping[str, ShardEntry]
 
     def finding(self, problem: str, tensor: str | None = None) -> Finding:
-        """A finding in this file."""
+        """Return a finding in this file."""
         return Finding(self.info.name, problem, tensor, self.rank)
 
 
 def check_shard_file(reader: Reader, file: ShardFile, quick: bool) -> Iterator[Finding]:
-    """Compare a file with its description; ``quick``: all but the data."""
+    """Yield how a file differs from its description; ``quick``: without looking at the data."""
     try:
         size = reader.size(file.info.name)
         if size != file.info.nbytes:
@@ -73,41 +77,38 @@ def check_shard_file(reader: Reader, file: ShardFile, quick: bool) -> Iterator[F
 
 
 def _lost(file: ShardFile, size: int) -> str:
-    """The tensors whose data does not end within ``size`` bytes."""
+    """Name the tensors whose data does not end within ``size`` bytes."""
     lost = sorted(key for key, entry in file.entries.items() if entry.nbytes and entry.begin + entry.nbytes > size)
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     return f"; it held data of {', '.join(map(repr, lost[:_NAMED]))}{more}" if lost else ""
 
 
 def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
-    prefix = bytearray(8)
-    if file.info.nbytes < 8:
+    if file.info.nbytes < LENGTH_BYTES:
         yield file.finding("too short for a header")
         return
-    reader.read_into(file.info.name, 0, memoryview(prefix))
-    length = int.from_bytes(prefix, "little")
-    if length > min(file.info.nbytes - 8, MAX_HEADER_BYTES):
-        yield file.finding(f"the header claims {length} bytes of a file of {file.info.nbytes}")
-        return
-    text = bytearray(length)
-    reader.read_into(file.info.name, 8, memoryview(text))
-    intact = checksum(memoryview(prefix), memoryview(text)) == file.info.checksum
     try:
-        stored, metadata = decode_with_metadata(bytes(text), "header")
+        start = read_header(partial(reader.read_into, file.info.name), file.info.nbytes)
+    except HeaderLengthError as error:
+        yield file.finding(str(error))
+        return
+    intact = checksum(start) == file.info.checksum
+    try:
+        header = parse_header(start, "header")
     except FormatError as error:
         yield file.finding(f"the header is damaged: {error}")
         return
-    save_id = str(metadata.get("save_id"))
+    save_id = save_id_of(header)
     if save_id != file.save_id:
         yield file.finding(f"belongs to save {save_id}, this checkpoint is save {file.save_id}")
     elif not intact:
         yield file.finding("the header is damaged: it does not match its checksum")
     if save_id == file.save_id:
-        yield from _compare(file, stored, _corners(metadata), 8 + length)
+        yield from _compare(file, header.tensors, _corners(header.metadata), len(start))
 
 
 def _corners(metadata: Mapping[str, Any]) -> dict[str, list[int]]:
-    """What the header tells torch of each tensor's position."""
+    """Return what the header tells torch of each tensor's position."""
     try:
         info = parse_json(metadata["DCP_SHARDING_INFO"].encode(), "header")
         return {key: value["saved_offsets"] for key, value in info.items()}
@@ -116,9 +117,9 @@ def _corners(metadata: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _compare(
-    file: ShardFile, stored: Mapping[str, Stored], corners: Mapping[str, list[int]], data: int
+    file: ShardFile, stored: Mapping[str, HeaderTensor], corners: Mapping[str, list[int]], data: int
 ) -> Iterator[Finding]:
-    """Header against index, and whether the tensors fill the file without gap or overlap."""
+    """Compare header and index, and check that the tensors fill the file without gap or overlap."""
     for key in sorted(stored.keys() - file.entries.keys()):
         yield file.finding("in the header of the file, not in the index of the rank", key)
     for key, entry in file.entries.items():
@@ -141,12 +142,12 @@ def _compare(
         yield file.finding(f"{file.info.nbytes} bytes, but its tensors end at byte {position}")
 
 
-def _place(stored: Stored) -> str:
+def _place(stored: HeaderTensor) -> str:
     return f"{stored.dtype} {json.dumps(stored.shape)} at byte {stored.begin}"
 
 
 def _check_data(reader: Reader, file: ShardFile, key: str, entry: ShardEntry) -> Iterator[Finding]:
-    blocks, bad = Blocks(entry), list[tuple[int, int]]()
+    blocks, bad = BlockChecksums(entry), list[tuple[int, int]]()
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.nbytes)))
     while blocks.at < entry.nbytes:
         piece = buffer[: entry.nbytes - blocks.at]

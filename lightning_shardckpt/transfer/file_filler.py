@@ -1,101 +1,49 @@
-"""How do several threads fill large files? By regions: each one's place is known before a byte is read.
+"""Fill large files with stored tensors, by several threads: the place of each region is known before a byte is read.
 
 A container says which tensor goes where; a zip archive also what stands right before each region once its CRC-32 is
 known. What a region holds is read from a checkpoint in pieces, verified, summed and written, each piece by one thread;
 the order does not matter. Regions are begun in the order in which they lie in a file, and in several files at a time.
 On its way a piece may be converted to another dtype, or go to several places. No torch.
 
-A stream, such as an upload, takes the bytes of a file in order. Since regions are begun in order, a thread whose piece
-is not next just waits with it, and nothing more is kept. A head needs the sum of what follows it: for a stream, a large
-region is read once to be summed, and then once more.
+Where a tensor's boxes each lie in one piece, what is read is whole checksum blocks, in any order. Else the tensor goes
+by in ``TensorWindows``, in which any thread may take the next one. For a stream, a large region with a head is read
+once to be summed, and then once more.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import zlib
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from lightning_shardckpt.box import Box, Shape
-from lightning_shardckpt.crc import PiecewiseCRC
-from lightning_shardckpt.fetch import Request, fetch, single_run
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.storage.durable import naming, write_at
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import File
-from lightning_shardckpt.threads import start
-from lightning_shardckpt.whole import Source, Span, Stored, Tensors, Windows, spans, windows
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.workers import run_tasks
+from lightning_shardckpt.transfer.read_plan import Request, single_run
+from lightning_shardckpt.transfer.region_writer import RegionWriter
+from lightning_shardckpt.transfer.regions import Head, Region
+from lightning_shardckpt.transfer.shard_reader import ShardReader, cloned
+from lightning_shardckpt.transfer.tensor_windows import TensorWindows, windows
+from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors
 
-_WINDOW_BYTES = 4 << 20  # of each thread, twice; smaller ones stay in a cache, larger ones take fewer calls
-_MOST_THREADS = 4  # one at a time can write to a file, and that is about half of the work
 _ALIGNMENT = 64
-
-Head = Callable[[int, int], bytes]
-"""Gives what stands right before a region, by its number and the CRC-32 of its bytes; any thread calls it, once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """From elements of ``stored`` bytes to elements of ``written`` bytes; any thread calls ``convert``."""
-
-    convert: Callable[[memoryview], memoryview]
-    stored: int
-    written: int
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where ``nbytes`` of a tensor, from ``at`` on, are to be: from ``begin`` on in a file, by its number."""
-
-    at: int
-    nbytes: int
-    begin: int
-    file: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """``nbytes`` of a file from ``begin`` on, right behind a head of ``head_nbytes``.
-
-    ``box``: what of a tensor it is, if not all. ``destinations``: those of a tensor that is to be in several,
-    ascending in it; what is in none is read, but not written. ``nbytes`` are those of the tensor then, and ``begin``
-    means nothing; none may be a stream.
-    """
-
-    begin: int
-    nbytes: int
-    head_nbytes: int
-    content: memoryview | tuple[str, str]
-    """The bytes, or component and key of the tensor that is stored."""
-    file: int = 0
-    conversion: Conversion | None = None
-    box: Box | None = None
-    destinations: tuple[Destination, ...] = ()
-
-    @property
-    def first(self) -> int:
-        """Where the head begins."""
-        return self.begin - self.head_nbytes
-
-    @property
-    def end(self) -> int:
-        """Where the bytes end."""
-        return self.begin + self.nbytes
 
 
 def fill(
     file: File | Sequence[File],
     regions: Sequence[Region],
-    tensors: Tensors,
+    tensors: StoredTensors,
     head: Head | None,
     advance: Callable[[int], Any],
+    *,
+    tuning: Tuning = TUNING,
 ) -> None:
     """Write the regions, which ascend in each file, and their heads.
 
@@ -105,31 +53,32 @@ def fill(
         tensors: where their bytes are; nobody else may use it meanwhile.
         head: what stands before each region; None if nothing does, so that nothing needs to be summed.
         advance: told of the bytes of regions as they are written, by one thread at a time.
+        tuning: sizes, and how many threads.
 
     Raises:
         CorruptionError: naming file, tensor and rank; the first error of any thread, when all have ended.
     """
     files = tuple(file) if isinstance(file, Sequence) else (file,)
-    work = _Work(files, regions, tensors, head, advance)
-    helpers = [threading.Thread(target=work.do, name="shardckpt-filler") for _ in range(_thread_count(regions) - 1)]
-    try:
-        start(*helpers)
-        work.do()
-        work.end()
-    except BaseException as error:  # KeyboardInterrupt, or no more threads
-        work.fail(error)
-        work.end_despite_interrupts()
-    for helper in helpers:
-        if helper.ident is not None:
-            helper.join()  # has nothing to do any more
-    if work.error is not None:
-        raise work.error
+    writer = RegionWriter(files, regions, head, advance)
+    work = _Work(regions, tensors, writer, tuning)
+
+    @contextmanager
+    def open_worker() -> Iterator[Callable[[_Task], None]]:
+        with cloned(tensors.path, tensors.reader) as reader:
+            target_bytes, gap_bytes = tuning.fill_window_bytes, tuning.row_gap_bytes
+            source = ShardReader(
+                tensors.path, reader, target_bytes=target_bytes, span_gap_bytes=gap_bytes, tuning=tuning
+            )
+            yield partial(work.do, source)
+
+    threads = _thread_count(regions, tuning)
+    run_tasks(work.tasks(), open_worker, threads=threads, name="shardckpt-filler", on_failure=writer.fail)
 
 
-def _thread_count(regions: Sequence[Region]) -> int:
+def _thread_count(regions: Sequence[Region], tuning: Tuning) -> int:
     """No more than there are windows; two even on one core, since one may wait for the disk."""
     nbytes = sum(region.head_nbytes + region.nbytes for region in regions)
-    return min(max(len(os.sched_getaffinity(0)), 2), _MOST_THREADS, nbytes // _WINDOW_BYTES + 1)
+    return min(max(len(os.sched_getaffinity(0)), 2), tuning.fill_threads, nbytes // tuning.fill_window_bytes + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,109 +88,53 @@ class _Item:
     number: int
     region: Region
     shape: Shape
-    boxes: list[Stored]
+    boxes: list[StoredBox]
     is_summed: bool
     is_written: bool = True
 
 
-class _GivenUpError(Exception):
-    """Another thread failed, so what this one waits for does not come."""
-
-
-_Task = Callable[[Source], bool]
+_Task = Callable[[ShardReader], bool]
 """Writes a piece of the file; True if it is to be called again, since there may be more."""
 
 
 class _Work:
-    """What is to be done, and what is done."""
+    """The tasks that remain. ``tasks`` is for one thread at a time, ``do`` for any."""
 
     def __init__(
-        self,
-        files: Sequence[File],
-        regions: Sequence[Region],
-        tensors: Tensors,
-        head: Head | None,
-        advance: Callable[[int], Any],
+        self, regions: Sequence[Region], tensors: StoredTensors, writer: RegionWriter, tuning: Tuning
     ) -> None:
-        self._files, self._tensors, self._head, self._advance = files, tensors, head, advance
-        self._lock, self._turns = threading.RLock(), threading.RLock()  # these are taken, see ``threads``
-        self._idle, self._turn = threading.Condition(self._lock), threading.Condition(self._turns)
-        self._writing = [threading.Lock() for _ in files]
-        self._ends = {region.file: region.first for region in reversed(regions)}  # of what streams were given so far
-        self._busy, self._is_over = 0, False
-        self._tasks = self._planned(regions)
-        self._shared: list[tuple[Windows, _Task]] = []
-        self._crcs: dict[int, PiecewiseCRC] = {}
-        self.error: BaseException | None = None
+        self._regions, self._tensors, self._writer = regions, tensors, writer
+        self._window_bytes, self._span_bytes = tuning.fill_window_bytes, tuning.span_bytes
+        self._most_files = tuning.fill_threads
+        self._shared: list[tuple[TensorWindows, _Task]] = []
 
-    def fail(self, error: BaseException) -> None:
-        """Have all threads end after what they are at; the first error counts."""
-        with self._lock:
-            self.error = self.error or error
-        with self._turns:
-            self._turn.notify_all()
+    def do(self, source: ShardReader, task: _Task) -> None:
+        """Do a task, again and again if it is shared."""
+        while not self._writer.has_failed and task(source):
+            pass
 
-    def end(self) -> None:
-        """Wait until no thread is at work; none will be after that, even if it starts only then."""
-        with self._lock:
-            while self._busy:
-                self._idle.wait()
-            self._is_over = True
-
-    def end_despite_interrupts(self) -> None:
-        """Do so whatever a user does: a thread would write to a file that is closed by then."""
-        while not self._is_over:  # not Thread.join: once interrupted, Python 3.11 takes the thread for stopped
-            with suppress(KeyboardInterrupt):
-                self.end()
-
-    def do(self) -> None:
-        """Take part until nothing is left, or something failed. For any thread."""
-        taking_part = False
-        try:
-            with self._lock:
-                if self._is_over:
-                    return
-                self._busy, taking_part = self._busy + 1, True
-            self._take_part()
-        finally:
-            with self._lock:
-                self._busy -= taking_part
-                self._idle.notify_all()
-
-    def _take_part(self) -> None:
-        try:
-            with naming(self._tensors.path):
-                reader = self._tensors.reader.twin()
-            try:
-                source = Source(self._tensors.path, reader, _WINDOW_BYTES)
-                while (task := self._next()) is not None:
-                    while self.error is None and task(source):
-                        pass
-            finally:
-                reader.close()
-        except BaseException as error:
-            self.fail(error)
-
-    def _next(self) -> _Task | None:
-        """What nobody has begun; else what another thread can be helped with."""
-        with self._lock:
-            if self.error is not None:
-                return None
+    def tasks(self) -> Iterator[_Task]:
+        """Yield what nobody has begun; else what another thread can be helped with."""
+        planned = self._planned()
+        has_streams = any(map(self._writer.is_stream, {region.file for region in self._regions}))
+        while True:
             self._shared = [(one, task) for one, task in self._shared if not one.is_exhausted]
-            shared = next((task for _, task in self._shared), None)
-            if shared is not None and not all(isinstance(file, int) for file in self._files):
-                return shared  # what follows would have to wait for it
-            return next(self._tasks, None) or shared
+            shared = self._shared[0][1] if self._shared else None
+            must_end = shared is not None and has_streams  # in a stream, what follows would have to wait for it
+            task = shared if must_end else next(planned, shared)
+            if task is None:
+                return
+            yield task
 
     # ── what there is to do ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _planned(self, regions: Sequence[Region]) -> Iterator[_Task]:
+    def _planned(self) -> Iterator[_Task]:
         """Planned as it comes up, one call at a time; of several files in turn, so that several can be written to."""
         by_file: dict[int, list[tuple[int, Region]]] = {}
-        for number, region in enumerate(regions):
+        for number, region in enumerate(self._regions):
             by_file.setdefault(region.file, []).append((number, region))
         waiting = iter([self._of_file(found) for found in by_file.values()])
-        begun = deque(islice(waiting, _MOST_THREADS))
+        begun = deque(islice(waiting, self._most_files))
         while begun:
             one = begun.popleft()
             task = next(one, None)
@@ -254,23 +147,21 @@ class _Work:
     def _of_file(self, regions: Iterable[tuple[int, Region]]) -> Iterator[_Task]:
         """Small regions side by side, large ones in pieces."""
         small: list[_Item] = []
+        room = self._window_bytes - _ALIGNMENT
         for number, region in regions:
             item = self._located(number, region)
-            is_small = region.end - region.first <= _WINDOW_BYTES - _ALIGNMENT or not region.nbytes
-            is_small = is_small and region.conversion is None and region.box is None and not region.destinations
-            if small and (
-                not is_small
-                or region.first != small[-1].region.end
-                or region.end - small[0].region.first > _WINDOW_BYTES - _ALIGNMENT
-            ):
+            is_plain = region.conversion is None and region.box is None and not region.destinations
+            is_small = is_plain and (region.end - region.first <= room or not region.nbytes)
+            fits = bool(small) and region.first == small[-1].region.end and region.end - small[0].region.first <= room
+            if small and not (is_small and fits):
                 yield partial(self._write_small, small)
                 small = []
             if is_small:
                 small.append(item)
             else:
-                if self._head is not None:
-                    self._crcs[number] = PiecewiseCRC(region.nbytes)
-                if self._head is not None and not isinstance(self._files[region.file], int):
+                if item.is_summed:
+                    self._writer.expect_sum(number, region.nbytes)
+                if item.is_summed and self._writer.is_stream(region.file):
                     yield from self._large(replace(item, is_written=False))
                     item = replace(item, is_summed=False)
                 yield from self._large(item)
@@ -278,7 +169,7 @@ class _Work:
             yield partial(self._write_small, small)
 
     def _located(self, number: int, region: Region) -> _Item:
-        is_summed = self._head is not None
+        is_summed = self._writer.needs_sums
         if isinstance(region.content, memoryview):
             return _Item(number, region, (), [], is_summed)
         shape, boxes = self._tensors.spec(*region.content).shape, self._tensors.boxes(*region.content)
@@ -287,16 +178,18 @@ class _Work:
     def _large(self, item: _Item) -> Iterator[_Task]:
         content = item.region.content
         if isinstance(content, memoryview):
-            for at in range(0, len(content), _WINDOW_BYTES):
-                yield partial(self._write_memory, item, at, content[at : at + _WINDOW_BYTES])
+            for at in range(0, len(content), self._window_bytes):
+                yield partial(self._write_memory, item, at, content[at : at + self._window_bytes])
         elif item.region.box is not None:
             yield from self._boxed(item, item.region.box)
-        elif all(_is_cut_anywhere(stored, item.region) for stored in item.boxes):
+        elif all(_may_be_split(stored, item.region) for stored in item.boxes):
             for stored in item.boxes:
-                for span in spans(stored):
-                    yield partial(self._write_span, item, span)
+                block, nbytes = stored.entry.block, stored.place.nbytes
+                step = max(self._span_bytes // block, 1) * block
+                for at in range(0, nbytes, step):
+                    yield partial(self._write_blocks, item, stored, at, min(step, nbytes - at))
         else:
-            shared = Windows(item.shape, item.boxes, _WINDOW_BYTES)
+            shared = TensorWindows(item.shape, item.boxes, self._window_bytes)
             task = partial(self._write_window, item, shared)
             self._shared.append((shared, task))
             yield task
@@ -304,46 +197,44 @@ class _Work:
     def _boxed(self, item: _Item, box: Box) -> Iterator[_Task]:
         """Windows of a box of a tensor, each read and verified on its own: of the blocks that it touches."""
         size, at = DTYPE_BYTES[self._tensors.spec(*item.region.content).dtype], 0
-        for window in windows(box.shape, _WINDOW_BYTES // size):
+        for window in windows(box.shape, self._window_bytes // size):
             yield partial(self._write_part, item, at, window.shift(box.start), size)
             at += window.numel * size
 
     # ── how it is done ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _write_small(self, items: list[_Item], source: Source) -> bool:
-        """Whole regions side by side, and their heads, by one write."""
+    def _write_small(self, items: list[_Item], source: ShardReader) -> bool:
+        """Write whole regions that lie side by side, and their heads, by one write."""
         first, end = items[0].region.first, items[-1].region.end
         base = first - first % _ALIGNMENT  # so that the tensors are aligned in memory as in the file
-        targets = [source.target[item.region.begin - base : item.region.end - base] for item in items]
-        source.many(
-            (stored, item.shape, target) for item, target in zip(items, targets, strict=True) for stored in item.boxes
-        )
-        for item, target in zip(items, targets, strict=True):
-            region = item.region
+        requests = []
+        for item in items:
+            region, target = item.region, source.target[item.region.begin - base : item.region.end - base]
             if isinstance(region.content, memoryview):
                 target[:] = region.content
-            if self._head is not None:
-                source.target[region.first - base : region.begin - base] = self._head(item.number, zlib.crc32(target))
-        self._write(items[0].region.file, source.target[first - base : end - base], first)
-        with self._lock:
-            self._advance(sum(item.region.nbytes for item in items))
+            requests += [stored.request(item.shape, target) for stored in item.boxes]
+        source.fetch(requests)
+        pairs = [(item.number, item.region) for item in items]
+        self._writer.write_whole(first, pairs, source.target[first - base : end - base])
         return False
 
-    def _write_memory(self, item: _Item, at: int, data: memoryview, source: Source) -> bool:
+    def _write_memory(self, item: _Item, at: int, data: memoryview, source: ShardReader) -> bool:
         self._write_piece(item, at, data)
         return False
 
-    def _write_span(self, item: _Item, span: Span, source: Source) -> bool:
-        self._write_piece(item, span.begin, source.span(span))
+    def _write_blocks(self, item: _Item, stored: StoredBox, at: int, nbytes: int, source: ShardReader) -> bool:
+        data = source.target[:nbytes]
+        source.fetch([stored.part(at, nbytes, data)])
+        self._write_piece(item, stored.place.begin + at, data)
         return False
 
-    def _write_window(self, item: _Item, windows: Windows, source: Source) -> bool:
-        found = windows.fill(source)
+    def _write_window(self, item: _Item, shared: TensorWindows, source: ShardReader) -> bool:
+        found = shared.fill(source)
         if found is not None:
             self._write_piece(item, *found)
         return found is not None
 
-    def _write_part(self, item: _Item, at: int, window: Box, size: int, source: Source) -> bool:
+    def _write_part(self, item: _Item, at: int, window: Box, size: int, source: ShardReader) -> bool:
         data = source.target[: window.numel * size]
         requests = []
         for stored in item.boxes:
@@ -351,67 +242,17 @@ class _Work:
                 overlap = replace(stored.place.overlap, common=common, local=common.within(window))
                 run = single_run(overlap, window.shape, size)
                 requests.append(Request(stored.key, overlap, stored.entry, window.shape, run, data))
-        fetch(source, requests, verify=all(stored.entry.checksums for stored in item.boxes))
+        source.fetch(requests)
         self._write_piece(item, at, data)
         return False
 
     def _write_piece(self, item: _Item, at: int, data: memoryview) -> None:
-        region, change = item.region, item.region.conversion
-        if change is not None:
-            at, data = at // change.stored * change.written, change.convert(data)
-        if item.is_written:
-            if region.destinations:
-                self._write_apart(region.destinations, at, data)
-            else:
-                self._write(region.file, data, region.begin + at)
-            with self._lock:
-                self._advance(len(data))
-        if item.is_summed:
-            self._sum(item, at, data)
-
-    def _sum(self, item: _Item, at: int, data: memoryview) -> None:
-        """Write the head of a region when all of it is summed."""
-        crc = zlib.crc32(data)
-        with self._lock:
-            total = self._crcs[item.number].add(at, len(data), crc)
-            if total is not None:
-                del self._crcs[item.number]
-        if total is not None and self._head is not None:
-            self._write(item.region.file, memoryview(self._head(item.number, total)), item.region.first)
-
-    def _write_apart(self, destinations: Sequence[Destination], at: int, data: memoryview) -> None:
-        """Write what is in ``data``, a tensor's bytes from ``at`` on, to where it belongs."""
-        end = at + len(data)
-        for to in destinations[max(bisect_right(destinations, at, key=lambda to: to.at) - 1, 0) :]:
-            if to.at >= end:
-                break
-            first, last = max(to.at, at), min(to.at + to.nbytes, end)
-            if first < last:
-                self._write(to.file, data[first - at : last - at], to.begin + first - to.at)
-
-    def _write(self, number: int, data: memoryview, offset: int) -> None:
-        file = self._files[number]
-        if isinstance(file, int):
-            with self._writing[number]:  # the kernel lets one thread at a time write to a file; the others would spin
-                write_at(file, data, offset)
-        elif len(data):
-            self._give(number, file, data, offset)
-
-    def _give(self, number: int, stream: Callable[[memoryview], object], data: memoryview, offset: int) -> None:
-        """Wait for all that lies before: it is of tasks that were begun before, so it comes."""
-        with self._turns:
-            while self._ends[number] != offset:
-                assert self._ends[number] < offset, f"{self._ends[number]} bytes were given, now come those at {offset}"
-                if self.error is not None:
-                    raise _GivenUpError
-                self._turn.wait()
-        stream(data)
-        with self._turns:
-            self._ends[number] += len(data)
-            self._turn.notify_all()
+        self._writer.write_piece(
+            item.number, item.region, at, data, is_written=item.is_written, is_summed=item.is_summed
+        )
 
 
-def _is_cut_anywhere(stored: Stored, region: Region) -> bool:
-    """Whether spans of a box can be written as they come: it lies in one piece, and no element is cut in two."""
+def _may_be_split(stored: StoredBox, region: Region) -> bool:
+    """Return whether the blocks of a box can be written as they come: it lies in one piece, and no element is split."""
     change = region.conversion
     return stored.place.in_one_piece and (change is None or stored.entry.block % change.stored == 0)

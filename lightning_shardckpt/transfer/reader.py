@@ -1,16 +1,21 @@
-"""What does a checkpoint hold, and are its indexes and the headers of its files what was saved? No tensor is read."""
+"""Open a checkpoint and verify its indexes, its documents and the headers of its files. No tensor is read."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.header import MAX_HEADER_BYTES, Entry, checksum, decode, plan_header, shown
-from lightning_shardckpt.index import ROOT_NAME, RankIndex, RootIndex, ShardEntry, rank_index_from_json, root_from_json
-from lightning_shardckpt.plan import Overlap, check_cover, check_plausible, choose_replicas
-from lightning_shardckpt.storage.prefixed import PrefixedReader
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, RootIndex, ShardEntry
+from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
+from lightning_shardckpt.format.plan import Overlap, check_cover, check_plausible, choose_replicas
+from lightning_shardckpt.format.safetensors_header import HeaderLengthError, parse_header, read_header
+from lightning_shardckpt.format.shard_header import HeaderEntry, plan_header, save_id_of
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
+from lightning_shardckpt.storage.remote.prefix import PrefixedReader
 
 
 class Checkpoint:
@@ -44,7 +49,7 @@ class Checkpoint:
         self.close()
 
     def replicas(self, component: str) -> dict[str, int | None]:
-        """Which replica wrote each tensor of a component, as the save planned it.
+        """Return which replica wrote each tensor of a component, as the save planned it.
 
         Raises:
             FormatError: if the boxes of a tensor leave a gap or overlap.
@@ -60,7 +65,7 @@ class Checkpoint:
         return self._verified(self.root.documents[name])
 
     def index(self, component: str, rank: int) -> RankIndex:
-        """What ``rank`` wrote of ``component``, verified against the root index."""
+        """Return the index of what ``rank`` wrote of ``component``, verified against the root index."""
         if (component, rank) not in self._indexes:
             info = self.root.components[component].indexes.get(rank)
             if info is None:
@@ -98,28 +103,25 @@ class Checkpoint:
             return
         info = self.index(component, rank).files[name]
         self._check_size(info)
-        prefix = bytearray(8)
-        self._read_into(name, 0, memoryview(prefix))
-        length = int.from_bytes(prefix, "little")
-        if length > min(info.nbytes - 8, MAX_HEADER_BYTES):
-            raise CorruptionError(f"{self._where(name)}: the header claims {length} bytes of a file of {info.nbytes}")
-        header = bytearray(length)
-        self._read_into(name, 8, memoryview(header))
-        if checksum(memoryview(prefix), memoryview(header)) != info.checksum:
+        try:
+            start = read_header(partial(self._read_into, name), info.nbytes)
+        except HeaderLengthError as error:
+            raise CorruptionError(f"{self._where(name)}: {error}") from None
+        if checksum(start) != info.checksum:
             raise CorruptionError(
                 f"{self._where(name)}: the header of the shard file is damaged, or it is of another save"
             )
         entries = self._in_file(component, rank, name)
         if len({key for key, _ in entries}) != len(entries):
             raise FormatError(f"{self._where(name)}: the index of rank {rank} has several boxes of one tensor in it")
-        if bytes(prefix + header) != self._as_written(entries):
-            self._compare_header(bytes(header), entries, info, rank)
-        if sum(entry.nbytes for _, entry in entries) != info.nbytes - 8 - length:
+        if start != self._as_written(entries):
+            self._compare_header(start, entries, info, rank)
+        if sum(entry.nbytes for _, entry in entries) != info.nbytes - len(start):
             raise FormatError(f"{self._where(name)}: its tensors do not fill the file of {info.nbytes} bytes")
         self._checked.add((component, rank, name))
 
     def _in_file(self, component: str, rank: int, name: str) -> list[tuple[str, ShardEntry]]:
-        """What the index of a rank says that a file holds, in order."""
+        """Return what the index of a rank says that a file holds, in order."""
         if (component, rank) not in self._files:
             files: dict[str, list[tuple[str, ShardEntry]]] = {}
             for key, entries in self.index(component, rank).shards.items():
@@ -129,18 +131,19 @@ class Checkpoint:
         return sorted(self._files[component, rank].get(name, ()), key=lambda item: item[1].begin)
 
     def _as_written(self, entries: list[tuple[str, ShardEntry]]) -> bytes | None:
-        """How this package writes the header of a file with these entries; another writer's may be as good."""
+        """Return how this package writes the header of a file with these entries; another writer's may be as good."""
         try:
-            header = plan_header([Entry(k, e.dtype, e.box.shape, e.box.start) for k, e in entries])
+            header = plan_header([HeaderEntry(k, e.dtype, e.box.shape, e.box.start) for k, e in entries])
         except FormatError:
             return None
         if header.begins != tuple(entry.begin for _, entry in entries):
             return None
         return header.of(self.root.save_id)
 
-    def _compare_header(self, header: bytes, entries: list[tuple[str, ShardEntry]], info: FileInfo, rank: int) -> None:
-        stored, save_id = decode(header, self._where(info.name))
-        self._own(save_id, info.name)
+    def _compare_header(self, start: bytes, entries: list[tuple[str, ShardEntry]], info: FileInfo, rank: int) -> None:
+        header = parse_header(start, self._where(info.name))
+        self._own(save_id_of(header), info.name)
+        stored = header.tensors
         expected = {key: entry.stored for key, entry in entries}
         for key in sorted(stored.keys() | expected.keys()):
             if stored.get(key) != expected.get(key):
@@ -164,7 +167,7 @@ class Checkpoint:
             size = self.reader.size(info.name)
         except FileNotFoundError:
             late = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
-            more = "" if self.reader.is_far else late
+            more = "" if self.reader.high_latency else late
             raise CorruptionError(f"{self._where(info.name)}: the file is missing{more}") from None
         except FormatError as error:
             raise FormatError(f"{self._where(info.name)}: {error}") from None

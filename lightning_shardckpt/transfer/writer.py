@@ -1,4 +1,4 @@
-"""How does a save plan become files? Header, data, checksums: each byte is hashed in memory before it is written."""
+"""Write the files of a save plan: header, data, checksums; each byte is hashed in memory before it is written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.files import FileInfo, rank_index_name, shard_file_name
-from lightning_shardckpt.header import Entry, Header, block_checksums, checksum, plan_header
-from lightning_shardckpt.index import RankIndex, ShardEntry, rank_index_to_json
-from lightning_shardckpt.plan import Piece, split_into_files
+from lightning_shardckpt.format.checksum import block_checksums, checksum
+from lightning_shardckpt.format.file_names import FileInfo, rank_index_name, shard_file_name
+from lightning_shardckpt.format.index import RankIndex, ShardEntry
+from lightning_shardckpt.format.index_json import rank_index_to_json
+from lightning_shardckpt.format.plan import Piece, split_into_files
+from lightning_shardckpt.format.shard_header import HeaderEntry, ShardHeader, plan_header
 from lightning_shardckpt.storage.protocol import Draft
 
 MB = 1 << 20
@@ -23,7 +25,7 @@ Stage = Callable[[Piece], memoryview]
 
 
 def block_bytes(nbytes: int) -> int:
-    """How many bytes one checksum covers: 1/96 of a shard, or less, so that a part of it can be read and verified.
+    """Return the bytes that one checksum covers: 1/96 of a shard, or less, so that a part can be read and verified.
 
     >>> block_bytes(100), block_bytes(3 << 20), block_bytes(3 << 30)
     (4096, 32768, 1048576)
@@ -38,7 +40,7 @@ class FilePlan:
 
     name: str
     pieces: tuple[Piece, ...]
-    header: Header
+    header: ShardHeader
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +52,7 @@ def plan_files(component: str, rank: int, pieces: list[Piece], size_per_shard: f
     """The shard files, of at most ``size_per_shard`` MB each, that a rank writes its pieces into."""
     files = []
     for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=1):
-        entries = [Entry(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
+        entries = [HeaderEntry(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
         files.append(FilePlan(shard_file_name(component, rank, number), tuple(group), plan_header(entries)))
     return files
 

@@ -27,7 +27,7 @@ TARGET = Path(__file__).parent / "olmo-core-3.0.zip"
 
 
 class Net(nn.Module):
-    """As in ``tests/test_olmo_core.py``."""
+    """As in ``tests/ranks/sources/test_olmo_core.py``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO
-from tests import tiny
-from tests.nets import lora
+from tests.support import tiny
+from tests.support.nets import lora
 
 SIZES = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}

@@ -1,10 +1,10 @@
-"""What does a load read? A directory that notes it; the oracle of all that is said of reads."""
+"""A directory that notes what a load reads: the oracle of all that is said of reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Reader
 
 
@@ -20,15 +20,15 @@ class Counting(LocalStorage):
         return self._noting(super().open(path))
 
     def _noting(self, reader: Reader) -> Reader:
-        read_into, twin = reader.read_into, reader.twin
+        read_into, clone = reader.read_into, reader.clone
 
         def noted(name: str, offset: int, target: memoryview) -> None:
             read_into(name, offset, target)
-            if name.endswith(".safetensors") and offset > 8:  # behind the header
+            if name.endswith(".safetensors") and offset > 8:  # after the header
                 self.reads.append((name, offset, len(target)))
                 target[0] ^= self.is_broken()
 
-        reader.read_into, reader.twin = noted, lambda: self._noting(twin())  # type: ignore[method-assign]
+        reader.read_into, reader.clone = noted, lambda: self._noting(clone())  # type: ignore[method-assign]
         return reader
 
     @property

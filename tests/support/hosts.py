@@ -1,4 +1,4 @@
-"""How does a test run ranks on two hosts, on one machine?
+"""Run a test's ranks on two hosts that one machine simulates.
 
 Where the kernel lets this user, each host is a set of namespaces of its own: network, joined to the other one's by a
 veth pair, host name and mounts. No rights are needed but those of making a user namespace. Elsewhere both hosts are on
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.pool import ROOT, run_ranks
+from tests.support.pool import ROOT, run_ranks
 
 _CABLE = "cable"
 _KINDS = ("user", "uts", "net", "mnt")  # the user namespace gives the rights to enter the others

@@ -1,4 +1,4 @@
-"""How does a test make one process see late what the others make, as caches of network file systems do?
+"""Make one process see late what the others make, as caches of network file systems do.
 
 While a ``Lag`` is installed, names below its root that this process did not make raise ENOENT, and are not listed, for
 some seconds behind the last change of what they name, unless they were seen before. What is open is not concerned.

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
-from tests import tiny
+from tests.support import tiny
 
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 

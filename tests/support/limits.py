@@ -1,4 +1,4 @@
-"""How much memory does a process need? Imports nothing, so that it can be asked of a process that imports little."""
+"""Measure how much memory a process needs. Imports nothing, so it can be asked of a process that imports little."""
 
 from __future__ import annotations
 

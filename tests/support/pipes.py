@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.nets import LENGTH, VOCABULARY, Block, Net, gpt2, optimizer_of
+from tests.support.nets import LENGTH, VOCABULARY, Block, Net, gpt2, optimizer_of
 
 WIDTH, LABELS, PATIENCE = 12, 5, 2
 SHORT, STEADY = (12,) * 4, (12,) * 6

@@ -1,4 +1,4 @@
-"""How does a test run a function on several ranks, each in a process of its own, in milliseconds?
+"""Run a function on several ranks, each in a process of its own, in milliseconds.
 
 One fork server imports torch and Lightning once, starts no thread and computes nothing, and forks a fresh child per
 rank and call; a fork of it that has imported lightning_shardckpt, too, does so for most calls. The server alone
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn, TypedDict
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIRST_LOOK_S = 0.5  # between asking a rank for its stacks and killing it
 OUTPUT_TAIL_LINES = 30
 # What ranks would else import by themselves, at 0.2 s of processor time each.
@@ -202,7 +202,7 @@ def _ask_server(job: _Job) -> _Ended:
         stop_server()
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         _bytecode = tempfile.TemporaryDirectory(prefix="ranks-bytecode-")
-        command = [sys.executable, "-m", "tests.pool", str(os.getpid()), _bytecode.name]
+        command = [sys.executable, "-m", "tests.support.pool", str(os.getpid()), _bytecode.name]
         # A session of its own: Ctrl-C must reach pytest alone, which then stops the server.
         _server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, start_new_session=True
@@ -485,6 +485,6 @@ def _collect_lost_exceptions() -> list[str]:
 
 
 if __name__ == "__main__":
-    from tests import pool  # under its own name, by which pickles refer to it
+    from tests.support import pool
 
     pool.serve(int(sys.argv[1]), sys.argv[2])

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.loading import Live
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Leaves
 
@@ -65,14 +65,14 @@ def save(*paths: str) -> None:
         )
 
 
-def live_objects() -> tuple[dict[str, Tensor], torch.optim.Optimizer, Live]:
+def live_objects() -> tuple[dict[str, Tensor], torch.optim.Optimizer, LoadTargets]:
     """Tensors of zeros and an optimizer for them, with state of the first one; and both as the engine wants them."""
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     optimizer = torch.optim.AdamW([torch.nn.Parameter(t) for t in tensors.values()])
     first = optimizer.param_groups[0]["params"][0]
     optimizer.state[first] = {"exp_avg": torch.zeros_like(first, requires_grad=False), "step": torch.tensor(0.0)}
     names = {id(p): n for p, n in zip(optimizer.param_groups[0]["params"], SHAPES, strict=True)}
-    return tensors, optimizer, Live(Leaves(tensors), frozenset(), [optimizer], names, WholeNames())
+    return tensors, optimizer, LoadTargets(Leaves(tensors), frozenset(), [optimizer], names, WholeNames())
 
 
 def load(path: str) -> dict[str, Tensor]:

@@ -19,10 +19,10 @@ from typing import Any
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage.retry import Patience
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.remote.retry import RetryPolicy
 
-IMPATIENT = Patience(attempts=4, first_pause_s=0.01, longest_pause_s=0.05, total_s=20.0)
+IMPATIENT = RetryPolicy(attempts=4, first_pause_s=0.01, longest_pause_s=0.05, total_s=20.0)
 
 
 class Another(MemoryFileSystem):

@@ -10,16 +10,19 @@ from typing import Literal
 
 import numpy
 
-from lightning_shardckpt.box import Box, Shape
-from lightning_shardckpt.fetch import Request, fetch, single_run
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_to_json
-from lightning_shardckpt.layout import Axis, Cut, Layout, Part, parts_of_rank
-from lightning_shardckpt.plan import Piece, plan_load, plan_save
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_to_json
+from lightning_shardckpt.format.layout import Axis, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.plan import Piece, plan_load, plan_save
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.write import plan_files, write_component
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.transfer.fetch import fetch
+from lightning_shardckpt.transfer.read_plan import Request, single_run
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.writer import plan_files, write_component
 
 SAVE_ID = "5afe" * 8
 PATH = "/runs/step-3.ckpt"
@@ -30,7 +33,7 @@ How = Literal["twice", "once", "unverified"]
 """Verified before any byte is kept, meanwhile, or not at all."""
 
 
-def mesh(*sizes: int, cuts: tuple[Cut, ...] = (), order: tuple[int, ...] | None = None) -> Layout:
+def mesh(*sizes: int, cuts: tuple[DimShard, ...] = (), order: tuple[int, ...] | None = None) -> Layout:
     """A row-major mesh."""
     axes = tuple(Axis(f"axis{i}", n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes))
     return Layout(axes, cuts, order)
@@ -120,7 +123,15 @@ def untargeted(wanted: Sequence[Request]) -> list[Request]:
     return [request.untargeted() for request in wanted]
 
 
-def load(checkpoint: Checkpoint, key: str, layout: Layout, rank: int, how: How = "twice") -> Array:
+def load(
+    checkpoint: Checkpoint,
+    key: str,
+    layout: Layout,
+    rank: int,
+    how: How = "twice",
+    tuning: Tuning = TUNING,
+    threads: int | None = None,
+) -> Array:
     """What ``rank`` of another world reads of a model's tensor into its memory."""
     spec = checkpoint.root.components["model"].tensors[key]
     parts = parts_of_rank(layout, spec.shape, rank)
@@ -128,7 +139,7 @@ def load(checkpoint: Checkpoint, key: str, layout: Layout, rank: int, how: How =
     wanted = requests(checkpoint, key, parts, found)
     if how == "twice":
         before = found.copy()
-        fetch(checkpoint, untargeted(wanted), verify=True)
+        fetch(checkpoint, untargeted(wanted), verify=True, tuning=tuning, threads=threads)
         assert numpy.array_equal(found, before)
-    fetch(checkpoint, wanted, verify=how == "once")
+    fetch(checkpoint, wanted, verify=how == "once", tuning=tuning, threads=threads)
     return found

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.distributed.ranks import Ranks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128, torch.bool, torch.uint16)
 CUTS: dict[str, list[Any]] = {

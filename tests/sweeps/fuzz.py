@@ -1,4 +1,4 @@
-"""Structure-aware mutations of everything a reader parses: ``python -m tests.fuzz --mutations 1000000 --seed 0``.
+"""Structure-aware mutations of all that a reader parses: ``python -m tests.sweeps.fuzz --mutations 1000000 --seed 0``.
 
 Indexes, headers and documents of a good checkpoint are changed as JSON (keys dropped, values replaced by odd ones or by
 others of the same text, lists repeated) and as bytes, then given to the real parsers; a share is loaded whole, with all
@@ -23,17 +23,19 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.checkpoint import load_full
+from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.header import checksum, decode
-from lightning_shardckpt.index import ROOT_NAME, rank_index_from_json, root_from_json
-from lightning_shardckpt.plan import check_cover, check_plausible, choose_replicas
-from lightning_shardckpt.state import tree
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
+from lightning_shardckpt.format.plan import check_cover, check_plausible, choose_replicas
+from lightning_shardckpt.format.safetensors_header import parse_header
+from lightning_shardckpt.state import json_tree
 from lightning_shardckpt.state.documents import checked
 from lightning_shardckpt.storage.memory import MemoryStorage
-from tests import small
-from tests.pool import run_ranks
-from tests.small import tensors_in
+from tests.support import small
+from tests.support.pool import run_ranks
+from tests.support.small import tensors_in
 
 Files = dict[str, bytes]
 LIMIT_S = 20  # of one mutation
@@ -182,7 +184,7 @@ class Target:
     def parse(self, text: bytes) -> None:
         """With the real parser, as far as one file goes."""
         if self.is_header:
-            decode(text, self.name)
+            parse_header(len(text).to_bytes(8, "little") + text, self.name)
         elif self.name == ROOT_NAME:
             for name, component in root_from_json(text, self.name).components.items():
                 check_plausible(component, name)
@@ -193,7 +195,7 @@ class Target:
         else:
             role = self.name.partition("-")[0]
             value = checked("rank" if "-dist-" in self.name and role == "trainer" else role, text, self.name)
-            tree.decode(value, dict[str, torch.Tensor]().__getitem__)
+            json_tree.decode(value, dict[str, torch.Tensor]().__getitem__)
 
     def placed(self, files: Files, text: bytes) -> Files:
         """All files with the mutant among them, and the checksums above it made right."""

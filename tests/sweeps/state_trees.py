@@ -1,4 +1,4 @@
-"""Random state for saves: ``python -m tests.state_trees --trees 2000 --seed 0``.
+"""Random state for saves: ``python -m tests.sweeps.state_trees --trees 2000 --seed 0``.
 
 Nested dicts and lists of modules, optimizers, tensors of all kinds and values. A tree comes back equal, bit by bit, or
 the save refuses it by name; nothing else may happen.
@@ -25,7 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import MismatchError, StateError
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8),
@@ -210,7 +210,7 @@ def run(seeds: list[int], folder: str) -> Counter[str]:
 
 
 def main() -> int:
-    from tests.state_trees import run  # as a name that other processes can import
+    from tests.sweeps.state_trees import run  # as a name that other processes can import
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trees", type=int, default=2000)

@@ -1,4 +1,4 @@
-"""Does the comparison run? As a user starts it, but with few layers, on sizes that say nothing about speed."""
+"""The benchmark comparison, run as a user starts it, but with few layers, on sizes that say nothing about speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import ROOT
+from tests.support.pool import ROOT
 
 pytestmark = pytest.mark.slow
 

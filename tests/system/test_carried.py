@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 PER_EPOCH = 4
 

@@ -15,25 +15,27 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_shardckpt import ShardCkptIO, preflight
-from lightning_shardckpt.checkpoint import save
+from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt.checkpoint.checkpoint import save
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.latest import resolved
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.storage.places import Places
-from tests import tiny
-from tests.pool import run_ranks
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.strategy import disk_space
+from lightning_shardckpt.strategy.ckpt_path import resolved
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 
 def saved(path: Path, step: int, *, weights_only: bool = False) -> str:
     content: dict[str, Any] = {"state_dict": {"a": torch.full((3,), float(step))}, "global_step": step}
     if not weights_only:
         content["optimizer_states"] = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
-    save(str(path), lambda: snapshot(content), ranks=Ranks.alone(), about=About(step), size_per_shard=1)
+    save(str(path), lambda: snapshot(content), ranks=Ranks.alone(), about=RunInfo(step), options=SaveOptions(1))
     return str(path)
 
 
@@ -185,7 +187,7 @@ def run(directory: str, steps: int, resume: str | None, each_own: bool) -> tuple
         directory += "-of-rank-1"
     callback = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1, save_last="link")
     module, io = tiny.TinyLM(), ShardCkptIO()
-    io.storage = Places(LocalStorage(visible_within_s=0.5 if each_own else 60.0))
+    io.storage = StorageRouter(LocalStorage(visible_within_s=0.5 if each_own else 60.0))
     options: dict[str, Any] = {"limit_val_batches": 0, "enable_checkpointing": True, "plugins": [io]}
     fits = tiny.trainer({}, max_steps=steps, callbacks=[callback], **options)
     with warnings.catch_warnings(record=True) as said:
@@ -224,20 +226,20 @@ def test_room_for_what_is_kept_is_asked_of_the_real_disk(tmp_path: Path) -> None
     third = free_bytes(tmp_path) // 3
     keeps_five = ModelCheckpoint(tmp_path / "not" / "yet", monitor="x", save_top_k=5)
     light = ModelCheckpoint(tmp_path, monitor="x", save_top_k=5, save_weights_only=True)
-    preflight.check_room([keeps_five, light], third // 10, third // 10)
+    disk_space.check_room([keeps_five, light], third // 10, third // 10)
     with pytest.warns(UserWarning, match="keeps up to 5 checkpoints of .* GB or more"):
-        preflight.check_room([keeps_five], third // 10, third)
-    preflight.check_room([light, ModelCheckpoint(tmp_path, save_top_k=0)], third // 10, third)
-    preflight.check_room([ModelCheckpoint("/proc/nobody/tells/the/room/here")], third, third)
+        disk_space.check_room([keeps_five], third // 10, third)
+    disk_space.check_room([light, ModelCheckpoint(tmp_path, save_top_k=0)], third // 10, third)
+    disk_space.check_room([ModelCheckpoint("/proc/nobody/tells/the/room/here")], third, third)
 
 
 def test_checkpoints_that_are_there_need_no_more_room(tmp_path: Path) -> None:
     keeps_two = ModelCheckpoint(tmp_path, monitor="x", save_top_k=2)
     share = int(free_bytes(tmp_path) / 2.5)
     with pytest.warns(UserWarning, match="keeps up to 2"):
-        preflight.check_room([keeps_two], share, 0)
+        disk_space.check_room([keeps_two], share, 0)
     saved(tmp_path / "a.ckpt", 1)
-    preflight.check_room([keeps_two], share, 0)
+    disk_space.check_room([keeps_two], share, 0)
 
 
 @pytest.mark.parametrize(
@@ -246,9 +248,9 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path: Path) -> None:
 )
 def test_the_least_size_of_a_checkpoint_is_what_it_takes(kind: str, options: dict[str, Any], copies: int) -> None:
     weight = torch.nn.Parameter(torch.ones(10, 7))
-    assert preflight.tensor_bytes([weight, weight.detach(), torch.ones(2)]) == 288  # the tie counts once
+    assert disk_space.tensor_bytes([weight, weight.detach(), torch.ones(2)]) == 288  # the tie counts once
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **options)
-    estimate = preflight.state_bytes([optimizer])
+    estimate = disk_space.state_bytes([optimizer])
     weight.grad = torch.ones(10, 7)
     optimizer.step()
     tensors = [t for t in optimizer.state[weight].values() if isinstance(t, torch.Tensor) and t.ndim]

@@ -1,4 +1,4 @@
-"""What Booster and OLMo-core offer, and what does it here: the tables of the README, every row of which runs.
+"""What Booster and OLMo-core offer, and what does it here: the tables of the documentation, every row of which runs.
 
 Oracles: the objects before, torch's own state dicts, the safetensors library and PEFT.
 """
@@ -19,21 +19,20 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async
 from lightning_shardckpt.consolidate import consolidate
-from tests.pool import ROOT, run_ranks
-from tests.stores import Bucket
-from tests.test_functional import differing, trained, whole
+from tests.ranks.checkpoint.test_functional import differing, trained, whole
+from tests.support.pages import DOCS, table
+from tests.support.pool import run_ranks
+from tests.support.stores import Bucket
 
 State = dict[str, Any]
+PAGE = DOCS / "guide" / "migrate.md"
 HERE, ON_RANKS = "| Booster and OLMo-core |", "| Booster and OLMo-core, on ranks |"
 NOWHERE = "| Booster and OLMo-core, not here |"
 
 
 def rows(head: str) -> list[tuple[str, list[str]]]:
-    """Of a table of the README: what is theirs, and the lines of code in the other column."""
-    _, found, table = (ROOT / "README.md").read_text().partition(head)
-    assert found
-    pairs = [line.split("|")[1:3] for line in table.split("\n\n")[0].splitlines()[2:]]
-    return [(theirs.strip(), re.findall(r"`([^`]*)`", ours)) for theirs, ours in pairs]
+    """Of a table of the page: what is theirs, and the lines of code in the other column."""
+    return [(theirs, re.findall(r"`([^`]*)`", ours)) for theirs, ours in table(PAGE, head)]
 
 
 # The public functions and methods, and their arguments but for paths, states and names of files, as in their sources.
@@ -114,8 +113,8 @@ def run_rows_on_ranks(url: str) -> None:
     from torch.optim import SGD
     from torch.utils.data import DataLoader
 
+    from lightning_shardckpt import export_adapters
     from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
-    from lightning_shardckpt.formats.peft import export_adapters
 
     torch.manual_seed(1)
     me, model = dist.get_rank(), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))

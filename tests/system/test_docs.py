@@ -1,7 +1,12 @@
-"""Is what the README says true? Its code blocks run here, in order, in one directory, each as a reader would run it."""
+"""The README and the documentation: every block of code runs, every link leads somewhere, every message exists.
+
+Blocks run in the order of the pages, in one directory, each as a reader would run it, so that later pages use the
+checkpoints of earlier ones.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -10,54 +15,78 @@ import runpy
 import shlex
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.schedule import bubble_fraction, resolve_schedule
-from tests.pool import ROOT, run_ranks
+import lightning_shardckpt.errors
+from lightning_shardckpt.errors import ShardCkptError, TopologyError
+from lightning_shardckpt.parallel.pipeline.schedule import bubble_fraction, resolve_schedule
+from tests.support.pages import DOCS, SET_UP, Block, blocks, pages, prose, table
+from tests.support.pool import ROOT, run_ranks
 
-README = (ROOT / "README.md").read_text()
-SET_UP = "python3.11 -m venv .venv"
-
-
-@dataclass(frozen=True)
-class Block:
-    language: str
-    line: int
-    code: str
-
-    @property
-    def world(self) -> int:
-        """How many processes the Trainer of the block asks for."""
-        found = re.search(r"devices=(\d+)", self.code)
-        return int(found[1]) if found else 1
-
-
-def blocks() -> list[Block]:
-    found = re.finditer(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [Block(match[1], README[: match.start()].count("\n") + 2, match[2]) for match in found]
-
-
-BLOCKS = blocks()
+README = ROOT / "README.md"
+TEXTS = [*pages(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+BLOCKS = [block for page in pages() for block in blocks(page)]
 COMMANDS = [block for block in BLOCKS if block.language == "bash" and not block.code.startswith(SET_UP)]
-SCRIPTS = [block for block in COMMANDS if block.code.startswith("python examples/plain_torch.py")]
+SCRIPTS = [block for block in COMMANDS if re.match(r"python examples/(plain_torch|with_fabric)\.py", block.code)]
 """test_example_scripts.py runs these, in processes of their own."""
 SET_UPS = [block.code.strip() for block in BLOCKS if block.language == "bash" and block.code.startswith(SET_UP)]
+WRITTEN = {"tests/durations.json"}
+"""Files that a command writes."""
+SLOT = "…"  # stands for a name or a number in a message
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len(README.read_text().splitlines()) <= 250
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    assert sorted(pages()[1:]) == sorted(DOCS.rglob("*.md"))
 
 
 def test_every_block_is_of_a_kind_that_is_checked_here() -> None:
-    assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "text"}
-    assert README.count("\n```") == 2 * len(BLOCKS)  # so that none is overlooked
+    assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "console", "text", ""}
+    fences = sum(len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) for page in pages())
+    assert fences == 2 * len(BLOCKS)  # so that none is overlooked
+    assert [block.page.name for block in BLOCKS if block.language == "text"] == ["clusters.md", "format.md"]
 
 
-def test_every_relative_link_leads_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link]
+    assert [link for link in links if not leads_somewhere(page, link)] == []
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, and of a file that it includes."""
+    text = prose(page)
+    for included in re.findall(r'^--8<-- "(.+)"$', text, re.MULTILINE):
+        text += prose(ROOT / included)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_is_named_is_there(page: Path) -> None:
+    rooms = "|".join(path.name for path in (ROOT / "lightning_shardckpt").iterdir() if path.is_dir())
+    named = re.findall(rf"`((?:lightning_shardckpt|examples|configs|tests|docs|{rooms})/[\w./-]*)", prose(page))
+    absent = {name for name in named if not any((ROOT / at / name).exists() for at in ("", "lightning_shardckpt"))}
+    assert absent - WRITTEN == set()
+    modules = re.findall(r"python -m (tests[\w.]+)|`(tests\.sweeps[\w.]*)`", page.read_text())
+    assert [name for pair in modules for name in pair if name and not is_module(name)] == []
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def test_the_command_that_runs_the_tests_is_what_ci_runs() -> None:
@@ -98,11 +127,25 @@ def parse(config: str) -> tuple[tuple[str, str], float]:
     os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI itself uses what they are about
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=False, save_config_callback=None)
     io_: Any = cli.trainer.strategy.checkpoint_io
-    return (type(cli.trainer.strategy).__name__, type(io_).__name__), io_.size_per_shard
+    return (type(cli.trainer.strategy).__name__, type(io_).__name__), io_.save_options.size_per_shard
+
+
+def test_torchrun_understands_the_command_for_several_machines() -> None:
+    lines = [line for block in BLOCKS if block.page.name == "clusters.md" for line in block.code.splitlines()]
+    (command,) = (line.partition("#")[0] for line in lines if line.startswith("torchrun "))
+    nodes, processes, script = run_ranks(1, parse_torchrun, shlex.split(command)[1:], init_process_group=False)[0]
+    assert (nodes, processes, script) == ("2", "8", "train.py")
+
+
+def parse_torchrun(arguments: list[str]) -> tuple[str, str, str]:
+    from torch.distributed.run import get_args_parser
+
+    found = get_args_parser().parse_args(arguments)
+    return found.nnodes, found.nproc_per_node, found.training_script
 
 
 def test_the_table_of_schedules_has_all_of_them_with_their_bubbles() -> None:
-    rows = [line.strip("| ").split(" | ") for line in README.splitlines() if re.match(r"\| `(\w+)`.* % ", line)]
+    rows = [row for row in table(DOCS / "guide" / "pipelines.md", "| `pipeline_schedule` |") if "%" in row[3]]
     shown = {
         name: (int(re.findall(r"\d|any$", stages)[0].replace("any", "1")), loss.strip("`"), int(bubble.split()[0]))
         for names, stages, loss, bubble, _ in rows
@@ -117,19 +160,93 @@ def test_the_table_of_schedules_has_all_of_them_with_their_bubbles() -> None:
     assert set(re.findall(r"\w+", str(error.value).partition("one of: ")[2])) == set(shown)
 
 
+@pytest.mark.parametrize("theirs", ["FSDPStrategy", "ModelParallelStrategy"])
+def test_the_arguments_of_a_strategy_and_their_counterparts_exist(theirs: str) -> None:
+    rows = table(DOCS / "guide" / "migrate.md", f"| `{theirs}` | `ShardedStrategy` |")
+    known = run_ranks(1, arguments_of, [theirs, "ShardedStrategy"], init_process_group=False)[0]
+    for name, cells in zip((theirs, "ShardedStrategy"), zip(*rows, strict=True), strict=True):
+        code = [text for cell in cells for text in re.findall(r"`(\w+=[^`]*)`", cell)]
+        assert code and {text.partition("=")[0] for text in code} <= known[name]
+
+
+def arguments_of(names: list[str]) -> dict[str, set[str]]:
+    from inspect import signature
+
+    from lightning.pytorch import strategies
+
+    from lightning_shardckpt import ShardedStrategy
+
+    return {name: set(signature(getattr(strategies, name, ShardedStrategy)).parameters) for name in names}
+
+
+def test_the_speed_of_the_readme_is_that_of_the_page() -> None:
+    head = "| time of DCP |".replace("| time", "| × limit | × time")
+    measured = [row[1:] for row in table(DOCS / "performance.md", f"| 2 ranks, 1 GB | ours {head}")]
+    shown = [row[1:] for row in table(README, f"| 2 ranks, 1 GB of float32 parameters and AdamW state | ours {head}")]
+    assert len(shown) == 8 and [row for row in shown if row not in measured] == []
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+ERRORS = DOCS / "errors.md"
+CLASSES = [
+    name
+    for name, value in vars(lightning_shardckpt.errors).items()
+    if isinstance(value, type) and issubclass(value, ShardCkptError) and value is not ShardCkptError
+]
+
+
+def messages() -> list[str]:
+    """Return every text of the package's sources with slots for what is filled in."""
+    found = []
+    for path in (ROOT / "lightning_shardckpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else SLOT for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_every_error_class_has_a_section_of_messages_that_the_package_has() -> None:
+    sections = re.findall(r"^## (\w+)$", ERRORS.read_text(), re.MULTILINE)
+    assert sections == CLASSES
+    texts = messages()
+    for name in CLASSES:
+        rows = table(ERRORS, f"## {name}\n\n")
+        assert rows and all(cause and remedy for _, cause, remedy in rows)
+        shown = [message.strip("`") for message, _, _ in rows]
+        assert [message for message in shown if not any(is_part(message, text) for text in texts)] == [], name
+
+
+def is_part(message: str, text: str) -> bool:
+    """Whether the words of a message stand in a text, in this order."""
+    at = 0
+    for piece in filter(None, (piece.strip() for piece in message.split(SLOT))):
+        at = text.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True
+
+
+# ── code ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @pytest.mark.slow
-def test_python_and_bash_blocks_run_in_order_and_print_what_is_shown(tmp_path: Path) -> None:
+def test_all_code_runs_in_order_and_prints_what_is_shown(tmp_path: Path) -> None:
     for name in ("examples", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    printed = ""
     for block in BLOCKS:
         if block.language == "python":
             run_python(block, tmp_path)
+        elif block.language == "console":
+            check_transcript(block, tmp_path)
         elif block in COMMANDS and block not in SCRIPTS:
-            printed += "".join(run_command(line, tmp_path) for line in block.code.splitlines())
-    shown = [line for block in BLOCKS if block.language == "text" for line in block.code.splitlines()]
-    verdict = next(line for line in shown if "is whole" in line)
-    assert numbers_hidden(verdict) in map(numbers_hidden, printed.splitlines())
+            for line in block.code.splitlines():
+                run_command(line, tmp_path)
     (tree,) = (block.code for block in BLOCKS if block.language == "text" and "root index" in block.code)
     named = set(re.findall(r"^  (\S+\.\w+) ", tree, re.MULTILINE))
     assert named - set(os.listdir(tmp_path / "checkpoints" / tree.splitlines()[0].rstrip("/"))) == set()
@@ -139,27 +256,36 @@ def run_python(block: Block, folder: Path) -> None:
     if named := re.match(r"# (\w+\.py)\n", block.code):
         (folder / named[1]).write_text(block.code)
         return
-    run_ranks(block.world, execute, "\n" * (block.line - 1) + block.code, str(folder))
+    run_ranks(block.world, execute, "\n" * (block.line - 1) + block.code, str(block.page), str(folder))
 
 
-def execute(code: str, folder: str) -> None:
+def execute(code: str, page: str, folder: str) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)
     warnings.filterwarnings("ignore", "The dirpath has changed")  # the run under ddp keeps its checkpoints elsewhere
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
-def run_command(line: str, folder: Path) -> str:
+def check_transcript(block: Block, folder: Path) -> None:
+    """Run the command after the prompt, and compare the lines that it prints with those that are shown."""
+    prompt, *shown = block.code.splitlines()
+    assert prompt.startswith("$ ")
+    status = 1 if " diff " in prompt else 0  # as of diff(1)
+    printed = set(map(without_numbers, run_command(prompt.removeprefix("$ "), folder, status).splitlines()))
+    assert [line for line in shown if without_numbers(line) not in printed] == [], f"{block.page}:{block.line}"
+
+
+def run_command(line: str, folder: Path, status: int = 0) -> str:
     """Run a line of bash on as many ranks as its files or arguments say, instead of one that starts the others."""
     program, *arguments = shlex.split(line)
     assert program == "python"
     texts = [path.read_text() for path in map(folder.joinpath, arguments) if path.is_file()]
     asked = re.search(r"devices\W+(\d+)", "\n".join(texts))
-    return str(run_ranks(int(asked[1]) if asked else 1, main, arguments, str(folder))[0])
+    return str(run_ranks(int(asked[1]) if asked else 1, main, arguments, str(folder), status)[0])
 
 
-def main(arguments: list[str], folder: str) -> str:
+def main(arguments: list[str], folder: str, status: int) -> str:
     """What ``python *arguments`` prints, but for the imports of torch and Lightning, which are there already."""
     os.chdir(folder)
     warnings.simplefilter("default")
@@ -169,10 +295,11 @@ def main(arguments: list[str], folder: str) -> str:
         try:
             (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
         except SystemExit as end:
-            assert not end.code, f"python {shlex.join(arguments)}: {end.code}\n{printed.getvalue()}"
+            shown = f"python {shlex.join(arguments)}: {end.code}\n{printed.getvalue()}"
+            assert (end.code or 0) == status, shown
     return printed.getvalue()
 
 
-def numbers_hidden(line: str) -> str:
-    """Return the line without its numbers of bytes, which depend on the versions of torch and Lightning."""
-    return re.sub(r"[\d.]+ [KM]iB", "# bytes", line)
+def without_numbers(line: str) -> str:
+    """Return the line without its numbers, whose digits depend on the versions of torch and Lightning, and its gaps."""
+    return re.sub(r"\d[\d.,]*(e-\d+)?", "#", " ".join(line.replace("MiB", "KiB").split()))

@@ -1,4 +1,4 @@
-"""Do the scripts in examples/ do what they say? As the README starts them; the oracle is a run on one process."""
+"""The scripts in examples/, started as the documentation starts them; the oracle is a run on one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightning_shardckpt import load_keys, metadata
-from tests.pool import ROOT
+from tests.support.pages import blocks, pages
+from tests.support.pool import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +36,10 @@ def side_by_side(*commands: Sequence[str | Path]) -> list[str]:
         return list(threads.map(lambda command: python(*command), commands))
 
 
-def commands_of_readme(script: str) -> list[list[str]]:
-    """The arguments of each ``python`` that the README runs the script with, but for the script."""
-    lines = re.findall(rf"^python examples/{script} (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    return [line.split() for line in lines]
+def documented_commands(script: str) -> list[list[str]]:
+    """The arguments of each ``python`` that the documentation runs the script with, but for the script."""
+    code = "".join(block.code for page in pages() for block in blocks(page))
+    return [line.split() for line in re.findall(rf"^python examples/{script} (.*)$", code, re.MULTILINE)]
 
 
 def assert_close(found: Path, expected: Path) -> None:
@@ -51,7 +52,7 @@ def assert_close(found: Path, expected: Path) -> None:
 
 def test_a_plain_torch_script_goes_on_on_other_ranks_and_ends_when_all_is_written(tmp_path: Path) -> None:
     script, moved = ROOT / "examples" / "plain_torch.py", tmp_path / "checkpoints" / "plain-torch"
-    (first,) = commands_of_readme("plain_torch.py")
+    (first,) = documented_commands("plain_torch.py")
     assert python(script, *first, folder=tmp_path) == "step 4\n"
     printed = python(*TORCHRUN, script, "--steps=6", folder=tmp_path)
     assert "continuing after step 4 on 2 process(es)" in printed
@@ -65,7 +66,7 @@ def test_a_plain_torch_script_goes_on_on_other_ranks_and_ends_when_all_is_writte
 
 def test_a_fabric_script_goes_on_on_other_topologies_and_ends_when_all_is_written(tmp_path: Path) -> None:
     script, moved = ROOT / "examples" / "with_fabric.py", tmp_path / "checkpoints" / "fabric"
-    first, second = commands_of_readme("with_fabric.py")
+    first, second = documented_commands("with_fabric.py")
     python(script, *first, folder=tmp_path)
     printed = python(script, *second, folder=tmp_path)
     assert "continuing after step 4 on Topology(pipeline=2, replicate=1, shard=1, tensor=1)" in printed

@@ -1,4 +1,4 @@
-"""Does the main job do what it prints? All legs, as a user starts them, only with fewer steps."""
+"""The main job does what it prints: all its legs, as a user starts them, only with fewer steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import ROOT, run_ranks
+from tests.support.pool import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow
 

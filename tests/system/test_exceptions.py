@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_shardckpt import preemption
-from tests import tiny
-from tests.pool import run_ranks
+from lightning_shardckpt.system.tuning import TUNING
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 STEP = 2
 
@@ -45,7 +46,6 @@ class Breaks(tiny.TinyLM):
 
 
 def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, list[str], list[str]]:
-    preemption._MEETING_S = 0.2  # nobody is to come
     callbacks = {
         "none": [],
         "on exception": [OnExceptionCheckpoint(directory)],
@@ -53,6 +53,7 @@ def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, 
         "every step": [ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1)],
     }[saver]
     run = tiny.trainer({}, max_steps=6, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=bool(callbacks))
+    run.strategy.tuning = replace(TUNING, exception_meeting_s=0.2)  # nobody is to come
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

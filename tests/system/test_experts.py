@@ -14,8 +14,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_shardckpt import ShardedStrategy
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.tensor import _without_experts
-from tests.pool import run_ranks
+from lightning_shardckpt.parallel.sharding.tensor_parallel import without_experts
+from tests.support.pool import run_ranks
 
 
 class Experts(pl.LightningModule):
@@ -81,7 +81,7 @@ def test_experts_train_as_on_one_process() -> None:
 def test_a_plan_of_a_model_says_what_to_leave_out() -> None:
     plan = {"layers.*.attn.q": "colwise", "layers.*.mlp.up": "packed_colwise", "layers.*.mlp.down": "rowwise"}
     with pytest.raises(TopologyError, match=r"layers\.\*\.mlp\.up \(packed_colwise\)") as error:
-        _without_experts(dict(plan))
+        without_experts(dict(plan))
     assert "tensor_parallel_plan={'layers.*.attn.q': 'colwise'}" in str(error.value)
-    kept = _without_experts({**plan, "layers.*.mlp.up": "rowwise", "layers.*.mlp": "moe_tp_experts"})
+    kept = without_experts({**plan, "layers.*.mlp.up": "rowwise", "layers.*.mlp": "moe_tp_experts"})
     assert kept == {"layers.*.attn.q": "colwise"}

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
-from tests import nets
-from tests.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of, twin
-from tests.pool import run_ranks
+from tests.support import nets
+from tests.support.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of, twin
+from tests.support.pool import run_ranks
 
 TOLERANCE = 1e-12  # sums of float64 in another order
 TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}

@@ -16,11 +16,11 @@ from lightning_shardckpt import load, metadata, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardCkptIO
-from lightning_shardckpt.storage.local import LocalDraft
-from tests import tiny
-from tests.pool import run_ranks
-from tests.test_fabric import fabric_of
-from tests.test_functional import differing, whole
+from lightning_shardckpt.storage.local.local_storage import LocalDraft
+from tests.ranks.checkpoint.test_functional import differing, whole
+from tests.support import tiny
+from tests.support.pool import run_ranks
+from tests.system.test_fabric import fabric_of
 
 
 class Mlp(nn.Module):

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt import load, metadata
 from lightning_shardckpt.errors import MismatchError, TopologyError
-from tests import nets
-from tests.nets import GLOBAL_BATCH, PLAN, Case, dataset, loss_of, optimizer_of
-from tests.pool import run_ranks
-from tests.test_fabric import assert_close, fabric_of, trained, twins
-from tests.test_functional import differing, whole
+from tests.ranks.checkpoint.test_functional import differing, whole
+from tests.support import nets
+from tests.support.nets import GLOBAL_BATCH, PLAN, Case, dataset, loss_of, optimizer_of
+from tests.support.pool import run_ranks
+from tests.system.test_fabric import assert_close, fabric_of, trained, twins
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 EARLY = {**PIPELINE, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}

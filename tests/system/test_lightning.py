@@ -16,10 +16,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load_from_checkpoint
 from lightning_shardckpt.errors import MismatchError, StateError
-from tests import tiny
-from tests.faults.inject import Interposer
-from tests.pool import run_ranks
-from tests.stores import Bucket
+from tests.support import tiny
+from tests.support.pool import run_ranks
+from tests.support.stores import Bucket
+from tests.sweeps.faults.inject import Interposer
 
 
 def _held_out() -> Any:

@@ -1,4 +1,4 @@
-"""Do models with adapters of PEFT train under ShardedStrategy as in plain torch, on every topology?"""
+"""Models with adapters of PEFT, trained under ShardedStrategy on every topology. Oracle: plain torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.tensor import apply_plan, resolve_plan
-from tests.nets import BUILDERS, Case, lora
-from tests.pool import run_ranks
-from tests.test_strategy import TOLERANCE, train_all, twins
+from lightning_shardckpt.parallel.sharding.tensor_parallel import apply_plan, resolve_plan
+from tests.support.nets import BUILDERS, Case, lora
+from tests.support.pool import run_ranks
+from tests.system.test_strategy import TOLERANCE, train_all, twins
 
 LORA, QWEN3, DORA = Case("lora", late=True), Case("lora qwen3", accumulate=2), Case("dora", late=True)
 TP = {"tensor_parallel_size": 2}

@@ -1,4 +1,4 @@
-"""Are adapters saved alone, resumed on any topology, and is the base model found under the names that LoRA gives it?"""
+"""Adapters saved alone and resumed on any topology, and the base model under the names that LoRA gives it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.state.adapters import unchanging
-from lightning_shardckpt.state.peft import base_name
-from lightning_shardckpt.storage.local import LocalStorage
-from tests import adapters, small, tiny
-from tests.pool import run_ranks
+from lightning_shardckpt.format.clean_fqn import base_fqn
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.state.peft_modules import unchanging
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support import adapters, small, tiny
+from tests.support.pool import run_ranks
 
 FSDP: dict[str, Any] = {}
 TP = {"tensor_parallel_size": 2}
@@ -122,8 +122,8 @@ def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
         if "lora_B" in key:
             assert not value.any()
         elif "lora_A" not in key:
-            assert torch.equal(value, expected[base_name(key)]), key
-    assert {base_name(key) for key in first if "lora_" not in key} == {k for k in expected if k.startswith("model/")}
+            assert torch.equal(value, expected[base_fqn(key)]), key
+    assert {base_fqn(key) for key in first if "lora_" not in key} == {k for k in expected if k.startswith("model/")}
     assert [key for key in first if not torch.equal(first[key], last[key])]  # it trains from there
     (note,) = ranks[0][2]
     assert "has no adapters: 20 tensors of adapters keep the values that they have" in note
@@ -217,7 +217,7 @@ def left_out(options: dict[str, Any] | None) -> set[str]:
     """What of a frozen model checkpoints of adapters leave out, by the names that it has without adapters."""
     model = adapters.llama().requires_grad_(False)
     wrapped = model if options is None else adapters.lora(model, **options)
-    return {base_name(f"net.{name}") for name in unchanging(wrapped)}
+    return {base_fqn(f"net.{name}") for name in unchanging(wrapped)}
 
 
 def check_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Does an unchanged LightningModule train over pipeline stages as it does in one process of plain torch?"""
+"""An unchanged LightningModule trains over pipeline stages as it does in one process of plain torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.parallel.unknown import Unknown
-from tests.nets import PLAN, full_state
-from tests.pipes import BUILDERS, MODULES, RAGGED, STEADY, Case, Pipe, Trained, Twin
-from tests.pool import run_ranks
-from tests.tiny import trainer
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from tests.support.nets import PLAN, full_state
+from tests.support.pipes import BUILDERS, MODULES, RAGGED, STEADY, Case, Pipe, Trained, Twin
+from tests.support.pool import run_ranks
+from tests.support.tiny import trainer
 
 # Sums of float64 in another order, through AdamW with eps 1e-3 (see nets.optimizer_of).
 TOLERANCE = {"64-true": 1e-12, "32-true": 2e-5}
@@ -258,8 +258,8 @@ def train(case: Case, sizes: dict[str, Any]) -> Trained:
         full_state(module),
         {name: float(value) for name, value in run.callback_metrics.items()},
         [group["lr"] for group in run.optimizers[0].param_groups],
-        [name for name, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, Unknown)],
-        sum(local(p).numel() for p in module.parameters() if not isinstance(p, Unknown)),
+        [name for name, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, Placeholder)],
+        sum(local(p).numel() for p in module.parameters() if not isinstance(p, Placeholder)),
         {"loss": [float(run.strategy.reduce(step["loss"])) for step in module.returned]},
     )
     if case.module == "Noting":

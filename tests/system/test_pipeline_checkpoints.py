@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lightning_shardckpt import ShardedStrategy
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.parallel.unknown import Unknown
-from tests import nets, tiny
-from tests.pool import run_ranks
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from tests.support import nets, tiny
+from tests.support.pool import run_ranks
 
 State = dict[str, Any]
 FSDP: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def initial(strategy: State, late: bool) -> tuple[dict[str, Tensor], int]:
     run = tiny.trainer(strategy, max_steps=0)
     run.fit(module, tiny.loader())
     assert isinstance(run.strategy, ShardedStrategy)
-    own = {name: p for name, p in module.named_parameters() if not isinstance(p, Unknown)}
+    own = {name: p for name, p in module.named_parameters() if not isinstance(p, Placeholder)}
     return {name: tiny.whole(p) for name, p in own.items()}, sum(p.numel() for p in own.values())
 
 

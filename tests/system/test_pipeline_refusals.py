@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_shardckpt.errors import TopologyError
-from tests.pool import run_ranks
-from tests.tiny import full_state, trainer
+from tests.support.pool import run_ranks
+from tests.support.tiny import full_state, trainer
 
 WIDTH, LENGTH, VOCABULARY, BATCH = 6, 3, 11, 8
 PROMPT_S = 10  # from the start of a run to its error on the last rank; a test machine may be busy

@@ -12,9 +12,9 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from tests.nets import full_state
-from tests.pool import run_ranks
-from tests.tiny import trainer
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
+from tests.support.tiny import trainer
 
 pytestmark = pytest.mark.slow
 

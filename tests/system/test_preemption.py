@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_shardckpt import ShardCkptIO, preemption
-from lightning_shardckpt.locate import open_checkpoint
-from lightning_shardckpt.verify import verify
-from tests import tiny
-from tests.pool import run_ranks
+from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.tools.verify import verify
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 
 class Terminate(pl.Callback):
@@ -32,11 +34,11 @@ class Terminate(pl.Callback):
 
 def terminated(strategy: dict[str, Any], directory: str, ranks: list[int]) -> tuple[int, list[float]]:
     before = signal.getsignal(signal.SIGTERM)
-    preemption._MEETING_S = 0.0  # all have agreed to end: nobody has to come at once
     pl.seed_everything(1)
     module = tiny.TinyLM()
     callbacks = [Terminate(ranks, 2), OnExceptionCheckpoint(directory, "ended")]
     run = tiny.trainer(strategy, max_steps=9, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=True)
+    run.strategy.tuning = replace(TUNING, exception_meeting_s=0.0)  # all have agreed to end: nobody comes at once
     with pytest.raises(SystemExit):
         run.fit(module, tiny.loader())
     assert signal.getsignal(signal.SIGTERM) == before

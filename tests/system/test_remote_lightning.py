@@ -1,4 +1,4 @@
-"""Does training with Lightning save to a store and go on from there? Against a server that speaks S3."""
+"""Training with Lightning saves to a store and resumes from there, against a server that speaks S3."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shardckpt import ShardCkptIO, lazy
-from lightning_shardckpt.checkpoint_io import load_from_checkpoint
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.look.inspect import inspect
-from lightning_shardckpt.storage.places import Places
-from lightning_shardckpt.verify import verify
-from tests import tiny
-from tests.pool import run_ranks
-from tests.stores import Bucket, Proxy
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.from_checkpoint import load_from_checkpoint
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.tools.verify import verify
+from tests.support import tiny
+from tests.support.pool import run_ranks
+from tests.support.stores import Bucket, Proxy
 
 FSDP2, TP2 = {"data_parallel_shard_size": 2}, {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
@@ -51,7 +51,7 @@ def test_a_rank_that_may_not_write_fails_the_save_on_all_ranks(s3: Bucket, s3_po
     assert all("rank 1" in message and name in message for message in messages)
     saves = {key.split("/")[1][:16] for key in s3.listed() if not key.endswith(ROOT_NAME)}
     assert len(saves) == 1  # the first one's
-    assert lazy.OpenCheckpoint(s3.url("a.ckpt"), True, Places(storage_options=s3.options)).metadata.step == 1
+    assert lazy.OpenCheckpoint(s3.url("a.ckpt"), True, StorageRouter(storage_options=s3.options)).metadata.step == 1
     assert s3.uploads() == []
 
 
@@ -65,7 +65,7 @@ io.save_checkpoint({"state_dict": {"a": torch.zeros(8_000_000)}, "global_step": 
 
 @pytest.mark.slow
 def test_a_save_in_the_background_is_completed_when_the_interpreter_leaves(s3: Bucket) -> None:
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", LEAVE, s3.url("a.ckpt"), s3.options["endpoint_url"]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}

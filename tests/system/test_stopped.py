@@ -16,8 +16,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 
 class Told(DummyLogger):

@@ -1,4 +1,4 @@
-"""Does training under ShardedStrategy equal training in plain torch, on every topology?"""
+"""Training under ShardedStrategy on every topology. Oracle: training in plain torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_shardckpt.pytorch import ShardedStrategy
-from tests.nets import PLAN, Case, Module, Trained, full_state, trainer_for, twin
-from tests.pool import run_ranks
+from tests.support.nets import PLAN, Case, Module, Trained, full_state, trainer_for, twin
+from tests.support.pool import run_ranks
 
 # Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
 TOLERANCE = 1e-12

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
 
 
 def loader(count: int, size: int = 4) -> DataLoader[Any]:

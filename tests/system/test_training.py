@@ -1,4 +1,4 @@
-"""Do the strategy's options, Lightning's other ways to train, and the errors work? The numbers: test_strategy."""
+"""The strategy's options, Lightning's other ways to train, and the errors. The numbers are in test_strategy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,19 @@ from torchmetrics import SumMetric
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.units import is_unit
 from lightning_shardckpt.pytorch import ShardedStrategy
-from tests.nets import PLAN, VOCABULARY, Case, Module, batches, dataset, full_state, loss_of, optimizer_of, trainer_for
-from tests.pool import run_ranks
+from tests.support.nets import (
+    PLAN,
+    VOCABULARY,
+    Case,
+    Module,
+    batches,
+    dataset,
+    full_state,
+    loss_of,
+    optimizer_of,
+    trainer_for,
+)
+from tests.support.pool import run_ranks
 
 TOLERANCE = 1e-12  # sums of float64 in another order
 State = dict[str, Tensor]
@@ -55,7 +66,7 @@ def assert_close(got: State, expected: State, tolerance: float = TOLERANCE) -> N
 
 
 def plain_training(net: nn.Module, clip: float | None = None) -> State:
-    """Train in plain torch on the global batches of `tests.nets`; returns the state as a LightningModule names it."""
+    """Train in plain torch on the global batches of `tests.support.nets`; return the state as Lightning names it."""
     root = nn.ModuleDict({"net": net}).double()
     optimizer = optimizer_of(root)
     for batch in batches():
@@ -625,7 +636,7 @@ print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.strategy.to
 def test_the_trainer_starts_the_processes_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, script], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True
     )

@@ -8,11 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import run_ranks
-from tests.twins.run import CASES, TOPOLOGIES, Found, difference, difference_of_stages, fits, is_manual, run, twins
+from tests.support.pool import run_ranks
+from tests.sweeps.twins.run import (
+    CASES,
+    TOPOLOGIES,
+    Found,
+    difference,
+    difference_of_stages,
+    fits,
+    is_manual,
+    run,
+    twins,
+    twins_resumed,
+)
 
 TOGETHER = 24  # so many cases run in the same processes, one after the other
-SOME = 4  # of so many cases, one runs on the topologies other than FSDP; `python -m tests.twins` runs all
+# On FSDP all cases run. On the others one of so many, each beginning with another one, so that together they have
+# many; `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
+ONE_OF = {"one": 8, "fsdp2": 1, "replicas": 8, "tp2": 4, "pp2": 2, "hsdp": 12, "fsdp2 x tp2": 8}
+ONE_RESUMED_OF = 4
 
 REFUSED_IN_PIPELINES = {
     "ClipsByNorm": "optimizes manually (automatic_optimization = False), which cannot be pipelined",
@@ -65,19 +79,27 @@ RESUMED = [name for name in CASES if name not in (*NOT_RESUMED, *NOT_RESUMED_ALO
 
 def _chosen(topology: str) -> list[str]:
     if topology == "pp2":
-        return [name for name, case in CASES.items() if name not in NOT_IN_PIPELINES and not is_manual(case)]
+        names = [name for name, case in CASES.items() if name not in NOT_IN_PIPELINES and not is_manual(case)]
+        return names[:: ONE_OF[topology]]
     names = [name for name, case in CASES.items() if fits(case, topology) and topology not in case.refused]
     if topology == "replicas":  # gradients of plain parameters are those of the rank until the last batch, as under DDP
         names.remove("HooksWhileItAccumulates")
-    return names if topology == "fsdp2" else names[::SOME]
+    every = ONE_OF[topology]
+    return names[list(TOPOLOGIES).index(topology) % every :: every]
 
 
 def _parts(names: list[str]) -> Iterator[tuple[str, ...]]:
     return (tuple(names[start : start + TOGETHER]) for start in range(0, len(names), TOGETHER))
 
 
+def _expected(name: str) -> Found:
+    """The twin of a case, trained with its neighbours for all topologies at once."""
+    (names,) = (part for part in _parts(list(CASES)) if name in part)
+    return _twins(names)[name]
+
+
 @cache
-def _expected(names: tuple[str, ...]) -> dict[str, Found]:
+def _twins(names: tuple[str, ...]) -> dict[str, Found]:
     (found,) = run_ranks(1, twins, names, init_process_group=False, timeout_s=300)
     return found  # type: ignore[no-any-return]
 
@@ -98,7 +120,7 @@ def _found(topology: str, names: tuple[str, ...]) -> list[dict[str, Found]]:
     ],
 )
 def test_code_trains_as_on_one_process(topology: str, names: tuple[str, ...], name: str) -> None:
-    expected, ranks = _expected(names)[name], [rank[name] for rank in _found(topology, names)]
+    expected, ranks = _expected(name), [rank[name] for rank in _found(topology, names)]
     assert not expected.error
     if topology == "pp2" and not any(found.error for found in ranks):
         assert difference_of_stages(ranks, expected, CASES[name].tolerance) == ""
@@ -140,21 +162,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]
 
 @cache
 def _resumed(folder: Path, topology: str, names: tuple[str, ...]) -> list[dict[str, Found]]:
-    (expected,) = run_ranks(1, _twins_resumed, names, folder, init_process_group=False, timeout_s=300)
-    return [expected, *run_ranks(TOPOLOGIES[topology][0], _resume, names, topology, folder, timeout_s=300)]
-
-
-def _twins_resumed(names: tuple[str, ...], folder: Path) -> dict[str, Found]:
-    return twins(names, folder, resume=True)
-
-
-def _resume(names: tuple[str, ...], topology: str, folder: Path) -> dict[str, Found]:
-    return run(names, topology, folder, resume=True)
+    (expected,) = run_ranks(1, twins_resumed, names, folder, init_process_group=False, timeout_s=300)
+    return [expected, *run_ranks(TOPOLOGIES[topology][0], run, names, topology, folder, True, timeout_s=300)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "name"), [pytest.param(names, name, id=name) for names in _parts(RESUMED) for name in names]
+    ("names", "name"),
+    [pytest.param(names, name, id=name) for names in _parts(RESUMED[::ONE_RESUMED_OF]) for name in names],
 )
 def test_code_goes_on_on_another_topology(
     names: tuple[str, ...], name: str, saved: Callable[[tuple[str, ...]], Path]
@@ -169,5 +184,5 @@ def test_code_goes_on_on_another_topology(
 def test_state_that_would_be_lost_is_refused_by_name(name: str, tmp_path: Path) -> None:
     ranks = run_ranks(2, run, [name], "fsdp2", tmp_path)
     if not ranks[0][name].error:
-        ranks = run_ranks(2, _resume, (name,), "fsdp2", tmp_path)
+        ranks = run_ranks(2, run, [name], "fsdp2", tmp_path, True)
     assert all(NOT_RESUMED[name] in rank[name].error for rank in ranks), ranks[0][name].error

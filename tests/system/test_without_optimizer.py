@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.cli import main
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 DOORS: dict[str, dict[str, Any]] = {
     "plain": {"plugins": []},

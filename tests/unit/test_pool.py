@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import pool
-from tests.pool import Outcome, RankFailure, run_ranks
+from tests.support import pool
+from tests.support.pool import Outcome, RankFailure, run_ranks
 
 
 def all_reduced(offset: float) -> object:
@@ -83,7 +83,7 @@ def test_a_call_sees_nothing_of_the_calls_before_it() -> None:
 
 
 def compiled() -> tuple[bool, Path]:
-    from lightning_shardckpt import box
+    from lightning_shardckpt.format import box
 
     assert box.__cached__
     return sys.dont_write_bytecode, Path(box.__cached__)
@@ -243,7 +243,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
 @pytest.mark.slow
 def test_ranks_and_server_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     """A pytest that is killed can't clean up: the kernel must."""
-    script = f"from tests.test_pool import run_ranks, sleep_in; run_ranks(2, sleep_in, {str(tmp_path)!r})"
+    script = f"from tests.unit.test_pool import run_ranks, sleep_in; run_ranks(2, sleep_in, {str(tmp_path)!r})"
     with subprocess.Popen([sys.executable, "-c", script], cwd=pool.ROOT) as parent:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         parent.kill()

@@ -1,8 +1,8 @@
-"""How do a model's initial weights come into being without any rank ever holding the whole model?
+"""Build modules without memory for their parameters, and compute the initial values of each later, bit for bit.
 
 Under :class:`DeferredInit` construction runs eagerly, so values read, shapes and the random stream are those of
 ordinary construction. Two things differ: every operation is logged, and ``nn.Parameter(tensor)`` becomes a *mirror*, a
-meta tensor that names a storage in the log. Real memory behind mirrors is a bounded cache; what was evicted is computed
+meta tensor that names a storage in the log. The mirrors' real memory is a bounded cache; what was evicted is computed
 again from the log. :meth:`DeferredInit.replay` gives the finished parameters, one at a time.
 
 The log speaks of storages, not of tensors: two tensors alias each other exactly when they share a storage, views
@@ -18,8 +18,7 @@ The same idea with another execution: torchdistx ``deferred_init`` (records auto
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -30,9 +29,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lightning_shardckpt.compat.dispatch import below_modes
+from lightning_shardckpt.compat.module_class import after_unpickling, parameters_made_of
+from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
+from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.parallel.oplog import Log, View, unseen
-from lightning_shardckpt.parallel.recorder import Facade, Recorder
+from lightning_shardckpt.parallel.deferred_init.op_log import Log, TrackedView
+from lightning_shardckpt.parallel.deferred_init.recorder import Facade, Recorder
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _FOREIGN = "is on the meta device, but was not made by this deferred context"
 
@@ -40,7 +44,7 @@ _FOREIGN = "is on the meta device, but was not made by this deferred context"
 @dataclass(frozen=True, slots=True)
 class _Registered:
     parameter: nn.Parameter
-    view: View
+    view: TrackedView
     version: int
 
 
@@ -63,8 +67,8 @@ class DeferredInit:
     ``nn.Module.__setstate__`` are wrapped for all, and pass other threads on.
     """
 
-    def __init__(self) -> None:
-        self._log = Log()
+    def __init__(self, tuning: Tuning = TUNING) -> None:
+        self._log = Log(tuning)
         self._parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
         self._registered: WeakKeyDictionary[nn.Module, dict[str, _Registered]] = WeakKeyDictionary()
         self._base: set[FrameType] = set()
@@ -77,8 +81,8 @@ class DeferredInit:
             frame = frame.f_back
         with ExitStack() as undo:
             undo.callback(self._finish)
-            undo.callback(self._wrap_parameter())
-            undo.callback(self._wrap_setstate())
+            undo.enter_context(parameters_made_of(self._mirrored))
+            undo.enter_context(after_unpickling(self._remember_all))
             undo.callback(register_module_parameter_registration_hook(self._remember).remove)
             undo.enter_context(Recorder(self._log, self._in_distributed))
             undo.enter_context(Facade(self._log, self._in_distributed))
@@ -91,31 +95,34 @@ class DeferredInit:
         self._undo.__exit__(kind, error, traceback)
 
     def pending(self, root: nn.Module) -> list[str]:
-        """Returns the FQNs of the parameters of `root` that are on the meta device, tied ones under each name."""
+        """The FQNs of the parameters of ``root`` that are on the meta device, tied ones under each name."""
         return [fqn for fqn, _, _, _ in _meta_parameters(root)]
 
     def knows(self, module: nn.Module, name: str) -> bool:
-        """Returns whether the parameter of that name of `module` was made in this context."""
+        """Return whether the parameter of that name of ``module`` was made in this context."""
         return name in self._registered.get(module, {})
 
     def replay(
         self, root: nn.Module, *, skip_foreign: bool = False, skip: Collection[tuple[int, str]] = ()
     ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        """Returns (owner, name, full real tensor) for each meta parameter of `root`; also makes its buffers real.
+        """Compute (owner, name, full real tensor) for each meta parameter of ``root``; make its buffers real at once.
 
-        What to compute is decided by this call, and each tensor is computed when the iteration comes to it: `root` may
-        be parallelised before, between or after. Tied parameters follow each other, with the same tensor object.
-        The order is that of `root.named_parameters`. A tensor is freed once the caller drops it.
-        `skip_foreign` leaves out meta parameters that were not made in this context, instead of raising; `skip` those
-        of which (id of the module, name) is in it: they are not computed.
+        What to compute is decided by this call, and each tensor is computed when the iteration comes to it: ``root``
+        may be parallelised before, between or after. Tied parameters follow each other, with the same tensor object.
+        The order is that of ``root.named_parameters``. A tensor is freed once the caller drops it.
+
+        Args:
+            root: the module, or a part of what was built.
+            skip_foreign: leave out meta parameters that were not made in this context, instead of raising.
+            skip: (id of the module, name) of parameters that are not computed.
 
         Raises:
             StateError: some parameters or buffers were not made in this context, or changed since; before any replay.
         """
-        with unseen():
+        with below_modes():
             self.materialize_buffers(root)
-            slots: dict[View, list[tuple[nn.Module, str]]] = {}
-            dtypes: dict[View, torch.dtype] = {}
+            slots: dict[TrackedView, list[tuple[nn.Module, str]]] = {}
+            dtypes: dict[TrackedView, torch.dtype] = {}
             unknown = []
             for fqn, module, name, parameter in _meta_parameters(root):
                 if (id(module), name) in skip:
@@ -137,11 +144,11 @@ class DeferredInit:
         return self._values(slots, dtypes)
 
     def materialize_buffers(self, root: nn.Module) -> None:
-        """Makes buffers and tensor attributes real that were computed from parameters; the others are real already."""
+        """Make buffers and tensor attributes real that were computed from parameters; the others are real already."""
         done: dict[int, torch.Tensor] = {}
-        with unseen():
+        with below_modes():
             for module in root.modules():
-                for attributes in (module._buffers, module.__dict__):
+                for attributes in (buffer_slots(module), module.__dict__):
                     for name, value in list(attributes.items()):
                         if type(value) is torch.Tensor and self._log.is_mirror(value):
                             if id(value) not in done:
@@ -150,23 +157,23 @@ class DeferredInit:
             self._log.cache.clear()
 
     def _values(
-        self, slots: dict[View, list[tuple[nn.Module, str]]], dtypes: dict[View, torch.dtype]
+        self, slots: dict[TrackedView, list[tuple[nn.Module, str]]], dtypes: dict[TrackedView, torch.dtype]
     ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         for view, places in slots.items():
-            with unseen():
+            with below_modes():
                 full = view.on(self._log.run(view.storage, len(self._log.operations))).to(dtypes[view])
             for module, name in places:
                 yield module, name, full
             del full
 
-    def _origin(self, module: nn.Module, name: str, parameter: torch.Tensor) -> View | str:
-        """Returns what the meta `parameter` stands for, or why that is not known."""
+    def _origin(self, module: nn.Module, name: str, parameter: torch.Tensor) -> TrackedView | str:
+        """Return what the meta ``parameter`` stands for, or why that is not known."""
         known = self._registered.get(module, {}).get(name)
-        if known is not None and known.parameter._version != known.version:
+        if known is not None and version_of(known.parameter) != known.version:
             return "was changed in place after the deferred context ended"
         storage = self._log.find(parameter)
         if storage is not None:
-            return View.of(parameter, storage)
+            return TrackedView.of(parameter, storage)
         if known is None:
             return _FOREIGN
         if known.view.shape != tuple(parameter.shape):
@@ -176,14 +183,14 @@ class DeferredInit:
         return known.view
 
     def _remember(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        with unseen():
+        with below_modes():
             if self._log.is_mirror(parameter):
                 self._parameters.setdefault(module, {})[name] = parameter  # type: ignore[assignment]
 
     def _finish(self) -> None:
         for module, parameters in self._parameters.items():
             self._registered[module] = {
-                name: _Registered(p, View.of(p, storage), p._version)
+                name: _Registered(p, TrackedView.of(p, storage), version_of(p))
                 for name, p in parameters.items()
                 if (storage := self._log.find(p)) is not None
             }
@@ -192,7 +199,7 @@ class DeferredInit:
         self._base.clear()
 
     def _in_distributed(self) -> bool:
-        """Whether code of ``torch.distributed`` is running: it sees mirrors as the meta tensors that they are."""
+        """Return whether code of ``torch.distributed`` is running; it sees mirrors as the meta tensors they are."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame not in self._base:
             if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
@@ -200,37 +207,24 @@ class DeferredInit:
             frame = frame.f_back
         return False
 
-    def _wrap_parameter(self) -> Callable[[], None]:
-        original, thread = nn.Parameter.__new__, threading.get_ident()
+    def _mirrored(self, data: Any) -> Any:
+        """Return what a parameter is made of in place of ``data``: a mirror, if only logged operations made it."""
+        if type(data) not in (torch.Tensor, nn.Parameter):
+            return data
+        with below_modes():
+            storage = self._log.find(data)
+            if storage is None or data.device.type != "cpu":
+                return data
+            self._log.keep(storage, data.untyped_storage())
+            return self._log.mirror(data, storage)
 
-        def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
-            if threading.get_ident() == thread and type(data) in (torch.Tensor, nn.Parameter):
-                with unseen():
-                    storage = self._log.find(data)
-                    if storage is not None and data.device.type == "cpu":
-                        self._log.keep(storage, data.untyped_storage())
-                        data = self._log.mirror(data, storage)
-            return original(cls, data, requires_grad)
-
-        nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
-        return lambda: setattr(nn.Parameter, "__new__", staticmethod(original))
-
-    def _wrap_setstate(self) -> Callable[[], None]:
-        """Copies made by ``copy.deepcopy`` do not register their parameters."""
-        original, thread = nn.Module.__setstate__, threading.get_ident()
-
-        def setstate(module: nn.Module, state: dict[str, Any]) -> None:
-            original(module, state)  # type: ignore[no-untyped-call]
-            if threading.get_ident() == thread:
-                for name, parameter in module._parameters.items():
-                    self._remember(module, name, parameter)
-
-        nn.Module.__setstate__ = setstate  # type: ignore[method-assign]
-        return lambda: setattr(nn.Module, "__setstate__", original)
+    def _remember_all(self, module: nn.Module) -> None:
+        for name, parameter in parameter_slots(module).items():
+            self._remember(module, name, parameter)
 
 
 def _meta_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     for prefix, module in root.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameter_slots(module).items():
             if parameter is not None and parameter.device.type == "meta":
                 yield f"{prefix}.{name}" if prefix else name, module, name, parameter

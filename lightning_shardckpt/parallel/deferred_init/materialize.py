@@ -1,4 +1,4 @@
-"""Where do the first values of parameters come from, so that they are the same on every topology?
+"""First values of parameters, the same on every topology.
 
 Real weights come from rank 0. Deferred ones are replayed in full, one tensor at a time on the CPU, and each rank
 keeps its slices. Modules built on the meta device by the user fill themselves through ``reset_parameters``.
@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.module_class import convert_tensors
+from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
+from lightning_shardckpt.compat.transformers import can_initialize, initialize
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.names import clean_fqn
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 
 CopySlice = Callable[[Tensor, Tensor], None]
 """Copies this rank's slices of the second, full tensor into the first."""
@@ -26,10 +29,10 @@ Slot = tuple[nn.Module, str]
 
 
 class FirstValues(Protocol):
-    """Knows the values of parameters that were built without memory; see ``DeferredInit``."""
+    """Knows the values of parameters that were built without memory, as ``DeferredInit`` does."""
 
     def knows(self, module: nn.Module, name: str) -> bool:
-        """Whether `replay` would give a value to that parameter."""
+        """Return whether `replay` would give a value to that parameter."""
 
     def replay(
         self, root: nn.Module, *, skip_foreign: bool = False, skip: Collection[tuple[int, str]] = ()
@@ -67,10 +70,11 @@ def meta_slots(root: nn.Module) -> list[Slot]:
 
 
 def unfilled(root: nn.Module, loaded: Collection[str]) -> tuple[set[tuple[int, str]], list[Slot], list[Slot]]:
-    """What somebody else fills, as (id of module, name), and the slots on the meta device that remain to be filled.
+    """Return what somebody else fills, as (id of module, name), and the slots on the meta device that remain to be
+    filled.
 
     Args:
-        root: before it is cut.
+        root: before it is sharded.
         loaded: clean FQNs of what somebody else fills.
 
     Returns:
@@ -79,10 +83,10 @@ def unfilled(root: nn.Module, loaded: Collection[str]) -> tuple[set[tuple[int, s
     theirs: set[tuple[int, str]] = set()
     buffers: list[Slot] = []
     for prefix, module in root.named_modules(remove_duplicate=False):
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for name, tensor in [*parameter_slots(module).items(), *buffer_slots(module).items()]:
             if clean_fqn(f"{prefix}.{name}" if prefix else name) in loaded:
                 theirs.add((id(module), name))
-            elif name in module._buffers and tensor is not None and tensor.is_meta:
+            elif name in buffer_slots(module) and tensor is not None and tensor.is_meta:
                 buffers.append((module, name))
     return theirs, [(m, n) for m, n in meta_slots(root) if (id(m), n) not in theirs], buffers
 
@@ -97,14 +101,14 @@ def fill_buffers(root: nn.Module, slots: Iterable[Slot]) -> None:
     """
     here = set(root.modules())
     modules = list({id(module): module for module, _ in slots if module in here}.values())
-    models = {sub: model for model in root.modules() if hasattr(model, "_init_weights") for sub in model.modules()}
+    models = {sub: model for model in root.modules() if can_initialize(model) for sub in model.modules()}
     helpless = []
     for module in modules:
         if hasattr(module, "reset_parameters"):
             list(_reset([module]))
         elif module in models and not any(True for _ in module.parameters()):
             with torch.no_grad():
-                models[module]._init_weights(module)  # type: ignore[operator]  # a method of transformers' models
+                initialize(models[module], module)
         else:
             helpless.append(type(module).__name__)
     if helpless:
@@ -121,14 +125,14 @@ def allocate(root: nn.Module, device: torch.device) -> None:
     def real(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    root._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    convert_tensors(root, real)
 
 
 def retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
     """Register one parameter object again under all names of each tie that are there.
 
     Raises:
-        TopologyError: if tied parameters were cut in different ways.
+        TopologyError: if tied parameters were sharded in different ways.
     """
     present = dict(root.named_parameters(remove_duplicate=False))
     for tie in ties:
@@ -142,7 +146,7 @@ def retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
                     "Give their modules tensor-parallel styles that cut the same dim."
                 )
             owner, _, attribute = name.rpartition(".")
-            root.get_submodule(owner)._parameters[attribute] = kept
+            parameter_slots(root.get_submodule(owner))[attribute] = kept
 
 
 def fill(slots: Iterable[Slot], values: Iterable[Value], copy_slice: CopySlice) -> None:
@@ -169,21 +173,21 @@ def fill(slots: Iterable[Slot], values: Iterable[Value], copy_slice: CopySlice) 
 
 
 def _reset(modules: Iterable[nn.Module]) -> Iterator[Value]:
-    """Run ``reset_parameters`` on a full CPU twin of each module; buffers that it assigns land in the module."""
+    """Run ``reset_parameters`` on a full CPU clone of each module; buffers that it assigns land in the module."""
     for module in modules:
         full = {
             name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
-            for name, p in module._parameters.items()
+            for name, p in parameter_slots(module).items()
         }
-        twin = object.__new__(type(module))
-        twin.__dict__.update(module.__dict__, _parameters=full)
+        clone = object.__new__(type(module))
+        clone.__dict__.update(module.__dict__, _parameters=full)
         with torch.no_grad():
-            twin.reset_parameters()  # type: ignore[operator]  # `fill` made sure that it is a method
-        yield from ((module, name, value) for name, value in twin._parameters.items() if value is not None)
+            clone.reset_parameters()  # type: ignore[operator]  # `fill` made sure that it is a method
+        yield from ((module, name, value) for name, value in parameter_slots(clone).items() if value is not None)
 
 
 def _put(module: nn.Module, name: str, full: Tensor, copy_slice: CopySlice) -> None:
-    parameter = module._parameters[name]
+    parameter = parameter_slots(module)[name]
     if parameter is None:
         return
     if parameter.shape != full.shape:

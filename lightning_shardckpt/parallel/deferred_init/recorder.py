@@ -1,4 +1,8 @@
-"""How are operations on deferred tensors seen? Two modes of torch that run them on real memory and log them."""
+"""Two modes of torch that run operations on deferred tensors in real memory, and log them.
+
+`Recorder` sees every operation that is dispatched. `Facade` sees what never is: attributes such as ``device``, and
+methods that leave torch, such as ``numpy``.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,48 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_shardckpt.compat.dispatch import (
+    DispatchMode,
+    Overload,
+    below_modes,
+    dispatches,
+    is_in_place,
+    storage_id,
+    written_arguments,
+)
+from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.parallel.oplog import ALTERNATIVE, Constant, Log, Operation, Storage, View, aten, unseen
+from lightning_shardckpt.parallel.deferred_init.op_log import (
+    ALTERNATIVE,
+    Constant,
+    Log,
+    Operation,
+    TrackedStorage,
+    TrackedView,
+    aten,
+)
 
 _OVERWRITING = {aten.normal_, aten.uniform_, aten.zero_, aten.fill_, aten.copy_}
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Runs every operation on real memory and logs those that make or write tracked storages."""
 
     def __init__(self, log: Log, in_distributed: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._log = log
         self._in_distributed = in_distributed
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise the first operation imports torch._dynamo: a second, and 60 MB
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        subclass = any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types)
-        if subclass or self._in_distributed():
-            with unseen():
+        if any(map(dispatches, types)) or self._in_distributed():
+            with below_modes():
                 self._check_unlogged(func, args, kwargs)
             return func(*args, **kwargs)
-        with unseen():
+        with below_modes():
             return self._run(func, args, kwargs)
 
     def _check_unlogged(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,39 +113,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._follow(tensors, real)
         return tree_unflatten(list(self._outputs(outputs, tensors, real)), out_spec)
 
-    def _track_new(self, outputs: list[Any], foreign: list[torch.Tensor]) -> tuple[tuple[int, Storage], ...]:
-        known = {t.untyped_storage()._cdata for t in foreign if t.layout is torch.strided}
+    def _track_new(self, outputs: list[Any], foreign: list[torch.Tensor]) -> tuple[tuple[int, TrackedStorage], ...]:
+        known = {storage_id(t.untyped_storage()) for t in foreign if t.layout is torch.strided}
         created = []
         for position, x in enumerate(outputs):
             if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.layout is torch.strided:
                 memory = x.untyped_storage()
-                if not x.is_quantized and memory._cdata not in known and memory._cdata not in self._log.by_address:
-                    storage = Storage(memory.nbytes(), [])
+                if not x.is_quantized and storage_id(memory) not in known and self._log.find(x) is None:
+                    storage = TrackedStorage(memory.nbytes(), [])
                     self._log.track(storage, memory)
                     created.append((position, storage))
         return tuple(created)
 
     def _follow(self, tensors: list[torch.Tensor], real: dict[int, torch.Tensor]) -> None:
-        """Gives mirrors the geometry that their real tensors got, as by ``t_`` or ``resize_``."""
+        """Give mirrors the geometry that their real tensors got, as by ``t_`` or ``resize_``."""
         for t in tensors:
             if id(t) in real:
                 mine, theirs = self._log.find(t), self._log.find(real[id(t)])
                 if theirs is None:
                     raise StateError(f"cannot point a deferred tensor at memory made elsewhere; {ALTERNATIVE}")
-                if mine is not theirs or View.of(t, theirs) != View.of(real[id(t)], theirs):
+                if mine is not theirs or TrackedView.of(t, theirs) != TrackedView.of(real[id(t)], theirs):
                     t.set_(self._log.mirror(real[id(t)], theirs))  # type: ignore[call-overload]
 
     def _outputs(self, outputs: list[Any], tensors: list[torch.Tensor], real: dict[int, torch.Tensor]) -> Iterator[Any]:
         """Mirrors in, mirrors out; an input that is returned stays the same object, a view of a real one real."""
         originals = {id(real.get(id(t), t)): t for t in tensors}
-        held = {t.untyped_storage()._cdata for t in tensors if id(t) not in real and t.layout is torch.strided}
+        held = {storage_id(t.untyped_storage()) for t in tensors if id(t) not in real and t.layout is torch.strided}
         for x in outputs:
             if id(x) in originals:
                 yield originals[id(x)]
             elif real and isinstance(x, torch.Tensor) and (storage := self._log.find(x)):
                 memory = x.untyped_storage()
                 self._log.keep(storage, memory)
-                yield x if memory._cdata in held else self._log.mirror(x, storage)
+                yield x if storage_id(memory) in held else self._log.mirror(x, storage)
             else:
                 yield x
 
@@ -139,20 +154,14 @@ def _tensors(tree: object) -> list[torch.Tensor]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """Returns the ids of the tensors that `func` writes to, by its schema."""
-    given = dict(enumerate(args)) | kwargs
-    targets = [
-        given.get(argument.name, given.get(position))
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return {id(t) for t in _tensors(targets)}
+def _written(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """The ids of the tensors that ``func`` writes to."""
+    return {id(t) for t in _tensors(written_arguments(func, args, kwargs))}
 
 
-def _overwritten(func: Any, given: list[Any], storages: dict[int, Storage | None]) -> Storage | None:
-    """Returns the storage of which `func` replaces every byte without reading one."""
-    if func.overloadpacket not in _OVERWRITING or not func._schema.name.endswith("_"):
+def _overwritten(func: Any, given: list[Any], storages: dict[int, TrackedStorage | None]) -> TrackedStorage | None:
+    """The storage of which ``func`` replaces every byte without reading one, if it is certain."""
+    if func.overloadpacket not in _OVERWRITING or not is_in_place(func):
         return None
     target, *others = [x for x in given if isinstance(x, torch.Tensor)]
     storage = storages[id(target)]
@@ -162,12 +171,12 @@ def _overwritten(func: Any, given: list[Any], storages: dict[int, Storage | None
     return storage if whole else None
 
 
-def _logged(x: object, storages: dict[int, Storage | None]) -> object:
+def _logged(x: object, storages: dict[int, TrackedStorage | None]) -> object:
     if not isinstance(x, torch.Tensor):
         return x
     storage = storages[id(x)]
     if storage is not None:
-        return View.of(x, storage)
+        return TrackedView.of(x, storage)
     return x if x.device.type == "meta" else Constant.of(x)
 
 
@@ -181,7 +190,7 @@ _SET_DATA: Any = _Tensor.data.__set__  # type: ignore[attr-defined]
 _ON_REAL: set[Any] = {_Tensor.to, _Tensor.cpu, _Tensor.type, _Tensor.tolist, _Tensor.__repr__, _Tensor.get_device}
 _TO_NUMPY: set[Any] = {_Tensor.numpy, _Tensor.__array__}
 _ESCAPES: set[Any] = _TO_NUMPY | {
-    _Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tensor._typed_storage,
+    _Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage,
     _Tensor.share_memory_, _Tensor.__dlpack__, _Tensor.__dlpack_device__,
 }  # fmt: skip
 
@@ -205,7 +214,7 @@ class Facade(TorchFunctionMode):
         if not special or self._in_distributed():
             return func(*args, **kwargs)
         log = self._log
-        with unseen():
+        with below_modes():
             tracked = log.find(args[0]) is not None
             mirror = log.is_mirror(args[0])
             if func == _SET_DATA:
@@ -226,11 +235,11 @@ class Facade(TorchFunctionMode):
     def _on_real(
         self, func: Any, mirror: torch.Tensor, real: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs `func` on `real`, so that ``x.to("cpu")`` returns its very input, as it would without mirrors."""
+        """Run ``func`` on ``real``, so that ``x.to("cpu")`` returns its very input, as it would without mirrors."""
         result = func(real, *rest, **kwargs)
         if result is real:
             return mirror
-        with unseen():
+        with below_modes():
             storage = self._log.find(result) if isinstance(result, torch.Tensor) else None
             return self._log.mirror(result, storage) if storage else result
 

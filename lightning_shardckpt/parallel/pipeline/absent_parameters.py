@@ -1,26 +1,33 @@
 """The parameters that only other stages of a pipeline have, as code between steps meets them.
 
-``parameters()`` has them all on every stage, in the order of the whole module. Those of other stages are unknown: they
-have a shape and say whether they have a gradient; what is done to one alone is done where it is, and who needs its
+``parameters()`` has them all on every stage, in the order of the whole module. Those of other stages are placeholders:
+they have a shape and say whether they have a gradient; what is done to one alone is done where it is, and who needs its
 value is told so. Hooks run on the stage that has the parameter, so they may do nothing but change the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.tensor_subclass import (
+    accumulation_hooks,
+    gradient_hooks,
+    version_of,
+    without_torch_function,
+)
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.outcome import gathered
-from lightning_shardckpt.parallel.sharding.held import HeldGradients
-from lightning_shardckpt.parallel.unknown import Unknown
+from lightning_shardckpt.parallel.pipeline.agree import gathered
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 _BITS = 62  # of an int64 that carries flags
+_OURS = ("lightning_shardckpt.parallel.", "lightning_shardckpt.compat.")  # modules whose hooks may note things down
 
 
 class AbsentParameters:
@@ -34,7 +41,7 @@ class AbsentParameters:
 
     def __init__(
         self,
-        places: Iterable[tuple[str, nn.Parameter | None, Unknown | None]],
+        places: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -53,7 +60,7 @@ class AbsentParameters:
                 absent.has_gradient = any(words[word] >> bit & 1 for words in every)
 
     def check_own(self) -> None:
-        """See what was done to this rank's parameters since the step before.
+        """Check what was done to this rank's parameters since the step before.
 
         Raises:
             TopologyError: for one that was given another stage's memory, of which torch tells nobody. In the backward,
@@ -62,17 +69,15 @@ class AbsentParameters:
         for name, own, _ in self._places:
             if own is None:
                 continue
-            part = own._local_tensor if isinstance(own, DTensor) else own
+            part = local_tensor(own)
             if part.untyped_storage().nbytes() < part.numel() * part.itemsize and part.numel() > 1:
                 raise TopologyError(
                     f"{name} was given the data of a parameter that only another pipeline stage has (by .data = …, or "
                     "torch.nn.utils.vector_to_parameters). Change each parameter by itself, or use "
                     "pipeline_parallel_size=1."
                 )
-            hooks: Any = own
-            if hooks._backward_hooks or hooks._post_accumulate_grad_hooks:
-                _guard(own, hooks._backward_hooks, _GradientHook)
-                _guard(own, hooks._post_accumulate_grad_hooks, _AccumulatedHook)
+            _guard(own, gradient_hooks(own), _GradientHook)
+            _guard(own, accumulation_hooks(own), _AccumulatedHook)
 
 
 class _GradientHook:
@@ -82,9 +87,9 @@ class _GradientHook:
         self._hook, self._shape = hook, tuple(shape)
 
     def __call__(self, gradient: Tensor) -> Any:
-        before = gradient._version
+        before = version_of(gradient)
         found = self._hook(gradient)
-        if found is None and gradient._version == before:
+        if found is None and version_of(gradient) == before:
             raise _watches(self._hook, self._shape)
         return found
 
@@ -101,13 +106,15 @@ class _AccumulatedHook(_GradientHook):
 
 def _marks(parameter: Tensor) -> tuple[int, int, int]:
     gradient = parameter.grad
-    return id(gradient), -1 if gradient is None else gradient._version, parameter._version
+    return id(gradient), -1 if gradient is None else version_of(gradient), version_of(parameter)
 
 
-def _guard(parameter: nn.Parameter, hooks: dict[int, Any] | None, kind: type[_GradientHook]) -> None:
-    for number, hook in (hooks or {}).items():
-        if not isinstance(hook, _GradientHook) and not getattr(hook, "__module__", "").startswith(__package__):
-            hooks[number] = kind(hook, parameter.shape)  # type: ignore[index]  # it is not None
+def _guard(parameter: nn.Parameter, hooks: MutableMapping[int, Any] | None, kind: type[_GradientHook]) -> None:
+    if not hooks:
+        return
+    for number, hook in hooks.items():
+        if not isinstance(hook, _GradientHook) and not getattr(hook, "__module__", "").startswith(_OURS):
+            hooks[number] = kind(hook, parameter.shape)
 
 
 def _watches(hook: Any, shape: tuple[int, ...]) -> TopologyError:
@@ -120,9 +127,9 @@ def _watches(hook: Any, shape: tuple[int, ...]) -> TopologyError:
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
-    if parameter in HeldGradients.of_leaf:
+    if parameter in UnreducedGradients.of_leaf:
         return True
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return parameter.grad is not None
 
 

@@ -1,4 +1,4 @@
-"""Did what the ranks of a group do together work on all of them?
+"""Agreement of a group's ranks on whether what they did together worked on all of them.
 
 A stage that fails must not leave the others waiting, and its error must be the one that everybody sees.
 """
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
 
+from lightning_shardckpt.compat.pipelining import pickled, unpickled
 from lightning_shardckpt.errors import RankError, TopologyError
-from lightning_shardckpt.parallel.transport import PeerFailed
+from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
 T = TypeVar("T")
 _FINE, _FAILED, _PEER_FAILED = 0, 1, 2
@@ -60,13 +60,12 @@ def packed(value: Any, group: dist.ProcessGroup, device: torch.device) -> Packed
         TopologyError: if it cannot be pickled.
     """
     try:
-        found: Packed = _object_to_tensor(value, device, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return pickled(value, group, device)
     except Exception as error:
         raise TopologyError(
             "what a step returns, logs and leaves in attributes is sent to the other pipeline stages, and this cannot "
             f"be pickled: {error}"
         ) from error
-    return found
 
 
 def broadcast_packed(value: Packed | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -75,7 +74,7 @@ def broadcast_packed(value: Packed | None, source: int, group: dist.ProcessGroup
     dist.broadcast(count, source, group=group)
     content = torch.empty(int(count), dtype=torch.uint8, device=device) if value is None else value[0]
     dist.broadcast(content, source, group=group)
-    return _tensor_to_object(content, count, group)  # type: ignore[no-untyped-call]
+    return unpickled(content, count, group)
 
 
 def gathered(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

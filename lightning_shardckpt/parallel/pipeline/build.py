@@ -1,7 +1,8 @@
-"""From a plan of stages to a module that is cut into them, and the pipeline that runs it.
+"""Split a module into stages, and build the pipeline that runs it.
 
-Called in this order: `cut_stages` while the module is whole, `Stages.hollow_out` before FSDP, and `Stages.pipeline`
-when everything else is done, since gates stand in front of all hooks.
+1. `split_into_stages`, while the module is whole.
+2. `StagedModule.drop_other_stages`, before FSDP.
+3. `StagedModule.pipeline`, when everything else is done, since gates stand in front of all hooks.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_shardckpt.compat.module_class import child_slots, has_forward_hooks
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.absent import AbsentParameters
-from lightning_shardckpt.parallel.gates import Gate, Gates, Stub, add_gate
-from lightning_shardckpt.parallel.gradients import GradientSync, sharing_groups
-from lightning_shardckpt.parallel.hollow import hollow, list_weights
-from lightning_shardckpt.parallel.mesh import Meshes
-from lightning_shardckpt.parallel.names import clean_fqn, inside, named_modules
-from lightning_shardckpt.parallel.pipeline import LossOf, Pipeline
-from lightning_shardckpt.parallel.schedule import Schedule, resolve_schedule
-from lightning_shardckpt.parallel.stages import Split, StagePlan, Where, plan_stages
-from lightning_shardckpt.parallel.unknown import Unknown
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
+from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
+from lightning_shardckpt.parallel.pipeline.runner import LossOf, Pipeline
+from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
+from lightning_shardckpt.parallel.pipeline.stages import Split, StagePlan, Where, plan_stages
+from lightning_shardckpt.parallel.pipeline.weightless import register_placeholders, weightless_copy
+from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
+from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, sharing_groups
+from lightning_shardckpt.parallel.sharding.mesh import Meshes
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecipe:
-    """How a module is to be pipelined; the arguments of ``ShardedStrategy`` that start with ``pipeline_``."""
+    """Instructions for pipelining a module; the arguments of ``ShardedStrategy`` that start with ``pipeline_``."""
 
     layers: Sequence[str] | None = None
     split: Split = "even"
@@ -61,35 +64,35 @@ class PipelineRecipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
-    """One module, its stages, and hollow copies of all of its parts, made while it was whole."""
+class StagedModule:
+    """One module, its stages, and weightless copies of all of its parts, made while it was whole."""
 
     plan: StagePlan
     schedule: Schedule
     meshes: Meshes
     recipe: PipelineRecipe
     modules: dict[str, nn.Module]
-    twins: dict[str, nn.Module]
-    weights: dict[int, Unknown]  # by id of the whole module's parameters and buffers
+    copies: dict[str, nn.Module]
+    weights: dict[int, Placeholder]  # by id of the whole module's parameters and buffers
 
     @property
     def _own(self) -> frozenset[int]:
         return frozenset(self.schedule.stages_of(self.meshes.pipeline_rank))
 
-    def hollow_out(self, root: nn.Module) -> None:
-        """Put hollow copies in the place of the modules of ``root`` that this rank's stages don't have."""
-        gone = {
-            self.modules[name]: self.twins[name] for name, stages in self.plan.units().items() if not stages & self._own
-        }
+    def drop_other_stages(self, root: nn.Module) -> None:
+        """Put weightless copies in the place of the modules of ``root`` that this rank's stages don't have."""
+        elsewhere = [name for name, stages in self.plan.units().items() if not stages & self._own]
+        gone = {self.modules[name]: self.copies[name] for name in elsewhere}
         for parent in list(root.modules()):
-            for name, child in parent._modules.items():
+            children = child_slots(parent)
+            for name, child in children.items():
                 if child in gone:
-                    parent._modules[name] = gone[child]
+                    children[name] = gone[child]
 
     def shared_parameters(
         self, parameters: Mapping[str, nn.Parameter], names: Sequence[Sequence[str]]
     ) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """This rank's parameters that other ranks of its pipeline have, too, with the group of those ranks.
+        """Return this rank's parameters that other ranks of its pipeline have, too, with the group of those ranks.
 
         Collective: every rank of the world must call it, with the ``names`` of all parameters of the whole module.
         """
@@ -104,16 +107,16 @@ class Stages:
     def list_absent(
         self, whole: Mapping[str, nn.Parameter], here: Mapping[nn.Parameter, nn.Parameter], device: torch.device
     ) -> AbsentParameters:
-        """Let ``parameters()`` of the root be those of the whole module: in place of other stages', unknown ones.
+        """Let ``parameters()`` of the root be those of the whole module, with placeholders for those of other stages.
 
         Args:
-            whole: the parameters of the module before it was cut, by name.
+            whole: the parameters of the module before it was split, by name.
             here: those of which this rank has something, and what it has now.
         """
         present = {id(self.weights[id(old)]) for old in here if id(old) in self.weights}
         for name, stages in self.plan.units().items():
             if not stages & self._own:
-                list_weights(self.twins[name], present)
+                register_placeholders(self.copies[name], present)
         names: dict[nn.Parameter, str] = {}
         for name, old in whole.items():
             names.setdefault(old, clean_fqn(name))
@@ -129,15 +132,15 @@ class Stages:
         *,
         keep_gathered: bool,
     ) -> Pipeline:
-        """Put gates in front of all modules; returns what runs steps of them."""
+        """Put gates in front of all modules, and return what runs steps of them."""
         gates = Gates(self.plan.layers)
         places: dict[str, int | Where] = {name: index for index, name in enumerate(self.plan.layers)}
         places |= self.plan.others
         for name, stages in self.plan.units().items():
             owned = bool(stages & self._own)
-            module = self.modules[name] if owned else self.twins[name]
-            add_gate(module, Gate(gates, name, places[name], Stub(self.twins[name], name), owned=owned))
-        common = [m for name, m in root.named_modules() if not inside(clean_fqn(name), places)]
+            module = self.modules[name] if owned else self.copies[name]
+            add_gate(module, Gate(gates, name, places[name], Stub(self.copies[name], name), owned=owned))
+        common = [m for name, m in root.named_modules() if not is_inside(clean_fqn(name), places)]
         topology = self.meshes.topology
         return Pipeline(
             root,
@@ -155,7 +158,9 @@ class Stages:
         )
 
 
-def cut_stages(root: nn.Module, meshes: Meshes, recipe: PipelineRecipe, device: torch.device) -> Stages | None:
+def split_into_stages(
+    root: nn.Module, meshes: Meshes, recipe: PipelineRecipe, device: torch.device
+) -> StagedModule | None:
     """Decide on the stages of ``root``, which is still whole; None if there is but one.
 
     Raises:
@@ -169,9 +174,9 @@ def cut_stages(root: nn.Module, meshes: Meshes, recipe: PipelineRecipe, device: 
     modules = named_modules(root)
     parts = {name: modules[name] for name in plan.units()}
     _refuse_what_would_be_wrong(root, plan, parts)
-    weights: dict[int, Unknown] = {}
-    twins = {name: hollow(module, name, device, weights) for name, module in parts.items()}
-    return Stages(plan, schedule, meshes, recipe, parts, twins, weights)
+    weights: dict[int, Placeholder] = {}
+    copies = {name: weightless_copy(module, name, device, weights) for name, module in parts.items()}
+    return StagedModule(plan, schedule, meshes, recipe, parts, copies, weights)
 
 
 def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> None:
@@ -190,7 +195,7 @@ def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping
                 "(config.output_router_logits), which are on different stages of a pipeline. Switch that off."
             )
     for layer in plan.layers:
-        hooked = [name for name, module in parts[layer].named_modules() if module._forward_hooks]
+        hooked = [name for name, module in parts[layer].named_modules() if has_forward_hooks(module)]
         if hooked:
             raise TopologyError(
                 f"{layer}{'.' * bool(hooked[0])}{hooked[0]} has a forward hook. In a pipeline layers run on "

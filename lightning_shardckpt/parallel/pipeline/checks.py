@@ -1,29 +1,38 @@
-"""What would be wrong, silently, when a batch goes through the layers in microbatches?"""
+"""Refuse what a pipelined step would silently get wrong, or hang in.
+
+Layers see microbatches, not batches, and the stages run different parts of a step, several times.
+"""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager
+from types import FrameType
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.module_class import any_global_hook, result_hooks
+from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
+from lightning_shardckpt.compat.pipelining import watched_collectives
+from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.names import clean_fqn, inside, own_parameters
-from lightning_shardckpt.parallel.stages import StagePlan
-from lightning_shardckpt.parallel.step import Step
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.pipeline.stages import StagePlan
+from lightning_shardckpt.parallel.pipeline.step import StepState
+from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
 
 
-def _hooks(module: nn.Module) -> frozenset[int]:
-    return frozenset((*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks))
-
-
-class Soundness:
+class StepChecks:
     """Checks of the steps of one module. All give the same answer on all ranks of a pipeline, or are agreed upon.
 
     Args:
-        root: the module, cut into stages.
+        root: the module, split into stages.
         plan: its stages.
-        rest_runs_once: whether what comes behind the layers sees the whole batch.
+        rest_runs_once: whether what comes after the layers sees the whole batch.
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
@@ -33,44 +42,44 @@ class Soundness:
             (f"{name}.{key}", module, key)
             for name, module in root.named_modules()
             if len(plan.holders(clean_fqn(name))) == 1 and not self._sees_whole(clean_fqn(name))
-            for key in module._buffers
+            for key in buffer_slots(module)
         ]
         units = plan.units()
         self._parts = [
-            (name, module, _hooks(module))
+            (name, module, result_hooks(module))
             for name, module in root.named_modules()
-            if inside(clean_fqn(name), units) and not self._sees_whole(clean_fqn(name))
+            if is_inside(clean_fqn(name), units) and not self._sees_whole(clean_fqn(name))
         ]
         self._norms = [
             (name, module)
             for name, module in root.named_modules()
-            if isinstance(module, _BatchNorm) and not self._sees_whole(clean_fqn(name))
+            if isinstance(module, BatchNorm) and not self._sees_whole(clean_fqn(name))
         ]
 
-    def check_start(self, now: Step, *, whole: bool) -> None:
-        """Before the passes; ``whole``: whether the last stage runs whole steps on microbatches.
+    def check_start(self, state: StepState) -> None:
+        """Check before the passes.
 
         Raises:
             TopologyError: for random numbers that passes would draw differently, and for batch norms.
         """
         self._check_hooks()
-        if len(now.batches) == 1:
+        if len(state.batches) == 1:
             return
-        if now.draws and not whole:
+        if state.draws and not state.whole_steps:
             raise TopologyError(
-                f"{now.job.name} draws random numbers outside of modules before its layers. Microbatches and the rest "
-                "of the step, which sees the whole batch, would draw different ones: draw them in the dataloader or "
-                'inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
+                f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
+                "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
+                'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
             )
-        if now.job.train and any(module.training for _, module in self._norms):
+        if state.step.train and any(module.training for _, module in self._norms):
             raise TopologyError(
                 f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
                 "norm, or pipeline_microbatches=1."
             )
 
     def _check_hooks(self) -> None:
-        hooked = [name for name, module, before in self._parts if _hooks(module) - before]
-        if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch's
+        hooked = [name for name, module, before in self._parts if result_hooks(module) - before]
+        if any_global_hook():
             hooked.append("every module (torch.nn.modules.module.register_module_forward_hook, …)")
         if hooked:
             raise TopologyError(
@@ -80,18 +89,18 @@ class Soundness:
             )
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
-        """Which buffers see microbatches, with marks that change when their values do."""
-        buffers = [(name, module._buffers.get(key)) for name, module, key in self._buffers]
-        return {name: (id(buffer), buffer._version) for name, buffer in buffers if buffer is not None}
+        """Marks of the buffers that see microbatches, by name, which change when the values do."""
+        buffers = [(name, buffer_slots(module).get(key)) for name, module, key in self._buffers]
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers if buffer is not None}
 
-    def check_buffers(self, now: Step, before: dict[str, tuple[int, int]]) -> None:
-        """After the passes.
+    def check_buffers(self, state: StepState, before: dict[str, tuple[int, int]]) -> None:
+        """Check after the passes.
 
         Raises:
             TopologyError: for a buffer of a layer that training changes, such as an average of activations.
         """
         changed = [name for name, mark in self.buffer_marks().items() if before.get(name) != mark]
-        if changed and now.job.train and len(now.batches) > 1:
+        if changed and state.step.train and len(state.batches) > 1:
             raise TopologyError(
                 f"{changed[0]} is a buffer that training changes in a layer or before the layers, where it sees "
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
@@ -100,13 +109,13 @@ class Soundness:
     @torch.no_grad()
     def parameter_marks(self) -> Tensor:
         """A number for each parameter of this rank that changes when its values do."""
-        parts = [p._local_tensor if isinstance(p, DTensor) else p.data for _, p in own_parameters(self._root)]
+        parts = [local_tensor(p).data for _, p in own_parameters(self._root)]
         kinds = [torch.complex128 if part.is_complex() else torch.float64 for part in parts]
         sums = [part.sum(dtype=kind).abs() for part, kind in zip(parts, kinds, strict=True)]
         return torch.stack(sums).nan_to_num() if sums else torch.zeros(0)
 
-    def check_parameters(self, now: Step, before: Tensor) -> None:
-        """After the passes.
+    def check_parameters(self, state: StepState, before: Tensor) -> None:
+        """Check after the passes.
 
         Raises:
             TopologyError: for a parameter that the step itself changes.
@@ -115,10 +124,44 @@ class Soundness:
         changed = [name for (name, _), differs in zip(own_parameters(self._root), differ, strict=True) if differs]
         if changed:
             raise TopologyError(
-                f"{now.job.name} changes {changed[0]}. In a pipeline, parts of a step run once for each microbatch, "
+                f"{state.step.name} changes {changed[0]}. In a pipeline, parts of a step run once for each microbatch, "
                 "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
                 "on_train_batch_start."
             )
 
     def _sees_whole(self, name: str) -> bool:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)
+
+
+def refuse_reentrant_checkpoint(layer: str) -> None:
+    """Check the call of a layer that computes.
+
+    Raises:
+        TopologyError: if it comes from a reentrant ``torch.utils.checkpoint``, which runs it without gradients.
+    """
+    if torch.is_grad_enabled():
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise TopologyError(
+                f"layer {layer} is called in torch.utils.checkpoint with use_reentrant=True, which hides from "
+                "the pipeline what gradients depend on. Use use_reentrant=False, or "
+                "ShardedStrategy(activation_checkpointing=True)."
+            )
+        frame = frame.f_back
+
+
+def without_world_collectives() -> AbstractContextManager[None]:
+    """Inside, a collective over all processes is an error in this thread; others, such as FSDP's, are not touched."""
+    return watched_collectives(_refuse_world)
+
+
+def _refuse_world(name: str, group: dist.ProcessGroup | None) -> None:
+    if group is None or group is dist.group.WORLD:
+        raise TopologyError(
+            f"torch.distributed.{name} over all processes was called inside a pipelined step. The stages run "
+            "different parts of the step, so not all of them would come here. Use self.all_gather, which covers "
+            "the data-parallel ranks of one stage, log with sync_dist=True, or communicate in a hook outside of "
+            "the step."
+        )

@@ -1,4 +1,4 @@
-"""How is a batch cut into microbatches, and how do results of microbatches become those of the batch?"""
+"""Split batches into microbatches, and join what microbatches gave to what the batch would have given."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.unknown import Entry, Unknown
+from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 _PLAIN = (str, bytes, int, float, bool, complex)
 _WHOLE = (*_PLAIN, type(None), torch.dtype, torch.device)
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples: the first dim of the tensors of ``batch``; 1 if there is none to cut.
+    """The number of samples: the first dim of the tensors of ``batch``; 1 if there is none to split.
 
     Raises:
         TopologyError: if the tensors disagree.
@@ -36,11 +37,11 @@ def samples_in(batch: Any) -> int:
 def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
     """``count`` microbatches of consecutive samples, sizes as equal as can be, and their sizes.
 
-    Tensors are cut along their first dim (0-dim ones, and ones of a single row in a larger batch, go to all), and so
-    are lists of strings or numbers with one entry per sample.
+    Tensors are split along their first dim (0-dim ones, and ones of a single row in a larger batch, go to all), and
+    so are lists of strings or numbers with one entry per sample.
 
     Raises:
-        TopologyError: for something that cannot be cut.
+        TopologyError: for something that cannot be split.
     """
     if count == 1:
         return [batch], [1]
@@ -51,7 +52,7 @@ def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
 
 
 def copied(value: Any) -> Any:
-    """The same batch in memory of its own, as far as its containers are known: steps may change what they get."""
+    """A copy of a batch, as far as its containers are known: steps may change what they get."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
@@ -71,8 +72,8 @@ def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
     if isinstance(value, _WHOLE):
         return value
     if isinstance(value, Mapping):
-        cut = {k: _slice(v, start, stop, samples, f"{where}[{k!r}]") for k, v in value.items()}
-        return cut if type(value) is dict else _like_mapping(value, cut)
+        sliced = {k: _slice(v, start, stop, samples, f"{where}[{k!r}]") for k, v in value.items()}
+        return sliced if type(value) is dict else _like_mapping(value, sliced)
     if isinstance(value, list | tuple):
         plain = all(v is None or isinstance(v, _PLAIN) for v in value) and not hasattr(value, "_fields")
         if len(value) == samples and value and plain:
@@ -91,10 +92,10 @@ def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
     )
 
 
-def _like_mapping(original: Any, cut: dict[Any, Any]) -> Any:
+def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the class of ``original``, such as the BatchEncoding of Hugging Face."""
     try:
-        return type(original)(cut)
+        return type(original)(items)
     except TypeError as error:
         raise TopologyError(
             f"cannot cut this batch into microbatches: {type(original).__name__} cannot be made from a dict ({error}). "
@@ -117,7 +118,7 @@ def _tensors(tree: Any, where: str) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedTensor:
     """One tensor of the whole batch, made from those of microbatches, without history.
 
     Attributes:
@@ -130,24 +131,24 @@ class Joined:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a part has a history."""
+        """True if a part has a history."""
         return any(part.requires_grad for part in self.parts)
 
     def split(self, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """Each microbatch's part of the whole's gradient; None where nothing depended on it."""
+        """Return each microbatch's part of the whole's gradient; None where nothing depended on it."""
         if grad is None or self.dim is None:
             return [grad] * len(self.parts)
         return torch.split(grad, [part.shape[self.dim] for part in self.parts], self.dim)
 
 
-def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> Joined:
+def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> JoinedTensor:
     """Join what microbatches gave to what the whole batch would have given, of the known ``shape``.
 
     Raises:
         TopologyError: if no dim adds up to that shape.
     """
     if len(parts) == 1:
-        return Joined(tuple(parts), parts[0].detach(), None)
+        return JoinedTensor(tuple(parts), parts[0].detach(), None)
     dim = _joined_dim([tuple(part.shape) for part in parts], tuple(shape))
     if dim is None:
         raise TopologyError(
@@ -155,7 +156,7 @@ def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> Joined:
             f"{tuple(shape)}. The samples must keep a dim of their own through the layers, and other dims must not "
             'depend on values; use pipeline_loss="microbatch" or pipeline_microbatches=1.'
         )
-    return Joined(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
+    return JoinedTensor(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
 
 
 def _joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
@@ -167,7 +168,7 @@ def _joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int
 
 
 class Results:
-    """What the last layer took and returned for the whole batch, joined from microbatches.
+    """Arguments and results of the last layer for the whole batch, joined from microbatches.
 
     Args:
         outputs: for each microbatch, the tensors that came from before the last layer, then those that it returned.
@@ -176,10 +177,10 @@ class Results:
 
     def __init__(self, outputs: Sequence[Sequence[Tensor]], layer: str) -> None:
         self._outputs, self._layer = outputs, layer
-        self._joined: list[tuple[Joined, Entry | None] | None] = []
+        self._joined: list[tuple[JoinedTensor, GraphEntry | None] | None] = []
 
-    def give(self, unknown: list[Unknown], out: Any) -> Any:
-        """Give the layer's unknown inputs their values; returns its results, given the hollow layer's."""
+    def give(self, unknown: list[Placeholder], out: Any) -> Any:
+        """Give the layer's unknown inputs their values; returns its results, given those of its weightless copy."""
         leaves, spec = tree_flatten(out)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         count = len(unknown) + len(places)
@@ -189,23 +190,23 @@ class Results:
                 f"the last layer {self._layer} takes and returns {counts} tensors on microbatches, {count} on the "
                 "whole batch: its results depend on values"
             )
-        hollow = [leaves[n] for n in places]
-        shapes = [tuple(like.shape) for like in hollow]
+        stubs = [leaves[n] for n in places]
+        shapes = [tuple(like.shape) for like in stubs]
         for number, one in enumerate(unknown):
             self._joined.append(self._enter_input(number, one))
-        for place, returned, shape in zip(places, hollow, shapes, strict=True):
+        for place, returned, shape in zip(places, stubs, shapes, strict=True):
             number = len(self._joined)
             like: Any = returned
             if any(returned is one for one in unknown):
                 leaves[place] = like = self._returned_input(number, returned, shape)
-            if isinstance(like, Unknown):
+            if isinstance(like, Placeholder):
                 joined = join([o[number] for o in self._outputs], shape, f"a result of the last layer {self._layer}")
                 self._joined.append((joined, like.become(joined.whole, requires_grad=joined.requires_grad)))
             else:  # it passes through the layer as it came
                 self._joined.append(None)
         return tree_unflatten(leaves, spec)
 
-    def _enter_input(self, number: int, like: Unknown) -> tuple[Joined, Entry | None] | None:
+    def _enter_input(self, number: int, like: Placeholder) -> tuple[JoinedTensor, GraphEntry | None] | None:
         try:
             joined = join([outputs[number] for outputs in self._outputs], like.shape, "")
         except TopologyError:
@@ -213,14 +214,14 @@ class Results:
         return joined, like.become(joined.whole, requires_grad=joined.requires_grad)
 
     def _returned_input(self, number: int, like: Any, shape: tuple[int, ...]) -> Any:
-        """What stands for a result that the hollow layer took for its input: that, if it is so on microbatches."""
+        """Return what stands for a result that the weightless copy took for its input: the input, if that is sure."""
         if all(any(o[number] is o[k] for k in range(number)) for o in self._outputs):
             return like
         meta = torch.empty(shape, dtype=like.dtype, device="meta")
-        return Unknown.of(meta, f"a result of {self._layer}", like.device)
+        return Placeholder.of(meta, f"a result of {self._layer}", like.device)
 
     def gradients(self) -> list[list[Tensor | None]]:
-        """After a backward: for each microbatch, the gradients of its tensors."""
+        """Return, after a backward, the gradients of each microbatch's tensors."""
         nothing: list[Tensor | None] = [None] * len(self._outputs)
         parts = [nothing if k is None or k[1] is None else k[0].split(k[1].grad) for k in self._joined]
         return [list(one) for one in zip(*parts, strict=True)]

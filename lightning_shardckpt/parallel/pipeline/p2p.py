@@ -1,4 +1,4 @@
-"""How do activations and gradients travel between pipeline stages?
+"""Messages between pipeline stages: activations forward, gradients backward.
 
 Every message has a header of fixed size, so shapes may change from one microbatch to the next, and a stage that failed
 can say so in place of what is waited for. Sends never block; receives do.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.schedule import Schedule
+from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 
 _HEADER = 256  # int64 numbers
 _TAGS = 64  # a message has at most so many parts
@@ -35,7 +35,7 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What crosses the boundary behind a stage for one microbatch.
+    """The values that cross the boundary after a stage for one microbatch.
 
     Attributes:
         tensors: by position, with a flag: forward, whether it takes a gradient.

@@ -1,14 +1,17 @@
-"""One step of a LightningModule, run by all stages of a pipeline: what happens when.
+"""Run a step of a user over all stages of a pipeline.
 
-Every stage runs the user's own step (see ``gates.py``). With the loss of the *batch*, microbatches pass through the
-layers, then the last stage runs the rest of the step once, on the whole batch: exact for any loss. With the loss of
-each *microbatch*, the last stage runs the whole step per microbatch, and backward passes may begin at once.
+Every stage runs the user's own step; gates in front of its modules let it compute only what it has.
+
+- With the loss of the *batch*, microbatches pass through the layers, then the last stage runs the rest of the step
+  once, on the whole batch: exact for any loss.
+- With the loss of each *microbatch*, the last stage runs the whole step per microbatch, and backward passes may begin
+  at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,24 +19,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.absent import AbsentParameters
-from lightning_shardckpt.parallel.backward import backward_input, backward_weight
-from lightning_shardckpt.parallel.effects import results_unknown
-from lightning_shardckpt.parallel.gates import Gates, Pass
-from lightning_shardckpt.parallel.gradients import GradientSync
-from lightning_shardckpt.parallel.mesh import Meshes
-from lightning_shardckpt.parallel.microbatch import Results, copied, samples_in, split_batch
-from lightning_shardckpt.parallel.names import named_modules
-from lightning_shardckpt.parallel.outcome import Packed, agree, broadcast_packed, gathered, packed
-from lightning_shardckpt.parallel.replicas import fingerprint
-from lightning_shardckpt.parallel.rng import draw_seed, rng_mark, seeded_rng
-from lightning_shardckpt.parallel.schedule import Op, Schedule
-from lightning_shardckpt.parallel.sharding.step_cache import step_cache
-from lightning_shardckpt.parallel.sharding.units import KeptGathers
-from lightning_shardckpt.parallel.soundness import Soundness
-from lightning_shardckpt.parallel.stages import StagePlan
-from lightning_shardckpt.parallel.step import Job, Step, Stored
-from lightning_shardckpt.parallel.transport import Message, PeerFailed, Transport
+from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
+from lightning_shardckpt.parallel.pipeline.agree import Packed, agree, broadcast_packed, gathered, packed
+from lightning_shardckpt.parallel.pipeline.checks import StepChecks
+from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
+from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
+from lightning_shardckpt.parallel.pipeline.schedule import Schedule
+from lightning_shardckpt.parallel.pipeline.side_effects import results_unknown
+from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
+from lightning_shardckpt.parallel.pipeline.stages import StagePlan
+from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
+from lightning_shardckpt.parallel.sharding.consistency import fingerprint
+from lightning_shardckpt.parallel.sharding.fqn import named_modules
+from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
+from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
+from lightning_shardckpt.parallel.sharding.mesh import Meshes
+from lightning_shardckpt.parallel.sharding.random_streams import draw_seed, rng_checksum, seeded_rng
 
 LossOf = Literal["batch", "microbatch"]
 
@@ -47,8 +48,8 @@ class Pipeline:
         absent: the parameters of other stages.
         keep_gathered: whether to gather parameters once for all passes. Only then may a schedule put off gradients of
             weights.
-        microbatches: into how many a batch is cut, if it has so many samples.
-        loss_of: see the module's docstring.
+        microbatches: into how many a batch is split, if it has so many samples.
+        loss_of: what the loss is computed of, as the module's docstring says.
         common: the modules that every stage has.
     """
 
@@ -77,58 +78,59 @@ class Pipeline:
         self._group, self._device = meshes.pipeline_group, device
         self._data_group = meshes.data_parallel_group if meshes.topology.data_parallel > 1 else None
         self._rank = meshes.pipeline_rank
-        self._transport = Transport(schedule, self._group, self._rank, device)
+        self._stages = StageRunner(gates, plan, schedule, self._group, self._rank, device, split_backward=keep_gathered)
         self._last = schedule.stages - 1
         here = named_modules(root)
         self._layers = {name: here[name] for name in plan.layers}
-        self._soundness = Soundness(root, plan, rest_runs_once=loss_of == "batch")
-        self._now: Step | None = None
+        self._checks = StepChecks(root, plan, rest_runs_once=loss_of == "batch")
+        self._state: StepState | None = None
 
     @property
     def has_last_stage(self) -> bool:
+        """True if this rank runs the last stage, whose results are those of the step."""
         return self._schedule.rank_of(self._last) == self._rank
 
     @property
     def backward_early(self) -> bool:
-        """Whether `forward` already runs the backward passes."""
+        """True if `forward` already runs the backward passes."""
         return self._schedule.interleaves_backward
 
-    def forward(self, job: Job, scale: Tensor | None = None) -> Any:
-        """Run ``job`` on its batch; returns what the last stage reports, on every rank.
+    def forward(self, step: UserStep, scale: Tensor | None = None) -> Any:
+        """Run ``step`` on its batch, and return on every rank what the last stage reports.
 
         Collective: every rank of the world must call it, with the same batch on all ranks of a pipeline.
 
         Args:
-            job: the step.
+            step: a training, validation, test or predict step.
             scale: the gradient of the loss, where the schedule runs backward passes at once.
 
         Raises:
             Exception: the first failure of any stage, on every rank of the pipeline.
         """
-        self._now, self._kept = None, KeptGathers()
+        self._state, self._kept = None, KeptGathers()
         self.absent.check_own()
-        parameters = self._soundness.parameter_marks()
-        now = self._prepare(job, scale)
-        operations = self._schedule.operations(self._rank, len(now.batches))
-        if not (job.train and self.backward_early):
+        parameters = self._checks.parameter_marks()
+        state = self._prepare(step, scale)
+        operations = self._schedule.operations(self._rank, len(state.batches))
+        if not (step.train and self.backward_early):
             operations = [op for op in operations if op.kind == "forward"]
 
-        before = self._soundness.buffer_marks()
+        before = self._checks.buffer_marks()
 
         def work() -> Packed | None:
-            self._run(now, operations)
-            self._soundness.check_buffers(now, before)
-            self._soundness.check_parameters(now, parameters)
+            self._stages.run(state, operations)
+            self._checks.check_buffers(state, before)
+            self._checks.check_parameters(state, parameters)
             if not self.has_last_stage:
                 return None
-            if not self._whole(job):
-                self._finish(now)
-            return packed(job.report(now.outputs), self._group, self._device)
+            if not state.whole_steps:
+                self._finish(state)
+            return packed(step.report(state.outputs), self._group, self._device)
 
-        with self._passes():
-            report = agree(f"running {job.name}", work, self._group, self._device)
-        self._transport.flush()
-        self._now = now if job.train and not self.backward_early else None
+        with self._gathering():
+            report = agree(f"running {step.name}", work, self._group, self._device)
+        self._stages.flush()
+        self._state = state if step.train and not self.backward_early else None
         source = dist.get_global_rank(self._group, self._schedule.rank_of(self._last))
         return broadcast_packed(report, source, self._group, self._device)
 
@@ -137,25 +139,26 @@ class Pipeline:
 
         Collective: every rank of the world must call it.
         """
-        now, self._now = self._now, None
-        if now is None:
+        state, self._state = self._state, None
+        if state is None:
             raise TopologyError("there is no pipelined training step to go back through: one backward for each step")
-        operations = self._schedule.operations(self._rank, len(now.batches))
+        operations = self._schedule.operations(self._rank, len(state.batches))
 
-        now.scale = scale
-        finish = self._finish_backward if self.has_last_stage and not self._whole(now.job) else None
+        state.scale = scale
+        finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
         def work() -> None:
-            self._run(now, [op for op in operations if op.kind != "forward"], first=finish)
+            self._stages.run(state, [op for op in operations if op.kind != "forward"], first=finish)
 
         self._gradients.begin_passes()
-        with self._passes():
-            agree(f"the backward of {now.job.name}", work, self._group, self._device)
-        self._transport.flush()
+        with self._gathering():
+            agree(f"the backward of {state.step.name}", work, self._group, self._device)
+        self._stages.flush()
         self._finish_gradients()
 
     def add(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """In place of `backward`, where `forward` ran the backward passes already and made these gradients.
+        """Add gradients that `forward` made where it ran the backward passes already; it is called in place of
+        `backward`.
 
         Collective: every rank of the world must call it.
         """
@@ -170,28 +173,24 @@ class Pipeline:
 
     def reset(self) -> None:
         """Forget a step that did not finish."""
-        self._now = self._gates.running = None
+        self._state = self._gates.running = None
         self._kept = KeptGathers()
 
     @contextmanager
-    def _passes(self) -> Iterator[None]:
-        """Around passes that make up a step: what they need of parameters, and what becomes of their gradients."""
-        with self._gradients.hold(), self._kept.used() if self._keeps else nullcontext():
+    def _gathering(self) -> Iterator[None]:
+        """Surround passes that make up a step: what they need of parameters, and what becomes of their gradients."""
+        with self._gradients.no_sync(), self._kept.used() if self._keeps else nullcontext():
             yield
 
-    # --- before the first pass ---
+    # --- before the first stage run ---
 
-    def _whole(self, job: Job) -> bool:
-        """Whether the last stage runs whole steps on microbatches."""
-        return self._loss_of == "microbatch" and job.train
-
-    def _prepare(self, job: Job, scale: Tensor | None) -> Step:
+    def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
         def measure() -> tuple[int, int, int]:
             most = self._microbatches
-            wanted = min(most, samples_in(job.batch)) if most > 1 else 1
-            return wanted, fingerprint(job.batch), draw_seed()
+            wanted = min(most, samples_in(step.batch)) if most > 1 else 1
+            return wanted, fingerprint(step.batch), draw_seed()
 
-        found = agree(f"preparing {job.name}", measure, self._group, self._device)
+        found = agree(f"preparing {step.name}", measure, self._group, self._device)
         every = gathered(found, self._group, self._device)
         count, _, seed = every[0]
         if any(one[:2] != every[0][:2] for one in every):
@@ -202,157 +201,52 @@ class Pipeline:
             count = int(fewest)
         if count == 0:
             raise TopologyError(
-                f"the ranks of a pipeline got different batches for {job.name}. Those of "
+                f"the ranks of a pipeline got different batches for {step.name}. Those of "
                 f"{dist.get_process_group_ranks(self._group)} have these microbatches and checksums: "
                 f"{[one[:2] for one in every]}. Every rank of a pipeline must load the same samples: use "
                 "strategy.distributed_sampler_kwargs (Lightning does for samplers that it adds), and seed random "
                 "augmentations by the data-parallel rank."
             )
 
-        def look() -> Step:
-            batches, sizes = split_batch(job.batch, count)
-            now = Step(job, batches, [size / sum(sizes) for size in sizes], seed, scale)
-            self._probe(now)
-            self._soundness.check_start(now, whole=self._whole(job))
-            return now
+        def look() -> StepState:
+            batches, sizes = split_batch(step.batch, count)
+            shares = [size / sum(sizes) for size in sizes]
+            whole_steps = self._loss_of == "microbatch" and step.train
+            state = StepState(step, batches, shares, seed, scale, whole_steps)
+            self._probe(state)
+            self._checks.check_start(state)
+            return state
 
-        return agree(f"looking at {job.name}", look, self._group, self._device)
+        return agree(f"looking at {step.name}", look, self._group, self._device)
 
-    def _probe(self, now: Step) -> None:
-        """Find what crosses the boundary behind each of this rank's stages: arguments that a later stage cannot know.
+    def _probe(self, state: StepState) -> None:
+        """Find what crosses the boundary after each of this rank's stages: arguments that a later stage cannot know.
 
         In each step, since steps may change what they do; also whether the step draws random numbers on its way there.
         """
         for stage in self._schedule.stages_of(self._rank):
-            this = Pass("probe", 0, self._plan.ranges[stage][1])
-            with torch.no_grad(), seeded_rng(now.seed):
-                before = rng_mark()
-                self._pass(this, lambda: now.job.step(copied(now.batches[0]), None))
-                now.draws = now.draws or rng_mark() != before or now.job.drew
-            now.carries[stage] = this.carry
-
-    # --- passes ---
-
-    def _pass(self, this: Pass, step: Callable[[], Any]) -> None:
-        with step_cache():
-            self._gates.run(this, step)
-
-    def _run(self, now: Step, operations: Sequence[Op], *, first: Callable[[Step], None] | None = None) -> None:
-        """Run ``first``, then the operations in order.
-
-        After a failure, neighbours get a word of it in place of what they wait for.
-        """
-        failure: Exception | None = None
-        try:
-            if first is not None:
-                first(now)
-        except Exception as error:
-            failure = error
-        for op in operations:
-            if failure is not None:
-                self._discard(op)
-                continue
-            try:
-                if op.kind == "forward":
-                    self._forward_one(now, op)
-                elif op.kind == "backward_weight":
-                    self._finish_weights(now, [(op.stage, op.microbatch)])
-                else:
-                    self._backward_one(now, op)
-            except Exception as error:
-                failure = error
-                self._send(op, None)
-        if failure is not None:
-            self._transport.flush()
-            raise failure
-        self._finish_weights(now, list(now.rests))
-
-    def _discard(self, op: Op) -> None:
-        with suppress(PeerFailed):
-            if op.kind == "forward" and op.stage > 0:
-                self._transport.receive("forward", op.stage - 1, op.microbatch)
-            elif op.kind in ("backward", "backward_input") and op.stage < self._last:
-                self._transport.receive("backward", op.stage, op.microbatch)
-        self._send(op, None)
-
-    def _send(self, op: Op, message: Message | None) -> None:
-        if op.kind == "forward" and op.stage < self._last:
-            self._transport.send("forward", op.stage, op.microbatch, message)
-        elif op.kind in ("backward", "backward_input") and op.stage > 0:
-            self._transport.send("backward", op.stage - 1, op.microbatch, message)
-
-    def _forward_one(self, now: Step, op: Op) -> None:
-        stage, microbatch = op.stage, op.microbatch
-        start, stop = self._plan.ranges[stage]
-        received = self._transport.receive("forward", stage - 1, microbatch) if stage > 0 else Message({})
-        incoming = received.tensors
-        whole = stage == self._last and self._whole(now.job)
-        carry = now.carries[stage]
-        this = Pass("run", start, stop, whole=whole, carry=carry, incoming=incoming, random=received.facts)
-        share = now.shares[microbatch]
-        with seeded_rng(now.seed + microbatch):
-            self._pass(this, lambda: now.job.step(copied(now.batches[microbatch]), share if whole else None))
-        outputs = this.outputs
-        if whole:
-            loss = now.job.loss(this.returned)
-            if loss is None:
-                raise TopologyError(
-                    f'{now.job.name} returned no loss for a microbatch; use pipeline_loss="batch" to skip a batch'
-                )
-            now.outputs.append((this.returned, share))
-            outputs = [loss]
-        if now.job.train or stage == self._last:
-            entered = dict(zip(sorted(incoming), this.entered, strict=True))
-            now.stored[stage, microbatch] = Stored(entered, outputs)
-        tensors = zip(carry, outputs, strict=False)
-        facts = (this.random_left,) if now.draws else ()
-        self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, facts))
-
-    def _backward_one(self, now: Step, op: Op) -> None:
-        stage, microbatch = op.stage, op.microbatch
-        stored = now.stored.pop((stage, microbatch))
-        gradients: list[Tensor | None]
-        if stage < self._last:
-            received = self._transport.receive("backward", stage, microbatch).tensors
-            gradients = [received[p][0] if p in received else None for p in now.carries[stage]]
-        elif self._whole(now.job):
-            assert now.scale is not None
-            gradients = [now.scale.double() * now.shares[microbatch]]
-        else:
-            gradients = now.gradients[microbatch]
-        pairs = [(o, g) for o, g in zip(stored.outputs, gradients, strict=True) if o.requires_grad and g is not None]
-        if pairs:  # else the loss does not depend on this part
-            outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
-            tokens = [entry.token for entry in stored.entered.values() if entry is not None]
-            if op.kind == "backward_input" and self._keeps and tokens:
-                now.rests[stage, microbatch] = backward_input(outputs, grads, tokens)
-            else:
-                torch.autograd.backward(outputs, grads)
-        entered = {p: entry.grad for p, entry in stored.entered.items() if entry is not None}
-        tensors = {p: (grad, False) for p, grad in entered.items() if grad is not None}
-        self._send(op, Message(tensors))
-
-    def _finish_weights(self, now: Step, places: Sequence[tuple[int, int]]) -> None:
-        for place in places:
-            rest = now.rests.pop(place, None)  # nothing, if all of the backward ran at once
-            if rest is not None:
-                backward_weight(rest)
+            run = StageRun("probe", 0, self._plan.ranges[stage][1])
+            with torch.no_grad(), seeded_rng(state.seed):
+                before = rng_checksum()
+                self._stages.run_stage(run, lambda: state.step.run(copied(state.batches[0]), None))
+                state.draws = state.draws or rng_checksum() != before or state.step.drew
+            state.carries[stage] = run.carry
 
     # --- the rest of the step, on the whole batch ---
 
-    def _finish(self, now: Step) -> None:
+    def _finish(self, state: StepState) -> None:
         """Run the step once on the whole batch, with the joined results of the layers in their place."""
-        count = len(now.batches)
-        outputs = [now.stored[self._last, microbatch].outputs for microbatch in range(count)]
-        now.results = Results(outputs, self._plan.layers[-1])
-        this = Pass("finish", 0, len(self._plan.layers), results=now.results.give)
+        count = len(state.batches)
+        outputs = [state.stored[self._last, microbatch].outputs for microbatch in range(count)]
+        state.results = Results(outputs, self._plan.layers[-1])
+        run = StageRun("finish", 0, len(self._plan.layers), results=state.results.give)
         hidden = self._layers if count > 1 else {}
-        with seeded_rng(now.seed + (count if count > 1 else 0)), results_unknown(hidden, self._device):
-            self._pass(this, lambda: now.job.step(copied(now.job.batch), 1.0))
-        now.outputs.append((this.returned, 1.0))
-        now.loss = now.job.loss(this.returned) if now.job.train else None
+        with seeded_rng(state.seed + (count if count > 1 else 0)), results_unknown(hidden, self._device):
+            self._stages.run_stage(run, lambda: state.step.run(copied(state.step.batch), 1.0))
+        state.outputs.append((run.returned, 1.0))
+        state.loss = state.step.loss(run.returned) if state.step.train else None
 
-    def _finish_backward(self, now: Step) -> None:
-        assert now.loss is not None and now.results is not None and now.scale is not None
-        torch.autograd.backward([now.loss], [now.scale.to(now.loss.dtype)])
-        now.gradients = now.results.gradients()
+    def _finish_backward(self, state: StepState) -> None:
+        assert state.loss is not None and state.results is not None and state.scale is not None
+        torch.autograd.backward([state.loss], [state.scale.to(state.loss.dtype)])
+        state.gradients = state.results.gradients()

@@ -1,4 +1,4 @@
-"""Which pipeline stage runs which microbatch, and in what order?
+"""Orders in which pipeline stages run microbatches.
 
 Pure values: no tensors, no communication. One rank's list holds each operation of its own stages exactly once. A rank
 that runs its list in order, and waits for what an operation needs, never deadlocks:
@@ -57,7 +57,7 @@ class Schedule:
 
     @property
     def interleaves_backward(self) -> bool:
-        """Whether a backward may come before a rank's last forward, so that each microbatch needs its own loss."""
+        """True if a backward may come before a rank's last forward, so that each microbatch needs its own loss."""
         return _RULES[self.name].order is not _forwards_then_backwards
 
     def rank_of(self, stage: int) -> int:
@@ -71,7 +71,7 @@ class Schedule:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def operations(self, rank: int, microbatches: int) -> list[Op]:
-        """What ``rank`` runs in one step, in order, for any number of microbatches; those of one stage ascend."""
+        """Return ``rank``'s operations of one step, in order, for any number of microbatches; a stage's ascend."""
         return list(_RULES[self.name].order(self, rank, microbatches))
 
 
@@ -135,7 +135,7 @@ def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:
 
 
 def _result(op: Op) -> tuple[str, int, int]:
-    """What others wait for; a whole backward and its first part give the same."""
+    """Return the result for which other operations wait; a whole backward and its first part give the same."""
     return "backward" if op.kind == "backward_input" else op.kind, op.stage, op.microbatch
 
 
@@ -166,16 +166,16 @@ def _interleaved_zero_bubble(schedule: Schedule, rank: int, microbatches: int) -
     the first ranks have caught up. Every rank holds at most (v - 1) n + ``ranks`` microbatches of one stage, as rank 0.
     """
     ops = _in_turn(schedule, rank, microbatches, warmup=schedule.ranks - 1 - rank)
-    behind: deque[Op] = deque()
+    postponed: deque[Op] = deque()
     for op in ops:
         if op.kind != "backward":
             yield op
             continue
         yield Op("backward_input", op.stage, op.microbatch)
-        behind.append(Op("backward_weight", op.stage, op.microbatch))
-        if len(behind) > rank:
-            yield behind.popleft()
-    yield from behind
+        postponed.append(Op("backward_weight", op.stage, op.microbatch))
+        if len(postponed) > rank:
+            yield postponed.popleft()
+    yield from postponed
 
 
 def _in_turn(schedule: Schedule, rank: int, microbatches: int, *, warmup: int) -> Iterator[Op]:
@@ -250,19 +250,19 @@ def _in_phases(phases: Iterable[tuple[int, str]], stages: list[int], microbatche
     whole backward. ``W`` is the oldest backward_weight that is left; what remains of these comes last.
     """
     next_forward, next_backward = [0, 0], [0, 0]
-    behind: deque[Op] = deque()
+    postponed: deque[Op] = deque()
     ops: list[Op] = []
     for word in (word for repeats, words in phases for _ in range(repeats) for word in words.split()):
         if word == "W":
-            ops.append(behind.popleft())
+            ops.append(postponed.popleft())
             continue
         kind, local = _LETTERS[word[0]], int(word[1])
         counter = next_forward if kind == "forward" else next_backward
         ops.append(Op(kind, stages[local], counter[local]))
         if kind == "backward_input":
-            behind.append(Op("backward_weight", stages[local], counter[local]))
+            postponed.append(Op("backward_weight", stages[local], counter[local]))
         counter[local] += 1
-    yield from (op for op in (*ops, *behind) if op.microbatch < microbatches)
+    yield from (op for op in (*ops, *postponed) if op.microbatch < microbatches)
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -270,7 +270,7 @@ def _in_phases(phases: Iterable[tuple[int, str]], stages: list[int], microbatche
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How a named schedule orders operations, and for how many stages per rank it is defined."""
+    """A named schedule's order of operations, and for how many stages per rank it is defined."""
 
     order: Callable[[Schedule, int, int], Iterator[Op]]
     fewest: int = 1

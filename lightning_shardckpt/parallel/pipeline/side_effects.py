@@ -1,7 +1,7 @@
-"""What does a step leave behind in the module, besides gradients, and how do all stages come to remember the same?
+"""Note what a step changes in modules besides gradients, undo it, and repeat it on other stages.
 
-Counters, lists of outputs, metrics and buffers: a step changes attributes of modules that every stage holds. Passes
-that only make up a part of a step must leave no trace; what the whole step changed on the last stage must be changed on
+Counters, lists of outputs, metrics and buffers: a step changes attributes of modules that every stage holds. Runs
+of a part of the step must leave no trace; what the whole step changed on the last stage must be changed on
 all. Covered are numbers, strings, tensors, random generators and lists, dicts, sets and tuples of them, and buffers.
 """
 
@@ -16,10 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from lightning_shardckpt.compat.module_slots import buffer_slots
+from lightning_shardckpt.compat.pytree import tree_map
+from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.unknown import Unknown, first_unknown
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_unknown
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -39,7 +41,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedValue:
     """A value as it was: the object, what was inside it, and of a tensor its version and a copy.
 
     Tensors inside containers are not copied, since there may be many: a change of one is noticed, but not undone.
@@ -50,9 +52,9 @@ class _Kept:
     copy: Tensor | None = None
 
     @classmethod
-    def of(cls, value: Any, *, copied: bool = True) -> _Kept:
+    def of(cls, value: Any, *, copied: bool = True) -> _SavedValue:
         if isinstance(value, Tensor):
-            return cls(value, value._version, value.detach().clone() if copied else None)
+            return cls(value, version_of(value), value.detach().clone() if copied else None)
         if isinstance(value, _GENERATORS):
             return cls(value, _generator_state(value))
         if isinstance(value, list | tuple):
@@ -62,11 +64,11 @@ class _Kept:
         return cls(value, set(value) if isinstance(value, set) else None)
 
     def same(self, value: Any) -> bool:
-        """Whether ``value`` is this object, and unchanged."""
-        if value is not self.value or isinstance(value, Unknown):
+        """Return whether ``value`` is this object, and unchanged."""
+        if value is not self.value or isinstance(value, Placeholder):
             return False
         if isinstance(value, Tensor):
-            return bool(value._version == self.inside)
+            return bool(version_of(value) == self.inside)
         if isinstance(value, _GENERATORS):
             state = _generator_state(value)
             if isinstance(state, Tensor):
@@ -79,7 +81,7 @@ class _Kept:
         return not isinstance(value, set) or value == self.inside
 
     def begins(self, value: Any) -> bool:
-        """Whether a list begins with what was in it."""
+        """Return whether a list begins with what was in it."""
         kept = self.inside
         return len(value) >= len(kept) and all(k.same(v) for k, v in zip(kept, value, strict=False))
 
@@ -88,9 +90,9 @@ class _Kept:
         value = self.value
         if isinstance(value, _GENERATORS):
             _set_generator_state(value, self.inside)
-        elif isinstance(value, Unknown) and self.copy is not None:  # something unknown was written into it
+        elif isinstance(value, Placeholder) and self.copy is not None:  # something unknown was written into it
             value.become(self.copy.clone(), requires_grad=False)
-        elif isinstance(value, Tensor) and value._version != self.inside:
+        elif isinstance(value, Tensor) and version_of(value) != self.inside:
             if self.copy is None:
                 raise TopologyError(
                     f"{name}, or a tensor inside of it, is changed in place before the layers of a pipelined step. "
@@ -115,7 +117,7 @@ class _Kept:
 
 
 class Memory:
-    """What some modules remember now, to compare with and to return to. No communication.
+    """The present memory of some modules, to compare with and to return to. No communication.
 
     Args:
         modules: the same ones, in the same order, on every stage.
@@ -123,14 +125,16 @@ class Memory:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._before = [{key: _Kept.of(value, copied=_is_small(value)) for key, value in _state(m)} for m in modules]
+        self._before = [
+            {key: _SavedValue.of(value, copied=_is_small(value)) for key, value in _state(m)} for m in modules
+        ]
 
         # not covered, unless they give way to something that is
         self._objects = [{k: v for k, v in vars(m).items() if k not in _INTERNAL and not _is_plain(v)} for m in modules]
 
     @property
     def drew(self) -> bool:
-        """Whether somebody drew from a generator since."""
+        """True if somebody drew from a generator since."""
         return any(
             isinstance(kept.value, _GENERATORS) and not kept.same(kept.value)
             for before in self._before
@@ -151,7 +155,7 @@ class Memory:
                 _place(module, key)[key[0]] = before[key].restored(key[0])
 
     def changes(self) -> list[Change]:
-        """What is different now. Its tensors are copies without history, in host memory."""
+        """Return what is different now. Its tensors are copies without history, in host memory."""
         found = []
         extended: set[int] = set()  # a list with two names grows once
         for number, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
@@ -176,7 +180,7 @@ class Memory:
         for change in changes:
             place = _place(self._modules[change.module], (change.name, change.buffer))
             old: Any = place.get(change.name)
-            value = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, change.value)
+            value = moved_to(change.value, device)
             if change.kind == "delete":
                 del place[change.name]
             elif change.kind == "extend":
@@ -200,7 +204,7 @@ def results_unknown(layers: Mapping[str, nn.Module], device: torch.device) -> It
         if isinstance(value, Tensor) and value.grad_fn is not None
     }
     for (part, name, fqn), value in left.items():
-        vars(part)[name] = Unknown.like(value, f"{fqn} of the whole batch", device)
+        vars(part)[name] = Placeholder.like(value, f"{fqn} of the whole batch", device)
     try:
         yield
     finally:
@@ -209,11 +213,11 @@ def results_unknown(layers: Mapping[str, nn.Module], device: torch.device) -> It
 
 
 def _state(module: nn.Module) -> Iterator[tuple[tuple[str, bool], Any]]:
-    """What is covered of a module: (name, whether it is a buffer) → value."""
+    """Yield what is covered of a module: (name, whether it is a buffer) → value."""
     for name, value in vars(module).items():
         if name not in _INTERNAL and _is_plain(value):
             yield (name, False), value
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffer_slots(module).items():
         yield (name, True), buffer
 
 
@@ -231,7 +235,7 @@ def _alike(old: Any, new: Any) -> bool:
 
 
 def _place(module: nn.Module, key: tuple[str, bool]) -> dict[str, Any]:
-    return module._buffers if key[1] else vars(module)
+    return buffer_slots(module) if key[1] else vars(module)
 
 
 def _is_plain(value: Any) -> bool:
@@ -263,6 +267,11 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def moved_to(value: Any, device: torch.device) -> Any:
+    """A nested structure with its tensors on ``device``."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _portable(value: Any) -> Any:

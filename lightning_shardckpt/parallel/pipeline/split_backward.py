@@ -1,9 +1,9 @@
-"""How does a backward run in two parts: what the stage before waits for, and the parameters' gradients later?
+"""Run a backward in two parts: first what the stage before waits for, the gradients of parameters later.
 
 Both parts walk the autograd graph itself, so no parameter can be forgotten. The graph falls in two: nodes from which an
 input is reached, and the rest, which leads to leaves only. The first part runs the former and notes the gradient that
 each of its nodes with an edge into the rest received. The second runs just these nodes again, for those edges only, and
-then the rest. An edge stays for the second part if nothing else enters the rest where it does; leaves behind other
+then the rest. An edge stays for the second part if nothing else enters the rest where it does; leaves after other
 edges (a bias used twice) get their whole gradient in the first part, which is as right and only less to put off. So do
 leaves that a Python autograd function uses together with an input: its backward cannot run in part.
 
@@ -11,7 +11,7 @@ What it costs: autograd keeps a microbatch's activations until the second part, 
 checkpointing both parts recompute, each once. With the reentrant kind torch raises in the first part.
 
 Sharded parameters are gathered once for all passes, as copies that are leaves of autograd; their gradients are reduced
-when all second parts are done (``sharding.units.KeptGathers``).
+when all second parts are done.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
+
+from lightning_shardckpt.compat.autograd import accumulated_leaf
 
 Received = tuple[Tensor | None, ...]
 
@@ -40,8 +42,8 @@ class _Again:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """What is left of a backward after its first part; keeps the activations alive."""
+class DeferredBackward:
+    """The rest of a backward after its first part; keeps the activations alive."""
 
     again: tuple[_Again, ...]
     roots: tuple[tuple[GradientEdge, Tensor], ...]
@@ -49,8 +51,8 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """Which edges and leaves wait for the second part; other leaves are ``early``."""
+class _BackwardSplit:
+    """The edges and leaves that wait for the second part; other leaves are ``early``."""
 
     edges: dict[Node, tuple[GradientEdge, ...]]
     roots: frozenset[Node]
@@ -58,7 +60,9 @@ class _Plan:
     early: tuple[Tensor, ...]
 
 
-def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> Rest:
+def backward_input(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> DeferredBackward:
     """Accumulate the gradients of ``inputs`` into their ``grad`` and return what remains for ``backward_weight``.
 
     Args:
@@ -82,14 +86,14 @@ def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], input
     finally:
         for hook in hooks:
             hook.remove()
-    return Rest(
+    return DeferredBackward(
         again=tuple(_Again(node, received[node], edges) for node, edges in plan.edges.items() if node in received),
         roots=tuple((edge, gradient) for edge, gradient in given if edge.node in plan.roots),
         leaves=plan.leaves,
     )
 
 
-def backward_weight(rest: Rest) -> None:
+def backward_weight(rest: DeferredBackward) -> None:
     """Accumulate the gradients that remain into the leaves' ``grad``; call it once, as it frees the graph."""
     roots = list(rest.roots)
     with GraphExecGroup():  # checkpointed regions are recomputed once for all the calls below
@@ -124,7 +128,7 @@ def _note(received: dict[Node, Received], node: Node) -> Callable[[Received], No
 # ── the graph ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _plan(starts: Sequence[Node], sinks: Sequence[Node]) -> _Plan:
+def _plan(starts: Sequence[Node], sinks: Sequence[Node]) -> _BackwardSplit:
     """Divide the graph below ``starts`` into what leads to ``sinks`` and the rest, in an order that all ranks share."""
     parents: defaultdict[Node, set[Node]] = defaultdict(set)
     nodes = _reach(starts, _children)
@@ -141,7 +145,7 @@ def _plan(starts: Sequence[Node], sinks: Sequence[Node]) -> _Plan:
     late = _leaves(node for node in nodes if node not in leading and node not in early)
     lasting = _reach(late, lambda node: parents[node])
     edges = {node: tuple(edge for edge in found if edge.node in lasting) for node, found in entries.items()}
-    return _Plan(
+    return _BackwardSplit(
         edges={node: found for node, found in edges.items() if found},
         roots=frozenset(node for node in starts if node in lasting and node not in leading),
         leaves=tuple(late.values()),
@@ -150,7 +154,7 @@ def _plan(starts: Sequence[Node], sinks: Sequence[Node]) -> _Plan:
 
 
 def _not_to_put_off(entries: dict[Node, list[GradientEdge]], parents: dict[Node, set[Node]]) -> list[Node]:
-    """Where the rest is entered from several nodes, or from a Python function, which would run as a whole again."""
+    """Return nodes where the rest is entered from several nodes, or from a Python function, which would run again."""
     return [
         edge.node
         for node, edges in entries.items()
@@ -181,4 +185,5 @@ def _reach(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]])
 
 def _leaves(nodes: Iterable[Node]) -> dict[Node, Tensor]:
     """The leaves among ``nodes``: each node that accumulates a gradient, with the tensor it is for."""
-    return {node: cast(Any, node).variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"}
+    leaves = ((node, accumulated_leaf(node)) for node in nodes)
+    return {node: leaf for node, leaf in leaves if leaf is not None}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.unknown import Unknown
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
 
@@ -32,17 +32,17 @@ def user_code(is_run: bool = True) -> Iterator[None]:
 
 
 class GroupParameters(list[Tensor]):
-    """This stage's parameters of a param group; in user code also what stands for the others, in their places."""
+    """Parameters of this stage in a param group; in user code also what stands for the others, in their places."""
 
     def __init__(self, whole: Sequence[Tensor]) -> None:
-        super().__init__(tensor for tensor in whole if not isinstance(tensor, Unknown))
+        super().__init__(tensor for tensor in whole if not isinstance(tensor, Placeholder))
         self._whole = list(whole)
 
     def _shown(self) -> Sequence[Tensor]:
         if not _IN_USER_CODE.get():
             return list(super().__iter__())
         own = set(map(id, super().__iter__()))  # somebody may have added to it, or taken from it
-        shown = [tensor for tensor in self._whole if isinstance(tensor, Unknown) or id(tensor) in own]
+        shown = [tensor for tensor in self._whole if isinstance(tensor, Placeholder) or id(tensor) in own]
         there = set(map(id, shown))
         return [*shown, *(tensor for tensor in super().__iter__() if id(tensor) not in there)]
 
@@ -75,7 +75,7 @@ class StageState(defaultdict[Tensor, Any]):
         super().__init__(dict, state)
 
     def __missing__(self, parameter: Tensor) -> Any:
-        if isinstance(parameter, Unknown):
+        if isinstance(parameter, Placeholder):
             raise self._refused(f"that of {parameter.origin}")
         return super().__missing__(parameter)
 
@@ -122,7 +122,7 @@ def show_all_stages(optimizer: Optimizer) -> None:
         given = group["params"]
         some = [given] if isinstance(given, Tensor) else list(given)
         with user_code(False):
-            add(optimizer, {**group, "params": [tensor for tensor in some if not isinstance(tensor, Unknown)]})
+            add(optimizer, {**group, "params": [tensor for tensor in some if not isinstance(tensor, Placeholder)]})
         optimizer.param_groups[-1]["params"] = GroupParameters(some)
 
     for group in optimizer.param_groups:

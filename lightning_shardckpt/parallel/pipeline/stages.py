@@ -1,6 +1,6 @@
-"""Which part of a module does each pipeline stage own?
+"""Decide which part of a module each pipeline stage owns.
 
-The *layers* (the trunk) are cut into consecutive ranges, one per stage. Every other module with parameters goes whole
+The *layers* (the trunk) are split into consecutive ranges, one per stage. Every other module with parameters goes whole
 to the first stage or to the last, by its place before or after the layers in order of registration. Modules without
 parameters stay everywhere, as do parameters that belong to no such module: all stages hold those.
 """
@@ -13,10 +13,11 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_shardckpt.compat.module_slots import NormWithStatistics
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.names import clean_fqn, matching_modules, named_modules, nearest
+from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
+from lightning_shardckpt.parallel.sharding.fqn import named_modules, nearest
 
 Where = Literal["first", "last", "every"]
 Split = Literal["even", "cost"] | Sequence[str]
@@ -24,7 +25,7 @@ Split = Literal["even", "cost"] | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Who owns what; names are clean FQNs.
+    """The assignment of modules with parameters to stages; names are clean FQNs.
 
     Attributes:
         layers: the trunk, in the order in which a step calls it.
@@ -66,7 +67,7 @@ def plan_stages(
     split: Split = "even",
     modules: Mapping[str, Where] | None = None,
 ) -> StagePlan:
-    """Decide for the whole of ``root``, before anything is cut.
+    """Decide for the whole of ``root``, before anything is split.
 
     Args:
         root: the LightningModule.
@@ -120,7 +121,7 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
     modules = named_modules(root)
     chosen: list[str] = []
     for pattern in patterns:
-        matching = matching_modules(modules, pattern)
+        matching = matching_fqns(modules, pattern)
         found = [name for name in matching if name not in chosen]
         if not found:
             what = "only layers that are named already" if matching else f"no module of {type(root).__name__}"
@@ -136,7 +137,7 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, Where]) -> dict[str, Where]:
-    """Every module outside the trunk that has parameters, outermost first, by where it is registered."""
+    """Place every module outside the trunk that has parameters, outermost first, by where it is registered."""
     ancestors = {""}
     for layer in layers:
         parts = layer.split(".")
@@ -171,7 +172,7 @@ def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, W
 def _asked(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: nn.Module) -> dict[str, Where]:
     asked: dict[str, Where] = {}
     for pattern, where in wanted.items():
-        names = matching_modules(dict(modules), pattern)
+        names = matching_fqns(dict(modules), pattern)
         if where not in get_args(Where):
             raise TopologyError(f"pipeline_modules: {pattern!r} must be one of {get_args(Where)}, found {where!r}")
         if not names:
@@ -195,7 +196,7 @@ def _by_place(name: str, position: int, trunk: Sequence[int]) -> Where:
 
 def _has_state(module: nn.Module) -> bool:
     """Parameters, or statistics that training changes."""
-    statistics = any(isinstance(m, _NormBase) and m.running_mean is not None for m in module.modules())
+    statistics = any(isinstance(m, NormWithStatistics) and m.running_mean is not None for m in module.modules())
     return statistics or any(True for _ in module.parameters())
 
 

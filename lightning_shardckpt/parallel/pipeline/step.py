@@ -1,4 +1,4 @@
-"""What is known of one pipelined step while it runs."""
+"""State of one pipelined step while it runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_shardckpt.parallel.backward import Rest
-from lightning_shardckpt.parallel.microbatch import Results
-from lightning_shardckpt.parallel.unknown import Entry
+from lightning_shardckpt.parallel.pipeline.microbatch import Results
+from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
+from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 
 
-class Job(Protocol):
+class UserStep(Protocol):
     """A step of the user's to run; what the pipeline needs to know about it."""
 
     name: str
@@ -20,36 +20,40 @@ class Job(Protocol):
     train: bool
 
     drew: bool
-    """Whether a run that doesn't count drew from a generator of the module's."""
+    """Whether a run that does not count drew from a generator of the module's."""
 
-    def step(self, batch: Any, share: float | None) -> Any:
+    def run(self, batch: Any, share: float | None) -> Any:
         """Run it on a part of the batch. ``share``: of the samples; None if what it logs doesn't count."""
 
     def loss(self, output: Any) -> Tensor | None:
         """The loss in what the step returned."""
 
     def report(self, outputs: list[tuple[Any, float]]) -> Any:
-        """On the last stage: what all stages must know of its outputs, each with its share of the samples."""
+        """Return what all stages must know of the last one's outputs, each with its share of the samples.
+
+        Runs on the last stage.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """What a forward of one stage on one microbatch leaves for its backward."""
+class StashedForward:
+    """The values that a forward of one stage on one microbatch leaves for its backward."""
 
-    entered: dict[int, Entry | None]
+    entered: dict[int, GraphEntry | None]
     outputs: list[Tensor]
 
 
 @dataclass(slots=True)
-class Step:
-    """What is known of the step that runs now.
+class StepState:
+    """State of the step that runs now.
 
     Attributes:
         shares: of the samples, per microbatch.
         seed: of what the step draws outside of modules, the same on all stages.
         scale: the gradient of the loss.
+        whole_steps: whether the last stage runs the whole step on each microbatch.
         draws: whether it draws random numbers before its layers.
-        carries: for each stage of this rank, the positions of the arguments that cross the boundary behind it.
+        carries: for each stage of this rank, the positions of the arguments that cross the boundary after it.
         stored: by stage and microbatch.
         rests: backward passes whose gradients of weights are put off.
         outputs: what whole runs of the step returned, with their shares.
@@ -57,15 +61,16 @@ class Step:
         gradients: of these, per microbatch.
     """
 
-    job: Job
+    step: UserStep
     batches: list[Any]
     shares: list[float]
     seed: int
     scale: Tensor | None
+    whole_steps: bool
     draws: bool = False
     carries: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    stored: dict[tuple[int, int], Stored] = field(default_factory=dict)
-    rests: dict[tuple[int, int], Rest] = field(default_factory=dict)
+    stored: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
+    rests: dict[tuple[int, int], DeferredBackward] = field(default_factory=dict)
     outputs: list[tuple[Any, float]] = field(default_factory=list)
     loss: Tensor | None = None
     results: Results | None = None

@@ -1,7 +1,7 @@
 """Modules of other pipeline stages: copies with classes, attributes and shapes, but without values and state.
 
 Every stage runs the user's own step, which calls all modules; between steps, code goes over all parameters. What the
-copies compute, and what stands for their parameters, is `unknown`.
+copies compute is a `Placeholder`, as is what stands for their parameters.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_shardckpt.compat.module_class import WithoutState, clear_hooks, mix_in, unregister_tensors
+from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.unknown import Unknown
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
-def hollow(module: nn.Module, fqn: str, device: torch.device, known: dict[int, Unknown]) -> nn.Module:
+def weightless_copy(module: nn.Module, fqn: str, device: torch.device, known: dict[int, Placeholder]) -> nn.Module:
     """A copy of ``module`` without values: same classes and attributes, no parameters, no buffers, no hooks.
 
     Weights are there as unknown attributes, so that its parts can be called, indexed and asked for their shapes;
-    `list_weights` makes them parameters of the copy.
+    `register_placeholders` makes them parameters of the copy.
 
     Args:
         known: what stands for parameters and buffers already, by ``id``; those of this module are added. A parameter
@@ -33,60 +35,33 @@ def hollow(module: nn.Module, fqn: str, device: torch.device, known: dict[int, U
     memo: dict[int, Any] = {}
     for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
         for name, tensor in named:
-            memo[id(tensor)] = known.setdefault(id(tensor), Unknown.like(tensor, name, device))
+            memo[id(tensor)] = known.setdefault(id(tensor), Placeholder.like(tensor, name, device))
     try:
-        twin = copy.deepcopy(module, memo)
+        found = copy.deepcopy(module, memo)
     except Exception as error:
         raise TopologyError(
             f"{fqn} ({type(module).__name__}) is on another pipeline stage for some ranks, and cannot be copied "
             f"without its weights: {type(error).__name__}: {error}"
         ) from error
-    for part in twin.modules():
+    for part in found.modules():
         _strip(part)
-    return twin
+    return found
 
 
-def list_weights(twin: nn.Module, here: Container[int]) -> None:
-    """Make the weights of a hollow copy its parameters, so that code which goes over all parameters meets them.
+def register_placeholders(weightless: nn.Module, here: Container[int]) -> None:
+    """Make the weights of a weightless copy its parameters, so that code which goes over all parameters meets them.
 
     Args:
         here: by ``id``, those that this rank has under another name; the code meets that one.
     """
-    for part in twin.modules():
+    for part in weightless.modules():
         for name, weight in list(vars(part).items()):
-            if isinstance(weight, Unknown) and isinstance(weight, nn.Parameter) and id(weight) not in here:
+            if isinstance(weight, Placeholder) and isinstance(weight, nn.Parameter) and id(weight) not in here:
                 del part.__dict__[name]
-                part._parameters[name] = weight
-
-
-class _Hollow(nn.Module):
-    """Mixed into the class of a hollow module: it has no state."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        pass
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """The stage that has the module loads what is given."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        return self
-
-    def get_extra_state(self) -> Any:
-        return nn.Module.get_extra_state(self)
-
-    def set_extra_state(self, state: Any) -> None:
-        return nn.Module.set_extra_state(self, state)
+                parameter_slots(part)[name] = weight
 
 
 def _strip(module: nn.Module) -> None:
-    for registered in (module._parameters, module._buffers):
-        for name, value in list(registered.items()):
-            if value is not None:
-                del registered[name]
-                module.__dict__[name] = value
-    module._non_persistent_buffers_set.clear()
-    for name, hooks in vars(module).items():
-        if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
-            hooks.clear()
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (_Hollow, kind), {"__module__": kind.__module__})
+    unregister_tensors(module)
+    clear_hooks(module)
+    mix_in(module, WithoutState)  # the stage that has the module saves it, and loads what is given

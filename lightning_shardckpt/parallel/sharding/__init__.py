@@ -1,7 +1,4 @@
-"""Parameters that are sharded over ranks, and act as whole ones to the code that uses them.
+"""Modules over a device mesh: which are sharded and how, and the gradients, random streams and clipping of that.
 
-In come modules with plain parameters, or DTensors of a tensor-parallel plan. Nothing here knows checkpoints, pipelines
-or Lightning.
+In come modules and plans. Nothing here knows pipelines or checkpoints.
 """
-
-from lightning_shardckpt.parallel.sharding import operations as operations

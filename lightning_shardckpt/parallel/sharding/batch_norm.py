@@ -1,7 +1,7 @@
-"""Which buffers does training change, and whose copy counts?
+"""Keep the running statistics of norms equal on all data-parallel ranks.
 
-Batch norm collects statistics of the batches that its rank saw. As under DDP, the first data-parallel rank's count;
-they are sent round after the backward, so that every rank, and every checkpoint, has the same.
+Batch norm collects statistics of the batches that its rank saw. As under DDP, those of the first data-parallel rank
+count; they are broadcast after the backward, so that every rank, and every checkpoint, has the same.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from lightning_shardckpt.compat.module_slots import BatchNorm, NormWithStatistics
 from lightning_shardckpt.errors import TopologyError
 
 
 def running_statistics(root: nn.Module) -> list[Tensor]:
     """The running means and variances of the norms of ``root`` that are in training mode."""
-    norms = [module for module in root.modules() if isinstance(module, _NormBase) and module.training]
+    norms = [module for module in root.modules() if isinstance(module, NormWithStatistics) and module.training]
     return [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
 
 
@@ -40,7 +40,7 @@ def synchronize_batch_norms(root: nn.Module, group: dist.ProcessGroup, device: t
     Raises:
         TopologyError: on CPUs, if there are batch norms.
     """
-    norms = [name for name, module in root.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [name for name, module in root.named_modules() if isinstance(module, BatchNorm)]
     if not norms:
         return
     if device.type == "cpu":

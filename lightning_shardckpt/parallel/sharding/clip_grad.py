@@ -1,4 +1,4 @@
-"""Gradient clipping over parameters that are cut in different ways.
+"""Clip gradients over parameters that are sharded in different ways.
 
 ``torch.nn.utils.clip_grad_norm_`` refuses a mix of plain tensors and DTensors, and DTensors of different meshes
 (torch 2.13). Here every rank sums over its own memory, counts an element that k ranks hold as 1/k, and one
@@ -15,17 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.gradient_kernels import norms as foreach_norms
+
 RanksOf = Callable[[Tensor], int]
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` on this rank."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def copies(tensor: Tensor, ranks: int) -> float:
-    """How many of ``ranks`` processes hold each element of ``tensor``."""
+def replica_count(tensor: Tensor, ranks: int) -> float:
+    """Return how many of ``ranks`` processes hold each element of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return float(ranks)
     parts = math.prod(
@@ -39,28 +37,26 @@ def copies(tensor: Tensor, ranks: int) -> float:
 def grad_norm(
     parameters: Iterable[Tensor], *, device: torch.device, ranks_of: RanksOf | None = None, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of all gradients together, equal on every rank, a 0-dim tensor on ``device``.
+    """Return the norm of all gradients together, equal on every rank, a 0-dim tensor on ``device``.
 
     ``ranks_of`` a parameter says how many ranks hold it or a part of it; by default all of the world.
     Collective: every rank of the world must call it. Gradients must be reduced and in their parameter's layout.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     held = [(p.grad, ranks_of(p) if ranks_of else ranks) for p in parameters if p.grad is not None]
-    counts = [count for g, count in held if local(g).numel()]
-    kept = [g for g, _ in held if local(g).numel()]
+    counts = [count for g, count in held if local_tensor(g).numel()]
+    kept = [g for g, _ in held if local_tensor(g).numel()]
     wide = torch.float64 if any(g.dtype == torch.float64 for g in kept) else torch.float32
     total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     if kept:
         norms = torch.stack(
-            [torch.as_tensor(n, device=device) for n in _norms([local(g) for g in kept], norm_type, wide)]
+            [torch.as_tensor(n, device=device) for n in _norms([local_tensor(g) for g in kept], norm_type, wide)]
         ).to(total.dtype)
         if math.isinf(norm_type):
             total = norms.max()
         else:
-            weights = torch.tensor(
-                [1 / copies(g, count) for g, count in zip(kept, counts, strict=True)], dtype=total.dtype, device=device
-            )
-            total = (norms.pow(norm_type) * weights).sum()
+            weights = [1 / replica_count(g, count) for g, count in zip(kept, counts, strict=True)]
+            total = (norms.pow(norm_type) * torch.tensor(weights, dtype=total.dtype, device=device)).sum()
     if ranks > 1:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return total if math.isinf(norm_type) else total.pow(1 / norm_type)
@@ -99,10 +95,10 @@ def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
 
 
 def _local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [local(p.grad) for p in parameters if p.grad is not None]
+    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
 def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     if len({(g.device, g.dtype) for g in grads}) == 1 and grads[0].is_cuda:
-        return list(torch._foreach_norm(grads, norm_type, dtype=dtype))
+        return foreach_norms(grads, norm_type, dtype)
     return [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads]

@@ -1,4 +1,4 @@
-"""Do the ranks of a tensor-parallel group, which compute one thing together, start from the same?
+"""Check that the ranks of a tensor-parallel group, which compute one thing together, start from the same.
 
 Different batches, or a replicated parameter whose gradient covers only a part of the heads, make a training silently
 wrong. Both show at once and cost little to look for: the first batch of an epoch, the first backward of a run.
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.clip import local
-from lightning_shardckpt.parallel.names import own_parameters
+from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0.02  # relative; replicas that compute the same thing agree to the precision of bfloat16
@@ -77,7 +77,8 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.dev
     Raises:
         TopologyError: on every rank, if those of any group differ by more than rounding.
     """
-    kept = [(name, local(p.grad)) for name, p in own_parameters(root) if p.grad is not None and not _cut(p, group)]
+    trained = [(name, p, p.grad) for name, p in own_parameters(root) if p.grad is not None]
+    kept = [(name, local_tensor(gradient)) for name, p, gradient in trained if not _is_sharded(p, group)]
     sums = [torch.stack([g.double().sum(), g.double().abs().sum()]).to(device) for _, g in kept]
     wrong: list[str] = []
     if sums:
@@ -121,8 +122,8 @@ def _any_rank(wrong: bool, device: torch.device) -> bool:
     return bool(votes)
 
 
-def _cut(parameter: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether ``parameter`` is sharded over the ranks of ``group``."""
+def _is_sharded(parameter: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether ``parameter`` is sharded over the ranks of ``group``."""
     if not isinstance(parameter, DTensor):
         return False
     ranks = dist.get_process_group_ranks(group)

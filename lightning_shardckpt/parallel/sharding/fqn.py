@@ -1,7 +1,4 @@
-"""What is a parameter called, which names share one parameter, and which modules does a pattern mean?
-
-A clean FQN has no trace of wrappers (torch.compile, checkpoint wrappers, DDP-like ones). Adapters of PEFT stay in it.
-"""
+"""The modules and parameters of a module tree by FQN, and those that a pattern of the user's means."""
 
 from __future__ import annotations
 
@@ -9,49 +6,36 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
+from itertools import chain
 
 from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.unknown import Unknown
-
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
-_PEFT_MODEL = re.compile(r"(^|\.)base_model\.model(?=\.|$)")
-_PEFT_LAYERS = re.compile(r"(^|\.)(token_adapter|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
-
-
-def clean_fqn(name: str) -> str:
-    """``name`` without the components that wrappers add.
-
-    >>> clean_fqn("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'net.layers.0.weight'
-    """
-    return _WRAPPERS.sub("", name).removeprefix(".")
-
-
-def base_fqn(name: str) -> str:
-    """``name`` as the module was called before PEFT wrapped the model and some of its modules.
-
-    >>> base_fqn("net.base_model.model.layers.0.q_proj.base_layer"), base_fqn("net.head.modules_to_save.default")
-    ('net.layers.0.q_proj', 'net.head')
-    """
-    return _PEFT_LAYERS.sub("", _PEFT_MODEL.sub("", name, count=1)).removeprefix(".")
+from lightning_shardckpt.format.clean_fqn import (
+    base_fqn,
+    clean_fqn,
+    fqn_regex,
+    matching_fqns,
+    names_peft_layers,
+    shared_names,
+)
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
 def named_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Every module of ``root`` except itself, by clean FQN; a wrapper gives way to what it wraps."""
+    """Return every module of ``root`` except itself, by clean FQN; a wrapper gives way to what it wraps."""
     return {clean: module for name, module in root.named_modules() if (clean := clean_fqn(name))}
 
 
-def inside(name: str, units: Container[str]) -> bool:
-    """Whether the module is one of the units or a part of one."""
+def is_inside(name: str, units: Container[str]) -> bool:
+    """Return whether the module is one of the units or a part of one."""
     parts = name.split(".")
     return any(".".join(parts[:n]) in units for n in range(1, len(parts) + 1))
 
 
 def own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that this rank has, by name as registered; those of other pipeline stages are left out."""
-    return ((name, parameter) for name, parameter in root.named_parameters() if not isinstance(parameter, Unknown))
+    return ((name, parameter) for name, parameter in root.named_parameters() if not isinstance(parameter, Placeholder))
 
 
 def parameter_names(root: nn.Module) -> list[list[str]]:
@@ -64,17 +48,8 @@ def parameter_names(root: nn.Module) -> list[list[str]]:
 
 def tied_state(root: nn.Module) -> list[tuple[str, ...]]:
     """The clean FQNs of each parameter or buffer that has several."""
-    found: dict[int, list[str]] = defaultdict(list)
-    for named in (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            found[id(tensor)].append(clean_fqn(name))
-    return [tuple(names) for names in found.values() if len(names) > 1]
-
-
-def matching_modules(modules: dict[str, nn.Module], pattern: str) -> list[str]:
-    """The FQNs that ``pattern`` matches: ``*`` is any part of one component, ``**`` any number of components."""
-    regex = re.compile(_translate(pattern))
-    return [name for name in modules if regex.fullmatch(name)]
+    parameters, buffers = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
+    return shared_names(chain(parameters, buffers))
 
 
 def matching_base_modules(modules: Iterable[str], pattern: str) -> list[str]:
@@ -82,9 +57,9 @@ def matching_base_modules(modules: Iterable[str], pattern: str) -> list[str]:
 
     So a plan that was written for a model fits the model with adapters.
     """
-    if _PEFT_LAYERS.search(pattern):
+    if names_peft_layers(pattern):
         return []
-    regex = re.compile(_translate(base_fqn(pattern)))
+    regex = fqn_regex(base_fqn(pattern))
     return [name for name in modules if regex.fullmatch(base_fqn(name))]
 
 
@@ -105,7 +80,7 @@ def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[
     chosen: set[str] = set()
     lost = []
     for pattern in patterns:
-        found = matching_modules(modules, pattern)
+        found = matching_fqns(modules, pattern)
         found += [name for name, module in modules.items() if type(module).__name__ == pattern]
         chosen.update(found)
         if not found:
@@ -117,8 +92,3 @@ def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[
             + "\nGive module names such as 'net.layers.*' or class names such as 'LlamaDecoderLayer'."
         )
     return [name for name in modules if name in chosen]
-
-
-def _translate(pattern: str) -> str:
-    pieces = {"**": ".*", "*": "[^.]*"}
-    return "".join(pieces.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern))

@@ -1,4 +1,4 @@
-"""Which modules are gathered and freed together, and what FSDP2 needs where somebody has applied it himself."""
+"""Choose the modules whose parameters are gathered and freed together; handle modules that the user gave to FSDP2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_shardckpt.parallel.names import named_modules, select_modules
+from lightning_shardckpt.parallel.sharding.fqn import named_modules, select_modules
 
 
 def trunk_layers(root: nn.Module) -> list[str]:
@@ -29,7 +29,7 @@ def choose_units(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     return [name for name, module in named_modules(root).items() if name in names and _has_parameters(module)]
 
 
-def other_units(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool) -> dict[str, nn.Module]:
+def units_around(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool) -> dict[str, nn.Module]:
     """The outermost modules without a unit inside, and those around units that have parameters of their own; by FQN.
 
     Args:
@@ -54,12 +54,12 @@ def other_units(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool)
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Whether it is called, and has parameters besides those of the modules inside it."""
-    return _has_forward(module) and any(p is not None for p in module._parameters.values())
+    """Return whether the module is called, and has parameters besides those of the modules inside it."""
+    return _has_forward(module) and any(True for _ in module.parameters(recurse=False))
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """Every module of ``root`` that ``fully_shard`` was applied to."""
+    """Return every module of ``root`` that ``fully_shard`` was applied to."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 

@@ -1,4 +1,4 @@
-"""How does a GradScaler see gradients that are cut, and when does it skip a step?
+"""Let a GradScaler work on sharded gradients, and skip a step on all ranks together.
 
 ``torch.amp.GradScaler`` hands all gradients to one kernel, which takes no mix of plain tensors and DTensors (torch
 2.13), and each rank would skip a step for its own infinities only.
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.parallel.clip import local
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.gradient_kernels import replace_unscale, unscale
 
 
 def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> None:
@@ -22,7 +23,7 @@ def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> No
     Its ``unscale_`` becomes collective: every rank of the world must call it. Not run on CUDA.
     """
 
-    def unscale(
+    def unscale_everywhere(
         optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found = found_inf.to(device, copy=True)
@@ -30,13 +31,13 @@ def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> No
             if dtype == torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
             here = torch.zeros((), device=place)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inv_scale.to(place))
+            unscale(grads, inv_scale.to(place), here)
             found.copy_(torch.maximum(found, here.to(device)))
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return {device: found}
 
-    scaler._unscale_grads_ = unscale  # type: ignore[method-assign]  # torch has no public seam for it
+    replace_unscale(scaler, unscale_everywhere)
 
 
 def _local_grads(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
@@ -44,6 +45,6 @@ def _local_grads(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype],
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                grad = local(parameter.grad)
+                grad = local_tensor(parameter.grad)
                 found[grad.device, grad.dtype].append(grad)
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.parallel.clip import local
-from lightning_shardckpt.parallel.fsdp import fsdp_modules
-from lightning_shardckpt.parallel.mesh import Meshes
-from lightning_shardckpt.parallel.replicas import check_gradients
-from lightning_shardckpt.parallel.sharding.held import HeldGradients
-from lightning_shardckpt.parallel.sharding.plain_gradients import PlainGradients
-from lightning_shardckpt.parallel.sharding.sharded_tensor import ShardedTensor
-from lightning_shardckpt.parallel.sharding.units import KeptGathers
+from lightning_shardckpt.parallel.sharding.consistency import check_gradients
+from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
+from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
+from lightning_shardckpt.parallel.sharding.mesh import Meshes
+from lightning_shardckpt.parallel.sharding.replicated_gradients import ReplicatedGradients, all_reduce_gradients
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
 
@@ -33,7 +32,7 @@ class GradientSync:
 
     Args:
         root: the module, sharded.
-        held: where the gradients of its sharded parameters accumulate.
+        unreduced: where the gradients of its sharded parameters accumulate.
         partial: names of plain parameters whose gradients are partial sums over the tensor axis.
         shared: parameters that several pipeline stages hold, with the group of their ranks, in the same order on all.
     """
@@ -43,14 +42,14 @@ class GradientSync:
         root: nn.Module,
         meshes: Meshes,
         device: torch.device,
-        held: HeldGradients,
+        unreduced: UnreducedGradients,
         *,
         partial: Iterable[str] = (),
         shared: Shared = (),
     ) -> None:
-        self._root, self._device, self._held, self._shared = root, device, held, shared
+        self._root, self._device, self._unreduced, self._shared = root, device, unreduced, shared
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
-        self._plain = _plain_gradients(root, meshes, frozenset(partial))
+        self._replicated = _replicated_gradients(root, meshes, frozenset(partial), unreduced)
         self._fsdp = list(fsdp_modules(root))
         self._blocked = self._checked = False
         self._before: dict[nn.Parameter, Tensor | None] = {}
@@ -70,53 +69,48 @@ class GradientSync:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward, after which gradients are final, unless it is one that only accumulates."""
+        """Surround a backward, after which gradients are final, unless it is one that only accumulates."""
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self._blocked, recurse=False)
-        with self.hold(self._blocked):
+        with self.no_sync(self._blocked):
             yield
         if not self._blocked:
-            self._held.reduce()
+            self._unreduced.reduce()
             self._check()
 
-    @contextmanager
-    def hold(self, enabled: bool = True) -> Iterator[None]:
-        """Inside, backward passes make no communication."""
-        with ExitStack() as stack:
-            stack.enter_context(self._held.hold(enabled))
-            for plain in self._plain:
-                stack.enter_context(plain.hold(enabled))
-            yield
+    def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """A context whose backward passes make no communication."""
+        return self._unreduced.no_sync(enabled)
 
     def begin_passes(self) -> None:
-        """Before passes over a pipeline: sets aside the shared gradients that are reduced already."""
+        """Set aside, before passes over a pipeline, the shared gradients that are reduced already."""
         for parameter, _ in self._shared:
             if parameter not in self._before:
                 self._before[parameter], parameter.grad = parameter.grad, None
 
     def finish_passes(self, kept: KeptGathers) -> None:
-        """After all backward passes of a step over a pipeline, made inside `hold`: as after `backward`.
+        """Reduce as after `backward`, when all backward passes of a step over a pipeline were made inside `no_sync`.
 
         Collective: every rank of the world must call it.
         """
-        with self.hold():
+        with self.no_sync():
             kept.reduce()
         if self._blocked:
             return
-        self._held.reduce()
-        for plain in self._plain:
-            plain.reduce()
+        self._unreduced.reduce()
+        for replicated in self._replicated:
+            replicated.reduce()
         self._reduce_shared()
         self._check()
 
     def _reduce_shared(self) -> None:
         """Collective: every rank of the pipeline must call it."""
-        together: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+        together: dict[dist.ProcessGroup, list[nn.Parameter]] = defaultdict(list)
         for parameter, group in self._shared:
             if parameter.requires_grad:
-                together[group, parameter.dtype].append(parameter)
-        for (group, _), parameters in together.items():
-            _sum(parameters, group, self._device)
+                together[group].append(parameter)
+        for group, parameters in together.items():
+            all_reduce_gradients(parameters, group, lambda p: p.grad is not None, device=self._device)
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
@@ -130,11 +124,13 @@ class GradientSync:
     def reset(self) -> None:
         """Forget a backward that did not finish."""
         self._before.clear()
-        self._held.drop()
+        self._unreduced.drop()
 
 
-def _plain_gradients(root: nn.Module, meshes: Meshes, partial: frozenset[str]) -> list[PlainGradients]:
-    """What nobody else reduces: partial sums over the tensor axis, and means over batches where nothing is sharded."""
+def _replicated_gradients(
+    root: nn.Module, meshes: Meshes, partial: frozenset[str], unreduced: UnreducedGradients
+) -> list[ReplicatedGradients]:
+    """Return what nobody else reduces: partial sums over the tensor axis, means over batches where nothing shards."""
     managed = {id(p) for module in fsdp_modules(root) for p in _parameters(module) if isinstance(p, DTensor)}
     managed |= {id(p) for p in root.parameters() if isinstance(p, ShardedTensor)}
     others = {name: p for name, p in root.named_parameters() if id(p) not in managed}
@@ -142,9 +138,9 @@ def _plain_gradients(root: nn.Module, meshes: Meshes, partial: frozenset[str]) -
     found = []
     if meshes.topology.tensor > 1:
         some = [p for name, p in others.items() if name in partial]
-        found += [PlainGradients(some, meshes.tensor_group, 1.0, at_once=True)] if some else []
+        found += [ReplicatedGradients(some, meshes.tensor_group, 1.0, unreduced, at_once=True)] if some else []
     if ranks > 1 and others:
-        found.append(PlainGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks))
+        found.append(ReplicatedGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks, unreduced))
     return found
 
 
@@ -170,23 +166,3 @@ def sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[froz
                 if dist.get_rank() in members:
                     groups[some] = group
     return groups
-
-
-@torch.no_grad()
-def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
-    """All-reduce the gradients as one tensor; a gradient that no rank has stays None."""
-    some_missing = any(p.grad is None for p in parameters)
-    grads = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad).contiguous() for p in parameters]
-    present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=grads[0].dtype, device=device)
-    flat = torch.cat([present, *(g.detach().reshape(-1).to(device) for g in grads)])
-    dist.all_reduce(flat, group=group)
-    sizes = [len(parameters), *(g.numel() for g in grads)]
-    anywhere, *sums = torch.split(flat, sizes)
-    exist = anywhere.tolist() if some_missing else [True] * len(parameters)  # tolist waits for the device
-    for parameter, exists, total in zip(parameters, exist, sums, strict=True):
-        if not exists:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        target = local(parameter.grad)
-        target.copy_(total.view(target.shape))

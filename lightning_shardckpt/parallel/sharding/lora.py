@@ -1,16 +1,15 @@
-"""How are modules with adapters of PEFT cut over the tensor axis, where a plan speaks of the modules that they wrap?
+"""Shard modules with adapters of PEFT over the tensor axis, by a plan that speaks of the modules that they wrap.
 
 A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of its base layer. A column-wise base layer has its whole
-input on every rank: ``lora_A`` is kept whole and ``lora_B`` is cut like the base layer, so that the outputs fit. A
-row-wise one has a part of the input: ``lora_A`` is cut like the base layer, its sum over the ranks is as small as the
-rank of the adapter, and ``lora_B`` is kept whole. PEFT is not imported: its layers are known by what they have.
+input on every rank: ``lora_A`` is kept whole and ``lora_B`` is sharded like the base layer, so that the outputs fit. A
+row-wise one has a part of the input: ``lora_A`` is sharded like the base layer, its sum over the ranks is as small as
+the rank of the adapter, and ``lora_B`` is kept whole. PEFT is not imported: its layers are known by what they have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from lightning_shardckpt.compat.module_class import child_slots
 from lightning_shardckpt.errors import TopologyError
 
 _LISTED = 5
 
 
 def has_adapters(modules: Mapping[str, nn.Module]) -> bool:
-    """Whether PEFT wrapped one of these modules."""
+    """Return whether PEFT wrapped one of these modules."""
     return any(hasattr(module, "peft_config") for module in modules.values())
 
 
-def reach_through(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+def styles_inside_adapters(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]
+) -> dict[str, ParallelStyle]:
     """The styles of what wrappers of PEFT wrap and add, in place of those of the wrappers.
 
     Args:
@@ -36,18 +38,19 @@ def reach_through(modules: Mapping[str, nn.Module], styles: Mapping[str, Paralle
         styles: by clean FQN, of wrappers and of others; what is named itself keeps its own style.
 
     Raises:
-        TopologyError: listing the wrappers that cannot be cut: other kinds than LoRA, and variants such as DoRA.
+        TopologyError: listing the wrappers that cannot be sharded: other kinds than LoRA, and variants such as DoRA.
     """
     found: dict[str, ParallelStyle] = {}
     problems = []
     for fqn, style in styles.items():
         module = modules[fqn]
-        if not {"base_layer", "original_module"} & module._modules.keys():
+        parts = child_slots(module)
+        if not {"base_layer", "original_module"} & parts.keys():
             found[fqn] = style
         elif (why := _why_not(module, style)) is not None:
             problems.append(f"  {fqn} ({type(module).__module__}.{type(module).__name__}): {why}")
-        elif "base_layer" in module._modules:
-            found |= {f"{fqn}.{part}": part_style for part, part_style in _parts(module, style).items()}
+        elif "base_layer" in parts:
+            found |= {f"{fqn}.{name}": part_style for name, part_style in _parts(module, style).items()}
     if problems:
         more = [f"  … and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         raise TopologyError(
@@ -59,10 +62,11 @@ def reach_through(modules: Mapping[str, nn.Module], styles: Mapping[str, Paralle
 
 
 def _why_not(module: nn.Module, style: ParallelStyle) -> str | None:
-    """Why a wrapper cannot be cut; None if it can."""
-    if "original_module" in module._modules:  # what it wraps has the style, too: the plan matched it
-        return None if "modules_to_save" in module._modules else "only modules_to_save can be cut"
-    if "lora_A" not in module._modules:
+    """Return why a wrapper cannot be sharded; None if it can."""
+    inside = child_slots(module)
+    if "original_module" in inside:  # what it wraps has the style, too: the plan matched it
+        return None if "modules_to_save" in inside else "only modules_to_save can be cut"
+    if "lora_A" not in inside:
         return "only LoRA can be cut"
     if variants := getattr(module, "lora_variant", None):
         names = sorted({type(variant).__name__ for variant in variants.values()})
@@ -84,11 +88,17 @@ def _parts(module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
     """Styles of the modules in a LoRA layer, by name. LoRA of an embedding is kept whole: it is made of parameters."""
     parts: dict[str, ParallelStyle] = {"base_layer": style}
     cut = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
-    parts |= {f"{cut}.{adapter}": style for adapter in module._modules[cut]}  # type: ignore[union-attr]  # a ModuleDict
+    parts |= {f"{cut}.{adapter}": style for adapter in _by_adapter(module, cut)}
     if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
-        dropouts: Any = module._modules["lora_dropout"]
-        parts |= {f"lora_dropout.{name}": PartOfDropout() for name, m in dropouts.items() if isinstance(m, nn.Dropout)}
+        dropouts = _by_adapter(module, "lora_dropout").items()
+        parts |= {f"lora_dropout.{name}": PartOfDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
     return parts
+
+
+def _by_adapter(layer: nn.Module, name: str) -> dict[str, nn.Module]:
+    found = layer.get_submodule(name)
+    assert isinstance(found, nn.ModuleDict)
+    return dict(found.items())
 
 
 class PartOfDropout(ParallelStyle):

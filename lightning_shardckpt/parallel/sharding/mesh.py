@@ -1,4 +1,4 @@
-"""How many processes does each kind of parallelism get, and which ranks talk to which?
+"""The size of each kind of parallelism, and the process groups that follow from it.
 
 Knows numbers and process groups; nothing about models.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.peers import READ_TIMEOUT_S, build_peers
+from lightning_shardckpt.parallel.tensors.peers import READ_TIMEOUT_S, build_peers
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the root mesh, outermost first; ranks are laid out row-major."""
@@ -44,7 +44,7 @@ class Topology:
 def resolve_topology(
     world_size: int, *, replicate: int = 1, shard: int | Literal["auto"] = "auto", tensor: int = 1, pipeline: int = 1
 ) -> Topology:
-    """The topology of ``world_size`` processes; ``shard="auto"`` takes what the other axes leave.
+    """Return the topology of ``world_size`` processes; ``shard="auto"`` takes what the other axes leave.
 
     Raises:
         TopologyError: if a size is below one or the sizes don't multiply to ``world_size``.
@@ -110,7 +110,7 @@ class Meshes:
 
 
 def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:
-    """The meshes of ``topology``. Collective: every rank of the world must call it.
+    """Return the meshes of ``topology``. Collective: every rank of the world must call it.
 
     ``timeout_s``: how long a rank that asks for a value of a sharded tensor waits for the others, at most 300.
     """

@@ -1,4 +1,4 @@
-"""Which ranks draw the same random numbers?
+"""Let ranks draw the same random numbers where they must.
 
 Ranks that build the same weights, or that hold parts of one activation, must; data-parallel ranks need not.
 """
@@ -37,7 +37,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def rng_mark() -> int:
+def rng_checksum() -> int:
     """A checksum of the states of torch's CPU generator, numpy and python: it changes when somebody draws."""
     mark = _checksum(torch.get_rng_state())
     return zlib.crc32(
@@ -62,7 +62,7 @@ def same_rng() -> Iterator[None]:
             set_rng_state(own)
 
 
-def share_rng(group: dist.ProcessGroup) -> None:
+def broadcast_rng(group: dist.ProcessGroup) -> None:
     """Give every rank of ``group`` the random state of its first. Collective: every rank of it must call it."""
     set_rng_state(_broadcast(rng_state(), group))
 
@@ -108,7 +108,7 @@ def _checksum(state: torch.Tensor) -> int:
 
 
 def _seed(seed: int) -> None:
-    """Like ``torch.manual_seed`` without what that costs, 1 ms and more, for each kind of device that is not there."""
+    """Seed like ``torch.manual_seed``, without the 1 ms and more that it costs for each kind of absent device."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

@@ -8,8 +8,7 @@ batches, and what ``torch.autograd.grad`` returns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,49 +16,60 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.parallel.sharding.gather import refuse_sparse
+from lightning_shardckpt.compat.autograd_backward import after_backward, returns_gradient_of
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
+from lightning_shardckpt.parallel.tensors.gather import refuse_sparse
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 _HANDLES = "_shardckpt_averaging"  # of a parameter: what to remove when it is given to another one of these
 _BUFFER_BYTES = 32 << 20
 
 
-class _Reduce(torch.autograd.Function):
+class _SumOverGroup(torch.autograd.Function):
     """A gradient → the scaled sum over a group. Its derivative is the same, since gradients are those of a mean."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         ctx.group, ctx.scale = group, scale
         found = gradient.clone(memory_format=torch.contiguous_format)
-        local = _local(found)
+        local = local_tensor(found)
         dist.all_reduce(local, group=group)
         local.mul_(scale)
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Reduce.apply(gradient, ctx.group, ctx.scale), None, None  # type: ignore[no-untyped-call]  # torch's
+        return _SumOverGroup.apply(gradient, ctx.group, ctx.scale), None, None  # type: ignore[no-untyped-call]  # torch's
 
 
-class PlainGradients:
+class ReplicatedGradients:
     """Reduces the gradients of some parameters over ``group``; one instance lives as long as they do.
 
     Args:
-        parameters: plain ones, or DTensors that nothing but a tensor-parallel plan has cut; in the same order on all
-            ranks.
+        parameters: plain ones, or DTensors that nothing but a tensor-parallel plan has sharded; in the same order on
+            all ranks.
         scale: of the sum. Only 1 / size may be reduced again without a change.
+        unreduced: of the same module; says whether backward passes only accumulate.
         at_once: reduce each gradient by itself, for sums.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scale: float, *, at_once: bool = False
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        scale: float,
+        unreduced: UnreducedGradients,
+        *,
+        at_once: bool = False,
     ) -> None:
-        self._parameters, self._group, self._scale, self._at_once = list(parameters), group, scale, at_once
+        self._replicated, self._group, self._scale, self._at_once = list(parameters), group, scale, at_once
+        self._unreduced = unreduced
         self._changed: set[int] = set()
-        self._holding = self._queued = False
-        for parameter in self._parameters:
+        self._queued = False
+        for parameter in self._replicated:
             for handle in parameter.__dict__.pop(_HANDLES, ()):
                 handle.remove()
             self._watch(parameter)
@@ -71,81 +81,100 @@ class PlainGradients:
         before = leaf.register_hook(partial(self._on_gradient, ref(parameter)))
         after = leaf.register_post_accumulate_grad_hook(self._accumulated)
         leaf.requires_grad_(trained)
-        for hooks, handle in ((leaf._backward_hooks, before), (leaf._post_accumulate_grad_hooks, after)):
+        for hooks, handle in ((gradient_hooks(leaf), before), (accumulation_hooks(leaf), after)):
+            assert hooks is not None  # one was registered
             others = {number: hook for number, hook in hooks.items() if number != handle.id}
             own = hooks[handle.id]
             hooks.clear()  # torch calls them in the order of insertion, not that of an OrderedDict
             hooks.update({handle.id: own, **others})  # those of the user see what these return
         parameter.__dict__[_HANDLES] = (before, after)
 
-    @contextmanager
-    def hold(self, enabled: bool = True) -> Iterator[None]:
-        """Inside, gradients only accumulate."""
-        before, self._holding = self._holding, enabled
-        try:
-            yield
-        finally:
-            self._holding = before
-
     def _on_gradient(self, reference: ref[nn.Parameter], gradient: Tensor) -> Tensor:
         parameter: Any = reference()
         refuse_sparse(gradient)
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):  # such as a partial sum
             gradient = gradient.redistribute(placements=parameter.placements)
-        hooked = len(parameter._backward_hooks) + len(parameter._post_accumulate_grad_hooks) > 2
-        if self._at_once or hooked or _is_returned(parameter):
-            return _Reduce.apply(gradient, self._group, self._scale)  # type: ignore[no-untyped-call,no-any-return]
+        hooked = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ()) > 2
+        if self._at_once or hooked or returns_gradient_of(parameter):
+            return _SumOverGroup.apply(gradient, self._group, self._scale)  # type: ignore[no-untyped-call,no-any-return]
         self._changed.add(id(parameter))
         return gradient
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if id(parameter) in self._changed and not self._queued and not self._holding:
+        if id(parameter) in self._changed and not self._queued and not self._unreduced.accumulates:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            after_backward(self._finish)
 
     def _finish(self) -> None:
         self._queued = False
-        if not self._holding:
+        if not self._unreduced.accumulates:
             self.reduce()
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Average all gradients, if some changed here or elsewhere. Collective, if any rank has seen a backward.
 
         Those that no rank changed stay as they are. One that only others have is made.
         """
-        together: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                together[parameter.dtype, parameter.device].append(parameter)
-        for some in together.values():
-            for part in _buffers(some):
-                self._reduce(part)
+        trained = [parameter for parameter in self._replicated if parameter.requires_grad]
+        all_reduce_gradients(trained, self._group, lambda p: id(p) in self._changed, scale=self._scale)
         self._changed.clear()
 
-    def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        first = _local(parameters[0])
-        marks = [float(id(p) in self._changed) for p in parameters]
-        flat = torch.cat([first.new_tensor(marks), *(_flat_gradient(p) for p in parameters)])
-        dist.all_reduce(flat, group=self._group)
-        anywhere, *sums = torch.split(flat, [len(parameters), *(_local(p).numel() for p in parameters)])
-        exist = marks if all(marks) else (anywhere > 0).tolist()  # tolist waits for the device
-        for parameter, exists, total in zip(parameters, exist, sums, strict=True):
-            if exists:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                local = _local(parameter.grad)
-                torch.mul(total.view(local.shape), self._scale, out=local)
+
+@torch.no_grad()
+def all_reduce_gradients(
+    parameters: Iterable[nn.Parameter],
+    group: dist.ProcessGroup,
+    is_changed: Callable[[nn.Parameter], bool],
+    *,
+    scale: float = 1.0,
+    device: torch.device | None = None,
+) -> None:
+    """Sum the gradients of parameters over ``group``, several in one buffer, and multiply them by ``scale``.
+
+    Collective: every rank of ``group`` must call it, with the same parameters in the same order. The gradient of a
+    parameter that no rank changed stays as it is, also None; one that only others have is made.
+
+    Args:
+        parameters: plain ones, or DTensors that are sharded alike on all ranks of ``group``.
+        is_changed: whether this rank has something to add to the gradient of a parameter.
+        scale: of the sums.
+        device: where to reduce; by default that of the gradients.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        alike[parameter.dtype, parameter.device].append(parameter)
+    for some in alike.values():
+        for buffered in _buffers(some):
+            _all_reduce(buffered, group, [float(is_changed(p)) for p in buffered], scale, device)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _all_reduce(
+    parameters: list[nn.Parameter],
+    group: dist.ProcessGroup,
+    marks: list[float],
+    scale: float,
+    device: torch.device | None,
+) -> None:
+    parts = [_flat_gradient(parameter) for parameter in parameters]
+    flat = torch.cat([parts[0].new_tensor(marks), *parts])
+    flat = flat if device is None else flat.to(device)
+    dist.all_reduce(flat, group=group)
+    flat[len(marks) :].mul_(scale)
+    anywhere, *sums = torch.split(flat, [len(marks), *(part.numel() for part in parts)])
+    exist = marks if all(marks) else (anywhere > 0).tolist()  # tolist waits for the device
+    for parameter, exists, total in zip(parameters, exist, sums, strict=True):
+        if exists:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            target = local_tensor(parameter.grad)
+            target.copy_(total.view(target.shape))
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        return _local(parameter).new_zeros(_local(parameter).numel())
-    return _local(parameter.grad).detach().reshape(-1)
+        local = local_tensor(parameter)
+        return local.new_zeros(local.numel())
+    return local_tensor(parameter.grad).detach().reshape(-1)
 
 
 def _buffers(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -159,12 +188,3 @@ def _buffers(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
             part, size = [], 0
     if part:
         yield part
-
-
-def _is_returned(parameter: nn.Parameter) -> bool:
-    """Whether ``torch.autograd.grad`` asks for the gradient that a hook has got."""
-    try:
-        torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # torch cannot answer that for leaves then, and only then
-        return True
-    return False

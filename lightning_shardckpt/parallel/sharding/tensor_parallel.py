@@ -1,8 +1,8 @@
-"""Which modules are cut over the tensor axis, and how?
+"""Shard modules over the tensor axis as a plan says.
 
-A plan is resolved to one style per module before anything is cut, so that every problem is reported at once and the
+A plan is resolved to one style per module before anything is sharded, so that every problem is reported at once and the
 model is unchanged when it is. Replicated parameters that see only this rank's heads or columns have gradients that
-are partial sums: the plan names them, ``gradients.py`` sums them.
+are partial sums: the plan names them, ``gradient_sync`` sums them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_shardckpt.compat.module_slots import parameter_slots
+from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.adapters import has_adapters, reach_through
-from lightning_shardckpt.parallel.names import (
-    clean_fqn,
-    matching_base_modules,
-    matching_modules,
-    named_modules,
-    nearest,
-)
+from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
+from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, nearest
+from lightning_shardckpt.parallel.sharding.lora import has_adapters, styles_inside_adapters
 
 Style = str | ParallelStyle
 Plan = str | Mapping[str, Style] | Callable[..., Any]
@@ -43,7 +40,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
 }
-"""The styles that have a name, spelled as Hugging Face transformers does; ``replicate`` and PARTIAL cut nothing."""
+"""The styles that have a name, spelled as Hugging Face transformers does; ``replicate`` and PARTIAL shard nothing."""
 
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts")
 """Styles that transformers has for all experts of a layer together."""
@@ -51,10 +48,10 @@ _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatc
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """What to do with each module, by clean FQN.
+    """The style of each module, by clean FQN.
 
     Attributes:
-        styles: how to cut it.
+        styles: how to shard it.
         partial: modules kept whole whose gradients are partial sums over the tensor axis.
         apply: the user's own function of (module, tensor mesh); runs instead of ``styles``.
     """
@@ -76,7 +73,7 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
         return TensorPlan(apply=plan)
     modules = named_modules(root)
     if isinstance(plan, str):
-        named = _matched(modules, _without_experts(_hf_plan(root, size)), root, strict=False)
+        named = _matched(modules, without_experts(_hf_plan(root, size)), root, strict=False)
     else:
         named = _matched(modules, plan, root, strict=True)
     named |= _tied_styles(modules, named, ties)
@@ -86,13 +83,13 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
         if style not in (PARTIAL, "replicate")
     }
     partial = frozenset(fqn for fqn, style in named.items() if style == PARTIAL)
-    resolved = TensorPlan(reach_through(modules, styles), partial)
+    resolved = TensorPlan(styles_inside_adapters(modules, styles), partial)
     _check_sizes(modules, resolved.styles, size)
     return resolved
 
 
 def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Cut the modules of ``root`` as ``plan`` says; every rank must already hold equal weights (or none)."""
+    """Shard the modules of ``root`` as ``plan`` says; every rank must already hold equal weights (or none)."""
     if plan.apply is not None:
         outcome = plan.apply(root, mesh)
         if isinstance(outcome, Mapping):
@@ -123,7 +120,7 @@ def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
 def _apply_styles(root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     modules = named_modules(root)
     for fqn, style in styles.items():
-        if is_parametrized(modules[fqn]) or "weight_orig" in modules[fqn]._parameters:
+        if is_parametrized(modules[fqn]) or "weight_orig" in parameter_slots(modules[fqn]):
             raise TopologyError(
                 f"tensor_parallel_plan: the weight of {fqn} is computed from other parameters (a parametrization, "
                 "weight or spectral norm, pruning), which cannot be cut. Leave that module out of the plan."
@@ -154,7 +151,7 @@ def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
     plan: dict[str, Style] = {}
     for name, model in _hf_models(root):
         prefix = f"{name}." if name else ""
-        plan |= {prefix + pattern: style for pattern, style in model._tp_plan.items()}
+        plan |= {prefix + pattern: style for pattern, style in own_tensor_parallel_plan(model).items()}
         _check_heads(name, getattr(model, "config", None), size)
     if not plan:
         raise TopologyError(
@@ -165,10 +162,10 @@ def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
     return plan
 
 
-def _without_experts(plan: dict[str, Style]) -> dict[str, Style]:
+def without_experts(plan: dict[str, Style]) -> dict[str, Style]:
     """A model's own plan for all but its experts, which stay whole on each tensor rank.
 
-    What else cannot be cut is refused, with the plan that leaves the layers around it out.
+    What else cannot be sharded is refused, with the plan that leaves the layers around it out.
     """
     experts = tuple(pattern for pattern, style in plan.items() if style in _EXPERTS)
     kept = {p: style for p, style in plan.items() if not any(p == e or p.startswith(f"{e}.") for e in experts)}
@@ -192,9 +189,7 @@ def _hf_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
         clean = clean_fqn(name)
         if any(clean.startswith(f"{outer}.") for outer in found):
             continue
-        # its own: PeftModel passes on what it is asked for to the model that it wraps
-        plan = vars(module).get("_tp_plan", getattr(type(module), "_tp_plan", None))
-        if isinstance(plan, dict) and plan:
+        if own_tensor_parallel_plan(module):
             found.append(clean)
             yield clean, module
 
@@ -216,7 +211,7 @@ def _matched(
     named: dict[str, Style] = {}
     problems, adapted = [], has_adapters(modules)
     for pattern, style in plan.items():
-        found = matching_modules(modules, pattern)
+        found = matching_fqns(modules, pattern)
         if adapted:
             found = list(dict.fromkeys([*found, *matching_base_modules(modules, pattern)]))
         if isinstance(style, str) and style not in STYLES and style not in (PARTIAL, "replicate"):
@@ -237,7 +232,7 @@ def _matched(
 
 
 def _tied_styles(modules: dict[str, nn.Module], named: dict[str, Style], ties: list[list[str]]) -> dict[str, Style]:
-    """Styles for the modules that share a weight with a cut one and have no style: all must cut rows of it alike."""
+    """Styles for modules that share a weight with a sharded one and have no style: all must shard its rows alike."""
     added: dict[str, Style] = {}
     for tie in ties:
         owners = [clean_fqn(name).rpartition(".")[0] for name in tie]

@@ -9,23 +9,23 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.parallel.sharding.kinds import name_of
-from lightning_shardckpt.parallel.sharding.sharded_tensor import (
+from lightning_shardckpt.compat.tensor_subclass import with_torch_function, without_torch_function
+from lightning_shardckpt.parallel.tensors.kinds import name_of
+from lightning_shardckpt.parallel.tensors.sharded import (
     Function,
-    as_torch,
     is_alike,
     is_sharded,
     like,
     rows_like,
     sharded,
 )
-from lightning_shardckpt.parallel.sharding.values import whole
+from lightning_shardckpt.parallel.tensors.values import whole
 
 
 def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By edges of the graph in place of tensors: hooks of users run inside, where tensors must act as ever."""
+    """Differentiate by edges of the graph in place of tensors: in hooks of users, tensors must act as ever."""
     if func is not torch.autograd.grad and func is not torch.autograd.backward:
-        with as_torch():
+        with without_torch_function():
             return func(*args, **kwargs)
     outputs, *rest = args
     given = rest.pop(0) if func is torch.autograd.grad and rest else kwargs.pop("inputs", None)
@@ -36,13 +36,13 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
     kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize
     if func is torch.autograd.backward:
         del kwargs["allow_unused"]
-    with as_torch():
+    with without_torch_function():
         edges = [get_gradient_edge(t) if is_sharded(t) else t for t in inputs]
         heads = [_total(t) for t in outputs]
     if func is torch.autograd.backward:
         return func(heads, *rest, **kwargs, **({"inputs": edges} if given is not None else {}))
     found = func(heads, edges, *rest, **kwargs)
-    with as_torch():
+    with without_torch_function():
         found = [_of_input(g, t) for g, t in zip(found, inputs, strict=True)]
         if materialize:
             found = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
@@ -65,7 +65,7 @@ def _total(output: Any) -> Any:
 
 def register_hook(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, hook = args
-    with as_torch():
+    with without_torch_function():
         return func(tensor, wrapped_hook(tensor, hook, after=name_of(func) != "register_hook"))
 
 
@@ -79,7 +79,7 @@ def wrapped_hook(tensor: Tensor, hook: Function, *, after: bool) -> Function:
     if after:
 
         def accumulated(leaf: Tensor) -> None:
-            with torch._C._EnableTorchFunction():
+            with with_torch_function():
                 if leaf.grad is not None:
                     hook(leaf)
 
@@ -88,11 +88,11 @@ def wrapped_hook(tensor: Tensor, hook: Function, *, after: bool) -> Function:
     def changed(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # other tensors that were gathered together have one
             return None
-        with torch._C._EnableTorchFunction():
+        with with_torch_function():
             found: Tensor | None = hook(sharded(gradient) if isinstance(gradient, DTensor) else gradient)
         if found is None or not isinstance(gradient, DTensor):
             return found
-        with as_torch():
+        with without_torch_function():
             return found if is_alike(found, gradient) else like(gradient, rows_like(found, gradient, "a hook"))
 
     return changed

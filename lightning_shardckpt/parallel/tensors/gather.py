@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from lightning_shardckpt.compat.autograd_backward import is_result_of
+from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.held import HeldGradients
-from lightning_shardckpt.parallel.sharding.peers import MARK_BYTES, Peers
-from lightning_shardckpt.parallel.sharding.placement import Placements, model_shape, placements_of
+from lightning_shardckpt.parallel.tensors.peers import MARK_BYTES, Peers
+from lightning_shardckpt.parallel.tensors.placement import Placements, model_shape, placements_of
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 PARTIAL = "_shardckpt_partial"
 """Attribute of a parameter: the group over whose ranks its gradients are partial sums, besides the data axes."""
@@ -29,7 +30,7 @@ _EXACT = (torch.float32, torch.float64)  # hold the numbers of purposes, and the
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class GatherItem:
     """One tensor of a plan.
 
     Attributes:
@@ -49,12 +50,12 @@ class Item:
     partial: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, shard: DTensor) -> Item:
-        spec = shard._spec
+    def of(cls, shard: DTensor) -> GatherItem:
+        spec = spec_of(shard)
         where = placements_of(spec.mesh, tuple(spec.placements))
-        shape, local = model_shape(spec, where), shard._local_tensor.shape
+        shape, local = model_shape(spec, where), local_tensor(shard).shape
         slots = shape.numel() if where.shard is None else -(-shape[0] // where.shard.size) * shape[1:].numel()
-        return cls(spec, where, shape, local, slots, shard._local_tensor.device, shard.__dict__.get(PARTIAL))
+        return cls(spec, where, shape, local, slots, local_tensor(shard).device, shard.__dict__.get(PARTIAL))
 
     def whole(self, memory: Tensor) -> Tensor:
         """The tensor over the beginning of flat memory; a view of nothing, so that it may be changed in place."""
@@ -62,19 +63,15 @@ class Item:
         return self.wrapped(found)
 
     def wrapped(self, found: Tensor) -> Tensor:
-        """As the DTensor that a tensor-parallel plan expects, where that cut it."""
+        """Return a tensor as the DTensor that a tensor-parallel plan expects, where the plan sharded it."""
         if self.where.model_mesh is None:
             return found
         spec = DTensorSpec(self.where.model_mesh, self.where.model, tensor_meta=self.spec.tensor_meta)
-        return DTensor(found, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+        return new_dtensor(found, spec)
 
     def shard(self, local: Tensor) -> DTensor:
         """The DTensor with these rows."""
-        return DTensor(local, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
-
-    def model_local(self, gradient: Tensor) -> Tensor:
-        """This rank's part, of the tensor-parallel axes, of a whole gradient."""
-        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        return new_dtensor(local, self.spec)
 
     def laid_out(self, gradient: Tensor | None) -> Tensor | None:
         """A whole gradient in the layout of the tensor on the tensor-parallel axes. Differentiable."""
@@ -84,7 +81,7 @@ class Item:
 
 
 class GatherPlan:
-    """How some tensors are gathered together; for all tensors of the same specs.
+    """A plan for gathering some tensors together; for all tensors of the same specs.
 
     Args:
         shards: DTensors of one dtype and the same data axes.
@@ -94,7 +91,7 @@ class GatherPlan:
     """
 
     def __init__(self, shards: Sequence[DTensor], device: torch.device, purpose: str, number: int | None) -> None:
-        self.items = tuple(Item.of(shard) for shard in shards)
+        self.items = tuple(GatherItem.of(shard) for shard in shards)
         self.device, self.purpose, self._number = device, purpose, number
         self.dtype = shards[0].dtype
         where = self.items[0].where
@@ -118,7 +115,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def gather(self, locals_: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors, in memory of their own where they are cut. Collective: every rank that has a shard.
+        """The whole tensors, in memory of their own where they are sharded. Collective: every rank that has a shard.
 
         Raises:
             TopologyError: on every rank, if the ranks gather for different purposes.
@@ -164,7 +161,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """This rank's rows of the mean of whole gradients over the data axes; None where no rank has one.
+        """Return this rank's rows of the mean of whole gradients over the data axes; None where no rank has one.
 
         Collective: every rank that has a shard must call it.
         """
@@ -177,7 +174,7 @@ class GatherPlan:
         begin = 0
         for item, gradient in zip(self.items, gradients, strict=True):
             if gradient is not None:
-                self._put(source[:, begin : begin + item.slots], item, item.model_local(gradient))
+                self._put(source[:, begin : begin + item.slots], item, local_tensor(gradient))
             begin += item.slots
         source.div_(self._batches)
         for n, gradient in enumerate(gradients):
@@ -192,7 +189,7 @@ class GatherPlan:
         return self._taken(reduced, exist)
 
     @staticmethod
-    def _put(place: Tensor, item: Item, gradient: Tensor) -> None:
+    def _put(place: Tensor, item: GatherItem, gradient: Tensor) -> None:
         if gradient.numel() == place.numel():
             place.copy_(gradient.reshape(place.shape))
             return
@@ -233,8 +230,8 @@ class GatherPlan:
         return taken
 
     @staticmethod
-    def _summed(item: Item, gradient: Tensor) -> Tensor:
-        local = item.model_local(gradient)
+    def _summed(item: GatherItem, gradient: Tensor) -> Tensor:
+        local = local_tensor(gradient)  # what tensor parallelism leaves to this rank
         if item.partial is not None:
             local = local.clone()
             dist.all_reduce(local, group=item.partial)
@@ -251,12 +248,12 @@ def refuse_sparse(gradient: Tensor | None) -> None:
 
 
 def is_gathered(whole: Tensor) -> bool:
-    """Whether a tensor with history is a result of `Gather`."""
-    return isinstance(whole.grad_fn, Gather._backward_cls)
+    """Return whether a tensor with history is a result of `Gather`."""
+    return is_result_of(whole, Gather)
 
 
 def no_gradient(whole: Tensor) -> Tensor:
-    """What to give to a backward for a gathered tensor that this rank has no gradient of, but others may have."""
+    """Return what a backward gets for a gathered tensor that this rank has no gradient of, but others may have."""
     found = torch.zeros_like(whole)
     found.__dict__[_ABSENT] = True
     return found
@@ -266,10 +263,12 @@ class Gather(torch.autograd.Function):
     """Shards → whole tensors."""
 
     @staticmethod
-    def forward(ctx: Any, plan: GatherPlan, held: HeldGradients | None, *shards: DTensor) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.held, ctx.shards = plan, held, shards if held is not None else ()
+    def forward(
+        ctx: Any, plan: GatherPlan, unreduced: UnreducedGradients | None, *shards: DTensor
+    ) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.unreduced, ctx.shards = plan, unreduced, shards if unreduced is not None else ()
         ctx.set_materialize_grads(False)
-        wholes = plan.gather([shard._local_tensor for shard in shards])
+        wholes = plan.gather([local_tensor(shard) for shard in shards])
         ctx.mark_non_differentiable(
             *(whole for whole, shard in zip(wholes, shards, strict=True) if not shard.requires_grad)
         )
@@ -285,16 +284,16 @@ class Gather(torch.autograd.Function):
         given = [None if g is None or _ABSENT in g.__dict__ else g for g in gradients]
         laid_out = [plan.items[n].laid_out(given[n]) for n in needed]
         part = plan.part(tuple(needed))
-        if ctx.held is not None and ctx.held.takes(part, [ctx.shards[n] for n in needed], laid_out):
+        if ctx.unreduced is not None and ctx.unreduced.takes(part, [ctx.shards[n] for n in needed], laid_out):
             return (None, None, *found)
-        reduced = Reduce.apply(part, *laid_out)  # type: ignore[no-untyped-call]  # torch's
+        reduced = ReduceGradients.apply(part, *laid_out)  # type: ignore[no-untyped-call]  # torch's
         for n, gradient in zip(needed, reduced, strict=True):
             found[n] = gradient
         return (None, None, *found)
 
 
-class Reduce(torch.autograd.Function):
-    """Whole gradients → shards of their mean."""
+class ReduceGradients(torch.autograd.Function):
+    """The reduction of whole gradients to shards of their mean."""
 
     @staticmethod
     def forward(ctx: Any, plan: GatherPlan, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

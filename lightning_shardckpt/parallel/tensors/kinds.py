@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """What a function needs of sharded arguments."""
+    """The way in which a function treats sharded arguments."""
 
     METADATA = auto()
     """Shapes, types and flags, the same for the whole tensor and its shards."""
@@ -126,7 +126,7 @@ _IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS if name.sta
 
 @cache
 def kind_of(func: Callable[..., Any]) -> Kind:
-    """What ``func``, as ``__torch_function__`` gets it, needs."""
+    """Return what ``func``, as ``__torch_function__`` gets it, needs."""
     name = name_of(func)
     if getattr(func, "__module__", None) == "torch.autograd":
         return Kind.AUTOGRAD
@@ -168,7 +168,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @cache
 def writes_first(func: Callable[..., Any]) -> bool:
-    """Whether the function changes its first argument."""
+    """Return whether the function changes its first argument."""
     name = name_of(func)
     if name in _IN_PLACE_OPERATORS or name == "__setitem__":
         return True

@@ -1,4 +1,4 @@
-"""What functions of torch do with sharded tensors, by `kinds.Kind`."""
+"""Functions of torch applied to sharded tensors, by `kinds.Kind`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.tensor_subclass import without_torch_function
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.derivatives import differentiate, register_hook
-from lightning_shardckpt.parallel.sharding.kinds import Kind, name_of, writes_first
-from lightning_shardckpt.parallel.sharding.numbers import note_numbers
-from lightning_shardckpt.parallel.sharding.placement import local_part
-from lightning_shardckpt.parallel.sharding.reductions import reduce, reduce_each
-from lightning_shardckpt.parallel.sharding.sharded_tensor import (
+from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
+from lightning_shardckpt.parallel.tensors.kinds import Kind, name_of, writes_first
+from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.reductions import reduce, reduce_each
+from lightning_shardckpt.parallel.tensors.sharded import (
     HANDLERS,
     LEAF,
     Function,
-    as_torch,
     is_alike,
     is_sharded,
     like,
@@ -31,12 +31,13 @@ from lightning_shardckpt.parallel.sharding.sharded_tensor import (
     sharded,
     tensors_in,
 )
-from lightning_shardckpt.parallel.sharding.values import check_same, drawn_alike, is_same_everywhere, where_is, whole
-from lightning_shardckpt.parallel.sharding.views import ShardView, on_wholes
+from lightning_shardckpt.parallel.tensors.values import check_same, drawn_alike, is_same_everywhere, where_is, whole
+from lightning_shardckpt.parallel.tensors.views import ShardView, on_wholes
+from lightning_shardckpt.parallel.tensors.written_numbers import note_numbers
 
 
 def _accessor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of ``data`` or ``grad``, by another way than the attribute."""
+    """Get or set ``data`` or ``grad`` by another way than the attribute."""
     tensor, *value = args
     if func.__name__ == "__get__":
         return getattr(tensor, name_of(func))
@@ -44,7 +45,7 @@ def _accessor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _as_it_is(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with as_torch():
+    with without_torch_function():
         return func(*args, **kwargs)
 
 
@@ -52,7 +53,7 @@ def _example(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     first, *others = args
     if is_sharded(first):
         return on_wholes(func, args, kwargs)
-    with as_torch():
+    with without_torch_function():
         return func(first, *(_stand_in(t) if is_sharded(t) else t for t in others), **kwargs)
 
 
@@ -63,33 +64,33 @@ def _stand_in(tensor: Tensor) -> Tensor:
 def _made_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (tensor, *rest), kwargs = args, dict(kwargs)
     gradient = kwargs.pop("requires_grad", False)
-    with as_torch():
-        return like(tensor, func(tensor._local_tensor, *rest, **kwargs)).requires_grad_(gradient)
+    with without_torch_function():
+        return like(tensor, func(local_tensor(tensor), *rest, **kwargs)).requires_grad_(gradient)
 
 
 def _random(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank draws the whole tensor and keeps its rows."""
+    """Draw the whole tensor on every rank, and keep this rank's rows."""
     tensor = args[0]
     if not is_sharded(tensor):
         return on_wholes(func, args, kwargs)
     name, where = name_of(func), where_is(tensor)
     in_place, gradient = writes_first(func), kwargs.pop("requires_grad", False)
-    with as_torch(), drawn_alike(where, tensor.device, name), torch.no_grad():
+    with without_torch_function(), drawn_alike(where, tensor.device, name), torch.no_grad():
         drawn = func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:], **kwargs)
         if kwargs.get("generator") is not None:  # one of the user's
             check_same(drawn, where, name)
     if not in_place:
         return like(tensor, local_part(drawn, where).clone()).requires_grad_(gradient)
-    with as_torch():
+    with without_torch_function():
         refuse_leaf(tensor, func)
         with torch.no_grad():
-            tensor._local_tensor.copy_(local_part(drawn, where))
+            local_tensor(tensor).copy_(local_part(drawn, where))
         increment_version(tensor)
         return tensor
 
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with as_torch():
+    with without_torch_function():
         tensors = list(tensors_in(args, kwargs))
         if any(isinstance(t, ShardView) for t in tensors):  # it may be older than the shards
             return on_wholes(func, args, kwargs)
@@ -112,7 +113,7 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _with_history(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As torch's DTensor does it; elementwise operations on tensors that are laid out alike are right there."""
+    """Apply a function as torch's DTensor does; elementwise operations on tensors that are laid out alike are right."""
     found = func(*args, **kwargs)
     return tuple(map(sharded, found)) if isinstance(found, tuple) else sharded(found)
 
@@ -123,12 +124,12 @@ def _on_locals(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], ex
         return tuple(like(example, part) for part in found)
     if not isinstance(found, Tensor):
         return found
-    same = next((t for t in tensors_in(args, kwargs) if is_sharded(t) and t._local_tensor is found), None)
+    same = next((t for t in tensors_in(args, kwargs) if is_sharded(t) and local_tensor(t) is found), None)
     return like(example, found) if same is None else same
 
 
 def _moved(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What ``cpu``, ``cuda`` and ``to`` give if that is on another device: the whole tensor there, since it is read."""
+    """Return what ``cpu``, ``cuda`` and ``to`` give on another device: the whole tensor there, since it is read."""
     tensor = args[0]
     examples = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, Tensor)]
     if not is_sharded(tensor) or any(map(is_sharded, examples)):
@@ -137,7 +138,7 @@ def _moved(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
         if not is_sharded(tensor):
             return func(tensor, *replaced, **keywords)  # type: ignore[no-any-return]  # a Tensor
         return _elementwise(func, (tensor, *replaced), keywords) if examples else None
-    empty = tensor._local_tensor.new_empty(0)
+    empty = local_tensor(tensor).new_empty(0)
     device = func(empty, *args[1:], **kwargs).device
     if device == empty.device:
         if examples:
@@ -166,7 +167,7 @@ def _written(
 
     def rows(value: Tensor) -> Tensor:
         if is_alike(value, target):
-            return value._local_tensor  # type: ignore[attr-defined,no-any-return]  # so it is a DTensor
+            return local_tensor(value)
         check_same(value, where, name)
         if value.ndim == 0 or value.shape != target.shape:
             return value.reshape(()).to(target.device) if value.device != target.device and value.ndim else value
@@ -178,8 +179,8 @@ def _written(
 
 
 def _lists(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each tensor of a list with those at its place in the others."""
-    with as_torch():
+    """Apply a function of lists to each tensor of a list with those at its place in the others."""
+    with without_torch_function():
         name = name_of(func)
         tensors = list(tensors_in(args, kwargs))
         if any(isinstance(t, ShardView) for t in tensors):  # what is written there must reach the shards

@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor, spec_of
+from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights
+from lightning_shardckpt.compat.tensor_subclass import (
+    accumulation_hooks,
+    gradient_hooks,
+    mark_as_parameter,
+    set_accumulation_hooks,
+    set_gradient_hooks,
+)
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.derivatives import wrapped_hook
-from lightning_shardckpt.parallel.sharding.gather import PARTIAL
-from lightning_shardckpt.parallel.sharding.placement import placements_of, rows_of, spec_over
-from lightning_shardckpt.parallel.sharding.sharded_tensor import ShardedTensor, sharded
+from lightning_shardckpt.parallel.tensors.derivatives import wrapped_hook
+from lightning_shardckpt.parallel.tensors.gather import PARTIAL
+from lightning_shardckpt.parallel.tensors.placement import placements_of, rows_of, spec_over
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, sharded
 
 
 class ReplacedParameter(nn.Parameter):
@@ -31,7 +40,7 @@ class ReplacedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """That of the sharded parameter."""
+        """The ``data`` of the sharded parameter."""
         return _current(self).data  # type: ignore[no-any-return]  # of a Tensor
 
     @data.setter
@@ -67,32 +76,36 @@ def shard_parameters(
 
     Args:
         root: its parameters are plain, or DTensors that a tensor-parallel plan made; with values or on the meta device.
-        data_mesh: over whose last axis rows are cut, of those with dims; None only takes over DTensors as they are.
+        data_mesh: over whose last axis rows are sharded, of those with dims; None only takes over DTensors as they are.
         root_mesh: of which ``data_mesh`` is a part.
         device: of the shards.
         partial: names of parameters whose gradients are partial sums over the ranks of ``partial_group``.
     """
     partial, new = frozenset(partial), dict[nn.Parameter, nn.Parameter]()
     for prefix, module in root.named_modules():
-        for name, old in list(module._parameters.items()):
+        slots = parameter_slots(module)
+        for name, old in list(slots.items()):
             if old is None or (not isinstance(old, DTensor) and (data_mesh is None or old.ndim == 0)):
                 continue
             if old not in new:
                 new[old] = _sharded(old, data_mesh, root_mesh, device)
             if (f"{prefix}.{name}" if prefix else name) in partial:
                 new[old].__dict__[PARTIAL] = partial_group
-            module._parameters[name] = new[old]
-        if isinstance(module, nn.RNNBase):
-            module.__dict__["_flat_weights"] = [module._parameters.get(n) for n in module._flat_weights_names]
+            slots[name] = new[old]
+        refresh_flat_weights([module])
 
 
 def _sharded(
     old: nn.Parameter, data_mesh: DeviceMesh | None, root_mesh: DeviceMesh, device: torch.device
 ) -> nn.Parameter:
-    spec = spec_over(old, data_mesh, root_mesh) if data_mesh is not None else old._spec  # type: ignore[attr-defined]
+    if data_mesh is not None:
+        spec = spec_over(old, data_mesh, root_mesh)
+    else:
+        assert isinstance(old, DTensor)
+        spec = spec_of(old)
     where = placements_of(spec.mesh, tuple(spec.placements))
     with torch.no_grad():
-        part = old._local_tensor if isinstance(old, DTensor) else old.detach()
+        part = local_tensor(old).detach()
         if where.shard is not None:
             start, stop = rows_of(part.shape[0], where.shard)
             part = part[start:stop]
@@ -102,7 +115,7 @@ def _sharded(
             local = part.to(device, copy=True, memory_format=torch.contiguous_format)
         made = sharded(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]  # torch's
     leaf: Any = made.requires_grad_(old.requires_grad)
-    leaf._is_param = True  # how torch knows a parameter of another class
+    mark_as_parameter(leaf)
     return leaf  # type: ignore[no-any-return]  # nn.Parameter by what it says of itself
 
 
@@ -124,11 +137,11 @@ def hand_over(old: nn.Parameter, leaf: nn.Parameter | None) -> None:
 
 
 def _hand_over_hooks(old: nn.Parameter, leaf: nn.Parameter) -> None:
-    """In the same dictionaries, since handles of hooks remove them from there."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(old, name)
-        if hooks:
-            if isinstance(leaf, ShardedTensor):
-                for number, hook in hooks.items():
-                    hooks[number] = wrapped_hook(leaf, hook, after=name != "_backward_hooks")
-            setattr(leaf, name, hooks)
+    """Hand over hooks in the same dictionaries, since handles of hooks remove them from there."""
+    for after, hooks in ((False, gradient_hooks(old)), (True, accumulation_hooks(old))):
+        if not hooks:
+            continue
+        if isinstance(leaf, ShardedTensor):
+            for number, hook in hooks.items():
+                hooks[number] = wrapped_hook(leaf, hook, after=after)
+        (set_accumulation_hooks if after else set_gradient_hooks)(leaf, hooks)

@@ -16,20 +16,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them under a condition only
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shardckpt.compat.process_group import group_of_name
+from lightning_shardckpt.compat.torch_store import Store, default_store, own_view
 from lightning_shardckpt.errors import RankError, TopologyError
 
 MARK_BYTES = 8
 READ_TIMEOUT_S = 300.0
-_FRAMEWORKS = ("torch.", "lightning_shardckpt.parallel.sharding.")
+_FRAMEWORKS = (
+    *("torch.", "lightning_shardckpt.compat."),
+    *("lightning_shardckpt.parallel.tensors.", "lightning_shardckpt.parallel.sharding."),
+)
 _STILL_WAITING = "Operation timed out!"  # what torch says of a collective that goes on
 _LOOK_S = 2.0  # a rank that has waited so long looks whether another one waits elsewhere
 _TEXT_BYTES = 240
@@ -56,11 +58,11 @@ class Peers:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return _group(self.group_name)
+        return group_of_name(self.group_name)
 
     @property
     def reads(self) -> dist.ProcessGroup:
-        return _group(self.reads_name)
+        return group_of_name(self.reads_name)
 
     @property
     def size(self) -> int:
@@ -82,7 +84,7 @@ class Peers:
         return len(self._purposes) - 1
 
     def mark(self, number: int, kind: str) -> bytes:
-        """What `check_marks` compares, after noting that a collective of this kind for that purpose begins here."""
+        """Return what `check_marks` compares, after noting that a collective of this kind and purpose begins here."""
         self._trail = zlib.crc32(f"{kind}{number}".encode(), self._trail)
         return struct.pack("<iI", number, self._trail)
 
@@ -140,7 +142,7 @@ class Peers:
         return self._announce(what, facts)
 
     def gather_read(self, flat: Tensor, what: str) -> Tensor:
-        """The flat tensors of all ranks behind each other, after an `announce`. Collective."""
+        """The flat tensors of all ranks after each other, after an `announce`. Collective."""
         group = self.reads if flat.device.type == "cpu" else self.group
         found = flat.new_empty(self.size * flat.numel())
         work = dist.all_gather_single(found, flat.contiguous(), group=group, async_op=True)
@@ -195,7 +197,7 @@ class Peers:
                 )
 
     def _look_around(self, what: str, number: int | None) -> None:
-        """Whether one rank waits in a read while another, which has not come to it, waits for that rank elsewhere."""
+        """Look whether one rank waits in a read while another, which has not come to it, waits for it elsewhere."""
         store = self._store()
         if number is not None:
             store.set(f"read/{number}/{self.rank}", f"rank {dist.get_rank()} asks for {what}")
@@ -213,14 +215,8 @@ class Peers:
 
     def _store(self) -> Store:
         if self._notices is None:
-            # while one thread waits with a client of a TCPStore, no other thread can use that client
-            own: Any = c10d._get_default_store()
-            self._notices = PrefixStore(f"shardckpt-reads-{self.reads_name}", own.clone())
+            self._notices = own_view(default_store(), f"shardckpt-reads-{self.reads_name}")
         return self._notices
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    return c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]  # a GroupName is a str
 
 
 _INLINE = 4  # numbers that travel with an announcement
@@ -257,7 +253,7 @@ def peers_of(mesh: DeviceMesh) -> Peers:
 
 
 def calling_line() -> str:
-    """The line of code, outside of torch and this folder, that runs now; as ``file:number``."""
+    """The line of code, outside of torch and of how it shards, that runs now; as ``file:number``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not f"{frame.f_globals.get('__name__', '')}.".startswith(_FRAMEWORKS):

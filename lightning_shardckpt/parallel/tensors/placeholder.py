@@ -1,8 +1,8 @@
 """Tensors that have a shape, but no value here: what a pipeline stage computes with outside of its own layers.
 
-Every stage of a pipeline runs the user's own step. Modules of other stages are there as copies (see `hollow`), whose
-weights are :class:`Unknown`: they have a shape, a dtype and a device, but no value. Whatever is computed from one is
-unknown, too; when the real activation arrives, the object itself becomes an ordinary tensor. Code that needs a value
+Every stage of a pipeline runs the user's own step. Modules of other stages are there as copies, whose weights are
+:class:`Placeholder`: they have a shape, a dtype and a device, but no value. Whatever is computed from one
+is unknown, too; when the real activation arrives, the object itself becomes an ordinary tensor. Code that needs a value
 it cannot have (control flow, ``item``, writing into state) is told so at that very line.
 """
 
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
+from lightning_shardckpt.compat.tensor_subclass import mark_as_parameter, shares_memory, without_torch_function
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry, enter
 
 _HERE = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
 _HERE |= {"requires_grad", "requires_grad_", "_is_param", "__hash__"}
@@ -40,56 +41,20 @@ _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _COPIES = frozenset({"new_tensor", "new_full", "full_like"})  # with an unknown value: the C++ code reads the memory
 _MOVES = frozenset({"cpu", "cuda"})
 
-
-_IN_PASS: ContextVar[bool] = ContextVar("_IN_PASS", default=False)
+_IN_STAGE_RUN: ContextVar[bool] = ContextVar("_IN_STAGE_RUN", default=False)
 
 
 @contextmanager
-def in_pass() -> Iterator[None]:
+def in_stage_run() -> Iterator[None]:
     """Inside, a fresh tensor may become unknown; what is computed between steps is kept, and must not."""
-    token = _IN_PASS.set(True)
+    token = _IN_STAGE_RUN.set(True)
     try:
         yield
     finally:
-        _IN_PASS.reset(token)
+        _IN_STAGE_RUN.reset(token)
 
 
-class Entry:
-    """Where a received activation enters the autograd graph of a stage.
-
-    Attributes:
-        token: an empty leaf that the activation depends on.
-        grad: the activation's gradient, once a backward came by.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.token = torch.empty(0, device=device, requires_grad=True)
-        self.grad: Tensor | None = None
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, token: Tensor, entry: Entry) -> Tensor:
-        ctx.entry = entry
-        ctx.mark_dirty(value)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        ctx.entry.grad = grad if ctx.entry.grad is None else ctx.entry.grad + grad
-        return None, torch.empty_like(ctx.entry.token), None
-
-
-def enter(value: Tensor) -> Entry:
-    """Make ``value`` itself depend on an entry. Not a leaf, so that user code may change it in place; not a copy."""
-    entry = Entry(value.device)
-    # Also where the first use is under no_grad; and checkpoint may have saved it for backward already.
-    with torch.enable_grad(), _unsafe_preserve_version_counter(value):
-        _Enter.apply(value, entry.token, entry)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return entry
-
-
-class Unknown(Tensor):
+class Placeholder(Tensor):
     """A tensor whose value is on another pipeline stage.
 
     Its memory is one element, expanded to the shape. Results of any torch function on it are unknown; shapes come from
@@ -97,6 +62,7 @@ class Unknown(Tensor):
 
     Attributes:
         origin: what it is the value of, for messages.
+        geometry: a meta tensor with its shape, strides and dtype.
         has_gradient: of a parameter of another stage: whether it has a gradient there.
         is_elsewhere: tells code that knows nothing of pipelines that there is nothing to save or to load.
     """
@@ -104,45 +70,51 @@ class Unknown(Tensor):
     origin: str
     is_elsewhere = True
     has_gradient = False
-    _meta: Tensor
+    geometry: Tensor
 
     @classmethod
-    def of(cls, meta: Tensor, origin: str, device: torch.device) -> Unknown:
+    def of(cls, meta: Tensor, origin: str, device: torch.device) -> Placeholder:
         """An unknown tensor with the shape, strides and dtype of ``meta``."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             found: Any = _one_element(meta, device)
             found.__class__ = cls
             # Its own: a change of shape in place, or a search by identity, must not reach others of this kind.
             own = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
-            found.origin, found._meta = origin, own
+            found.origin, found.geometry = origin, own
         return found  # type: ignore[no-any-return]  # it has become one
 
     @classmethod
-    def like(cls, tensor: Tensor, origin: str, device: torch.device) -> Unknown:
+    def like(cls, tensor: Tensor, origin: str, device: torch.device) -> Placeholder:
         """An unknown tensor with the (global) shape and dtype of a real one; of a parameter, an unknown parameter."""
         found = cls.of(_as_meta(tensor), origin, device)
         if isinstance(tensor, nn.Parameter):
-            found._is_param = True  # what isinstance(..., nn.Parameter) asks for
+            mark_as_parameter(found)
             found.requires_grad_(tensor.requires_grad)
         return found
 
-    def become(self, value: Tensor, *, requires_grad: bool) -> Entry | None:
-        """Turn this very object into an ordinary tensor over the memory of ``value``; see `enter`."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    def become(self, value: Tensor, *, requires_grad: bool) -> GraphEntry | None:
+        """Turn this very object into an ordinary tensor over the memory of ``value``.
+
+        Returns:
+            Where it entered the autograd graph, if it requires a gradient.
+        """
+        with without_torch_function(), torch.no_grad():
             if self.grad_fn is not None:
                 self.detach_()
             self.requires_grad_(False)
-            del self.__dict__["origin"], self.__dict__["_meta"]
+            del self.__dict__["origin"], self.__dict__["geometry"]
             self.__class__ = Tensor  # type: ignore[assignment]  # as torch's UninitializedParameter does
             self.data = value
         return enter(self) if requires_grad else None
 
     def _gradient(self, access: str, value: Tensor | None = None) -> Tensor | None:
-        """What reading, setting or deleting ``grad`` does."""
+        """Do what reading, setting or deleting ``grad`` does."""
         if access != "__get__":
             self.has_gradient = value is not None
             return None
-        return Unknown.of(self._meta, f"the gradient of {self.origin}", self.device) if self.has_gradient else None
+        if not self.has_gradient:
+            return None
+        return Placeholder.of(self.geometry, f"the gradient of {self.origin}", self.device)
 
     @classmethod
     def __torch_function__(
@@ -153,12 +125,12 @@ class Unknown(Tensor):
         if access in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__  # type: ignore[attr-defined]  # of a property of Tensor
         if name in _HERE or (name in _FACTORIES and _only_like(args, kwargs)):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unknown))
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder))
         if name in ("__repr__", "__str__"):
-            return f"<unknown on this pipeline stage: {first.origin}, shape {tuple(first._meta.shape)}>"
-        if access == "__set__" and not isinstance(args[0], Unknown):
+            return f"<unknown on this pipeline stage: {first.origin}, shape {tuple(first.geometry.shape)}>"
+        if access == "__set__" and not isinstance(args[0], Placeholder):
             raise _cannot_write(name, first, args[0])
         if name == "grad":
             return first._gradient(access, *args[1:])
@@ -173,20 +145,20 @@ class Unknown(Tensor):
         if name == "__deepcopy__":
             return cls.like(first, first.origin, first.device)
         if name in _MOVES:
-            return cls.of(first._meta, first.origin, torch.device(name))
+            return cls.of(first.geometry, first.origin, torch.device(name))
         if name in _COPIES:
             raise no_value(name, first)
-        written = [tensor for tensor in _written(name, args, kwargs) if not isinstance(tensor, Unknown)]
+        written = [tensor for tensor in _written(name, args, kwargs) if not isinstance(tensor, Placeholder)]
         result = _on_meta(func, name, first, args, kwargs)
         for tensor in written:
             _taint(tensor, first, name)
         return iter(result) if name == "__iter__" else result
 
 
-def no_value(what: str, unknown: Unknown) -> TopologyError:
+def no_value(what: str, unknown: Placeholder) -> TopologyError:
     """The error for code that asks for a value which this stage cannot know."""
     where = f"{what} needs the value of {unknown.origin}, which this pipeline stage doesn't have. "
-    if not _IN_PASS.get():
+    if not _IN_STAGE_RUN.get():
         return TopologyError(
             f"{where}Between steps, in hooks and callbacks, values of parameters and gradients can be read only where "
             "the stages have them all: log them from pipeline_modules that every stage runs, or use "
@@ -199,7 +171,7 @@ def no_value(what: str, unknown: Unknown) -> TopologyError:
     )
 
 
-def leaked(what: str, unknown: Unknown) -> TopologyError:
+def leaked(what: str, unknown: Placeholder) -> TopologyError:
     """The error for a real result that depends on something only another stage has."""
     return TopologyError(
         f"{what} depends on {unknown.origin}, which this pipeline stage doesn't have: between two stages, only the "
@@ -208,9 +180,9 @@ def leaked(what: str, unknown: Unknown) -> TopologyError:
     )
 
 
-def first_unknown(tree: Any) -> Unknown | None:
+def first_unknown(tree: Any) -> Placeholder | None:
     """The first unknown tensor of a nested structure."""
-    return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Unknown)), None)
+    return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Placeholder)), None)
 
 
 def _one_element(meta: Tensor, device: torch.device) -> Tensor:
@@ -227,13 +199,15 @@ def _poison(dtype: torch.dtype) -> float | int:
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Unknown):
-        return tensor._meta
-    with torch._C.DisableTorchFunctionSubclass():
+    if isinstance(tensor, Placeholder):
+        return tensor.geometry
+    with without_torch_function():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _on_meta(func: Callable[..., Any], name: str, first: Unknown, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _on_meta(
+    func: Callable[..., Any], name: str, first: Placeholder, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Run ``func`` for its shapes; an unknown argument that it changed and returned is returned itself."""
     device = first.device
     originals: dict[int, Tensor] = {}
@@ -252,7 +226,7 @@ def _on_meta(func: Callable[..., Any], name: str, first: Unknown, args: Sequence
     def back(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return originals[id(value)] if id(value) in originals else Unknown.of(value, first.origin, device)
+        return originals[id(value)] if id(value) in originals else Placeholder.of(value, first.origin, device)
 
     if name == "to" and len(args) > 1 and isinstance(args[1], str):
         args = (args[0], torch.device(args[1]), *args[2:])
@@ -283,13 +257,13 @@ def _in_bfloat16(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_by_one(
-    func: Callable[..., Any], name: str, first: Unknown, args: Sequence[Any], kwargs: dict[str, Any]
+    func: Callable[..., Any], name: str, first: Placeholder, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Any] | None:
     """A function of lists: what it makes, and writes, of known tensors alone is known."""
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
     count = len(lists[0])
-    mixed = any(isinstance(arg, Unknown) for arg in (*args, *kwargs.values()))
-    places = [mixed or any(isinstance(each[n], Unknown) for each in lists if n < len(each)) for n in range(count)]
+    mixed = any(isinstance(arg, Placeholder) for arg in (*args, *kwargs.values()))
+    places = [mixed or any(isinstance(each[n], Placeholder) for each in lists if n < len(each)) for n in range(count)]
 
     def part(arg: Any, unknown: bool) -> Any:
         if not isinstance(arg, list | tuple):
@@ -297,11 +271,11 @@ def _one_by_one(
         return [item for item, elsewhere in zip(arg, places, strict=True) if elsewhere == unknown]
 
     if any(len(each) != count for each in lists):
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **kwargs)  # type: ignore[no-any-return]  # torch says what is wrong
     written = [tensor for tensor, unknown in zip(lists[0], places, strict=True) if unknown] if name[-1] == "_" else []
     for tensor in written:
-        if not isinstance(tensor, Unknown):
+        if not isinstance(tensor, Placeholder):
             raise _cannot_write(name, first, tensor)
     made = iter(func(*(part(arg, False) for arg in args), **kwargs) or ()) if not all(places) else iter(())
     if name[-1] == "_":
@@ -311,8 +285,8 @@ def _one_by_one(
 
 
 def _only_like(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the first argument of a factory is unknown, and no other is."""
-    found = [leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Unknown)]
+    """Return whether the first argument of a factory is unknown, and no other is."""
+    found = [leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Placeholder)]
     return len(found) == 1 and found[0] is (args[0] if args else kwargs.get("input"))
 
 
@@ -324,10 +298,10 @@ def _written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)] if in_place and args else []
 
 
-def _cannot_write(name: str, source: Unknown, written: Tensor) -> TopologyError:
+def _cannot_write(name: str, source: Placeholder, written: Tensor) -> TopologyError:
     what = f"{name} writes {source.origin}, whose value this pipeline stage doesn't have, into a "
     shape = f"of shape {tuple(written.shape)}. "
-    if not _IN_PASS.get():
+    if not _IN_STAGE_RUN.get():
         kind = "parameter" if isinstance(written, nn.Parameter) else "tensor"
         return TopologyError(
             f"{what}{kind} {shape}Between steps, a stage can compute with the parameters of another one as long as "
@@ -342,23 +316,17 @@ def _cannot_write(name: str, source: Unknown, written: Tensor) -> TopologyError:
     )
 
 
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors have its memory: views, also those of inference mode, ``data`` and ``detach()``."""
-    storage = tensor.untyped_storage()  # the tensor and this object make 2
-    return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)
-
-
-def _taint(written: Tensor, source: Unknown, name: str) -> Tensor:
+def _taint(written: Tensor, source: Placeholder, name: str) -> Tensor:
     """A fresh tensor of a step that something unknown was written into is unknown from now on; state must not be."""
-    if not _IN_PASS.get() or type(written) is not Tensor or _is_shared(written):
+    if not _IN_STAGE_RUN.get() or type(written) is not Tensor or shares_memory(written):
         raise _cannot_write(name, source, written)
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with without_torch_function(), torch.no_grad():
         meta, device = _as_meta(written), written.device
         if written.grad_fn is not None:
             written.detach_()
         written.data = _one_element(meta, device)
-        written.__class__ = Unknown
-    written.origin, written._meta = source.origin, meta  # type: ignore[attr-defined]  # it is one now
+        written.__class__ = Placeholder
+    written.origin, written.geometry = source.origin, meta  # type: ignore[attr-defined]  # it is one now
     return written
 
 
@@ -366,6 +334,6 @@ def unknowns(leaves: Sequence[Any]) -> Iterator[int]:
     """Positions of the unknown tensors; of an object that is there twice, the first."""
     seen: set[int] = set()
     for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Unknown) and id(leaf) not in seen:
+        if isinstance(leaf, Placeholder) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield position

@@ -1,6 +1,6 @@
-"""Where the parts of a tensor are: rows over the data axes of a mesh (FSDP), anything over the tensor-parallel ones.
+"""Placement of a tensor's parts: rows over a mesh's data axes (FSDP), anything over the tensor-parallel ones.
 
-The axes "replicate" and "shard" are data axes. Over "shard", dim 0 of what the other axes leave to a rank is cut into
+The axes "replicate" and "shard" are data axes. Over "shard", dim 0 of what the other axes leave to a rank is split into
 equal runs of rows, as ``torch.chunk`` does. Tensors without dims stay plain.
 """
 
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_shardckpt.parallel.sharding.peers import Peers, peers_of
+from lightning_shardckpt.compat.device_mesh import joined_mesh
+from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, local_tensor
+from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 
 DATA_AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """How the tensors of one mesh and one tuple of placements are sharded.
+    """Sharding of the tensors of one mesh and one tuple of placements.
 
     Attributes:
-        shard: the ranks of the axis "shard", over which dim 0 is cut; None if there is but one.
+        shard: the ranks of the axis "shard", over which dim 0 is sharded; None if there is but one.
         replicate: the ranks of the axis "replicate"; None if there is but one.
         model_mesh: the other axes; None if there are none.
         model: the placements on those.
@@ -46,7 +46,7 @@ class Placements:
 
 @lru_cache(maxsize=4096)
 def placements_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Placements:
-    """What a mesh and placements mean."""
+    """Return what a mesh and placements mean."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     axes = {name: (placement, size) for name, placement, size in zip(names, placements, mesh.shape, strict=True)}
     peers = {name: peers_of(_axis(mesh, name)) for name in DATA_AXES if name in axes and axes[name][1] > 1}
@@ -61,7 +61,7 @@ def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTensorSpec:
-    """The spec of a tensor whose rows are to be cut over ``data_mesh``, besides what a tensor-parallel plan cut.
+    """The spec of a tensor whose rows are to be sharded over ``data_mesh``, besides what tensor parallelism did.
 
     Args:
         tensor: plain, or a DTensor on other axes of ``root``.
@@ -75,10 +75,10 @@ def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTenso
     parts = prod(
         size
         for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        if isinstance(placement, Shard | _StridedShard) and placement.dim == 0
+        if isinstance(placement, Shard | StridedShard) and placement.dim == 0
     )
     if parts > 1:
-        cut = _StridedShard(0, split_factor=parts)
+        cut = StridedShard(0, split_factor=parts)
     mesh = _joined(data_mesh, tensor.device_mesh, root)
     return DTensorSpec(mesh, (*replicas, cut, *tensor.placements), tensor_meta=meta)
 
@@ -89,7 +89,7 @@ def _joined(data_mesh: DeviceMesh, model_mesh: DeviceMesh, root: DeviceMesh) -> 
     names = (*(data_mesh.mesh_dim_names or ()), *model_names)
     if set(names) <= set(root.mesh_dim_names or ()) and root[model_names] == model_mesh:
         return root[names]
-    return DeviceMesh._concatenate([data_mesh, model_mesh])
+    return joined_mesh([data_mesh, model_mesh])
 
 
 def rows_of(count: int, peers: Peers) -> tuple[int, int]:
@@ -100,15 +100,17 @@ def rows_of(count: int, peers: Peers) -> tuple[int, int]:
 
 
 def model_part(whole: Tensor, where: Placements) -> Tensor:
-    """What the tensor-parallel axes leave of a whole tensor to this rank; may share its memory. No communication."""
+    """Return what the tensor-parallel axes leave of a whole tensor to this rank; may share its memory.
+
+    No communication.
+    """
     if where.model_mesh is None:
         return whole
-    distributed = distribute_tensor(whole, where.model_mesh, where.model, src_data_rank=None)
-    return distributed._local_tensor
+    return local_tensor(distribute_tensor(whole, where.model_mesh, where.model, src_data_rank=None))
 
 
 def local_part(whole: Tensor, where: Placements) -> Tensor:
-    """This rank's part of a whole tensor; may share its memory. No communication."""
+    """Return this rank's part of a whole tensor; may share its memory. No communication."""
     part = model_part(whole, where)
     if where.shard is None:
         return part

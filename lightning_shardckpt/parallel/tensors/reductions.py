@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.parallel.sharding.kinds import name_of
-from lightning_shardckpt.parallel.sharding.sharded_tensor import Function, as_torch, is_sharded
-from lightning_shardckpt.parallel.sharding.values import combined, differentiable_sum, where_is
-from lightning_shardckpt.parallel.sharding.views import on_wholes
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.parallel.tensors.kinds import name_of
+from lightning_shardckpt.parallel.tensors.sharded import Function, is_sharded
+from lightning_shardckpt.parallel.tensors.values import combined, differentiable_sum, where_is
+from lightning_shardckpt.parallel.tensors.views import on_wholes
 
 _POWERS = {"sum": 1.0, "mean": 1.0, "nansum": 1.0, "count_nonzero": 1.0}
 _POWERS |= {"amax": math.inf, "max": math.inf, "any": math.inf, "amin": -math.inf, "min": -math.inf, "all": -math.inf}
@@ -20,7 +22,7 @@ _POWERS |= {"amax": math.inf, "max": math.inf, "any": math.inf, "amin": -math.in
 
 def reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, name = args[0] if args else kwargs["input"], name_of(func)
-    with as_torch():
+    with without_torch_function():
         power = _power(name, args[1:], kwargs)
         exact = not tensor.is_complex() and (tensor.dtype == torch.bool or tensor.is_floating_point())
         if power is None or not is_sharded(tensor) or not exact or tensor.numel() == 0 or "out" in kwargs:
@@ -28,11 +30,11 @@ def reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         history = torch.is_grad_enabled() and tensor.requires_grad
         if history and name not in ("sum", "mean"):
             return on_wholes(func, args, kwargs)
-        like = func(tensor._local_tensor.new_zeros((1,) * max(1, tensor.ndim)), *args[1:], **kwargs)
+        like = func(local_tensor(tensor).new_zeros((1,) * max(1, tensor.ndim)), *args[1:], **kwargs)
         if history:
             total = differentiable_sum(tensor, name).to(like.dtype)
             return total / tensor.numel() if name == "mean" else total
-        (found,) = combined([tensor], name, [power], [_number(tensor._local_tensor, name, power)])
+        (found,) = combined([tensor], name, [power], [_number(local_tensor(tensor), name, power)])
         found = found / tensor.numel() if name == "mean" else found
         return torch.tensor(found, dtype=torch.float64).to(like.device, like.dtype)
 
@@ -75,7 +77,7 @@ def _bool(local: Tensor, power: float) -> bool:
 
 
 def reduce_each(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with as_torch():
+    with without_torch_function():
         name = name_of(func)
         tensors, rest = args[0], args[1:]
         order = [*rest, *(kwargs[k] for k in ("ord",) if k in kwargs)]
@@ -91,7 +93,7 @@ def reduce_each(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 groups.setdefault(id(where_is(t)), []).append(n)
         for places in groups.values():
             some = [tensors[n] for n in places]
-            values = [_number(t._local_tensor, kind, power) for t in some]
+            values = [_number(local_tensor(t), kind, power) for t in some]
             for n, value in zip(places, combined(some, name, [power] * len(some), values), strict=True):
                 dtype = kwargs.get("dtype") or tensors[n].dtype
                 found[n] = torch.tensor(value, dtype=torch.float64).to(tensors[n].device, dtype)

@@ -22,24 +22,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lightning_shardckpt.compat.dtensor import (
+    DTensorSpec,
+    TensorMeta,
+    local_tensor,
+    replace_local,
+    spec_of,
+)
+from lightning_shardckpt.compat.tensor_subclass import (
+    is_marked_as_parameter,
+    mark_as_parameter,
+    without_torch_function,
+)
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.held import HeldGradients
-from lightning_shardckpt.parallel.sharding.kinds import Kind, kind_of
-from lightning_shardckpt.parallel.sharding.placement import DATA_AXES, local_part
-from lightning_shardckpt.parallel.sharding.values import Scatter, check_same, where_is, whole
+from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
+from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, local_part
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
+from lightning_shardckpt.parallel.tensors.values import Scatter, check_same, where_is, whole
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Kind, Handler] = {}
 """What functions of torch do with sharded tensors, by what they need of them; filled by `operations`."""
 
-as_torch = torch._C.DisableTorchFunctionSubclass
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
-_held: MutableMapping[Tensor, HeldGradients] = HeldGradients.of_leaf
+_unreduced: MutableMapping[Tensor, UnreducedGradients] = UnreducedGradients.of_leaf
 
 
 class ShardedTensor(DTensor):
@@ -59,13 +69,13 @@ class ShardedTensor(DTensor):
     @property
     def data(self) -> ShardedTensor:
         """The tensor without history, over the same memory."""
-        with as_torch():
-            return like(self, self._local_tensor.detach())
+        with without_torch_function():
+            return like(self, local_tensor(self).detach())
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Another memory, as it is if it is laid out alike, else that of the rows of a whole tensor."""
-        with as_torch():
+        """Set other memory, as it is if it is laid out alike, else that of the rows of a whole tensor."""
+        with without_torch_function():
             if value.shape != self.shape:
                 raise TopologyError(
                     f"a tensor of shape {tuple(value.shape)} was assigned to the data of a sharded one of shape "
@@ -74,22 +84,22 @@ class ShardedTensor(DTensor):
             rows = rows_like(value, self, "an assignment to data")
             found = like(self, rows.detach())
             _data.__set__(self, found)
-            self._local_tensor, self._spec = found._local_tensor, found._spec
+            replace_local(self, found)
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient, averaged over all batches."""
-        if self in _held:
-            _held[self].reduce()
-        with as_torch():
+        if self in _unreduced:
+            _unreduced[self].reduce()
+        with without_torch_function():
             found = _grad.__get__(self)
             return None if found is None else sharded(found)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self in _held:
-            _held[self].reduce()
-        with as_torch():
+        if self in _unreduced:
+            _unreduced[self].reduce()
+        with without_torch_function():
             if value is not None and not is_alike(value, self):
                 if value.shape != self.shape:
                     raise RuntimeError(
@@ -100,18 +110,18 @@ class ShardedTensor(DTensor):
             _grad.__set__(self, value)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """All elements, as a plain tensor. Collective: every rank that has a shard must call it."""
-        with as_torch():
+        """Return all elements, as a plain tensor. Collective: every rank that has a shard must call it."""
+        with without_torch_function():
             return whole(self, "full_tensor")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]  # it is one
-        with as_torch(), torch.no_grad():
-            found = like(self, self._local_tensor.clone())
+        with without_torch_function(), torch.no_grad():
+            found = like(self, local_tensor(self).clone())
             found.requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            found._is_param = True  # how torch knows a parameter of another class
+        if is_marked_as_parameter(self):
+            mark_as_parameter(found)
         memo[id(self)] = found
         if self.grad is not None:
             found.grad = self.grad.detach().clone()
@@ -126,15 +136,15 @@ class ShardedTensor(DTensor):
         )
         kind, self.__class__ = self.__class__, DTensor  # type: ignore[assignment]  # as torch pickles it
         try:
-            with as_torch():
+            with without_torch_function():
                 return DTensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]  # torch's
         finally:
             self.__class__ = kind
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
-            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self._spec.placements}, "
-            f"rows of this rank={self._local_tensor})"
+            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={spec_of(self).placements}, "
+            f"rows of this rank={local_tensor(self)})"
         )
 
 
@@ -148,7 +158,7 @@ def sharded(tensor: Tensor) -> ShardedTensor:
 
 def like(tensor: DTensor, local: Tensor) -> ShardedTensor:
     """A tensor that is laid out like another one, with these rows."""
-    spec = tensor._spec
+    spec = spec_of(tensor)
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype != local.dtype:
@@ -157,26 +167,28 @@ def like(tensor: DTensor, local: Tensor) -> ShardedTensor:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is one of ours, also where somebody else made it; not so the activations of a tensor-parallel plan."""
+    """Return whether a value is a sharded tensor of ours, whoever made it; not so a plan's activations."""
     if isinstance(value, ShardedTensor):
         return True
     return isinstance(value, DTensor) and not {*DATA_AXES}.isdisjoint(value.device_mesh.mesh_dim_names or ())
 
 
 def is_alike(value: Tensor, tensor: DTensor) -> bool:
-    """Whether both are sharded in the same way."""
+    """Return whether both are sharded in the same way."""
+    if value is tensor:
+        return True
     if not isinstance(value, DTensor):
         return False
-    one, other = value._spec, tensor._spec
+    one, other = spec_of(value), spec_of(tensor)
     if one is other:
         return True
     return value.shape == tensor.shape and one.placements == other.placements and one.mesh == other.mesh
 
 
 def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:
-    """This rank's rows of a tensor that is sharded like ``tensor``, in another way, or not at all."""
+    """Return this rank's rows of a tensor that is sharded like ``tensor``, in another way, or not at all."""
     if is_alike(value, tensor):
-        return value._local_tensor  # type: ignore[attr-defined,no-any-return]  # so it is a DTensor
+        return local_tensor(value)
     where = where_is(tensor)
     if isinstance(value, DTensor):
         value = whole(value, what)
@@ -198,8 +210,8 @@ def refuse_leaf(target: Tensor, func: Function) -> None:
 
 
 def local_of(value: Tensor) -> Tensor:
-    """This rank's rows of what is sharded."""
-    return value._local_tensor if isinstance(value, DTensor) and is_sharded(value) else value
+    """Return this rank's rows of a sharded value."""
+    return local_tensor(value) if is_sharded(value) else value
 
 
 def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -226,5 +238,5 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _same_container(value: Any, found: list[Any]) -> Any:
-    """Also for the named tuples of torch's own, such as that of ``max`` with a dim."""
+    """Return ``found`` in a container like ``value``, also in torch's own named tuples, such as that of ``max``."""
     return found if type(value) is list else type(value)(found)

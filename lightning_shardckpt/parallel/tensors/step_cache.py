@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.tensor_subclass import version_of
+
 _Key = tuple[int, int, bool]
 _open: list[dict[int, tuple[DTensor, _Key, Tensor]]] = []
 
@@ -24,7 +27,7 @@ def step_cache() -> Iterator[None]:
 
 
 def recall(leaf: DTensor) -> Tensor | None:
-    """What was gathered of a parameter in this step, if neither it nor the need of gradients has changed since."""
+    """Return what was gathered of a parameter in this step, if neither it nor the need of gradients changed since."""
     found = _open[-1].get(id(leaf)) if _open else None
     return found[2] if found is not None and found[1] == _key(leaf) else None
 
@@ -36,5 +39,5 @@ def remember(leaf: DTensor, whole: Tensor) -> None:
 
 
 def _key(leaf: DTensor) -> _Key:
-    local = leaf._local_tensor
-    return local.data_ptr(), local._version, torch.is_grad_enabled() and leaf.requires_grad
+    local = local_tensor(leaf)
+    return local.data_ptr(), version_of(local), torch.is_grad_enabled() and leaf.requires_grad

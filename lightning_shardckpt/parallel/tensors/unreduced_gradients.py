@@ -1,7 +1,7 @@
 """Keep whole gradients on each rank while they accumulate, and reduce them once.
 
 That saves the communication of all backward passes but the last one, for the memory of whole gradients. Who asks for
-the gradient of a parameter meanwhile gets the right one: what is held of it is reduced then.
+the gradient of a parameter meanwhile gets the right one: what there is of it is reduced then.
 """
 
 from __future__ import annotations
@@ -15,39 +15,48 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
 
-class Plan(Protocol):
-    """How some gradients are reduced together; see `gather.GatherPlan`."""
+
+class ReductionPlan(Protocol):
+    """A plan for reducing some gradients together: what a `GatherPlan` does with those of what it gathers."""
 
     items: Any
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """This rank's rows of the means. Collective."""
+        """Return this rank's rows of the means. Collective."""
 
 
-class HeldGradients:
-    """The gradients that one module's backward passes have made, and nobody has reduced yet."""
+class UnreducedGradients:
+    """The gradients that one module's backward passes have made, and nobody has reduced yet.
 
-    of_leaf: ClassVar[MutableMapping[Tensor, HeldGradients]] = WeakIdKeyDictionary()
-    """Parameters of which some are held."""
+    Attributes:
+        of_leaf: the parameters that have some.
+        accumulates: whether backward passes only accumulate now, without communication.
+    """
+
+    of_leaf: ClassVar[MutableMapping[Tensor, UnreducedGradients]] = WeakIdKeyDictionary()
 
     def __init__(self) -> None:
-        self._holding = False
-        self._found: dict[Plan, tuple[list[DTensor], list[Tensor | None]]] = {}
+        self.accumulates = False
+        self._found: dict[ReductionPlan, tuple[list[DTensor], list[Tensor | None]]] = {}
 
     @contextmanager
-    def hold(self, enabled: bool = True) -> Iterator[None]:
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Inside, backward passes of leaves without hooks only accumulate, without communication."""
-        before, self._holding = self._holding, enabled
+        before, self.accumulates = self.accumulates, enabled
         try:
             yield
         finally:
-            self._holding = before
+            self.accumulates = before
 
-    def takes(self, plan: Plan, leaves: Sequence[DTensor], gradients: list[Tensor | None]) -> bool:
-        """Called in a backward: take its gradients, or add to them what was held; returns whether they were taken."""
-        hooked = any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)
-        if not self._holding or hooked or torch.is_grad_enabled() or not all(leaf.is_leaf for leaf in leaves):
+    def takes(self, plan: ReductionPlan, leaves: Sequence[DTensor], gradients: list[Tensor | None]) -> bool:
+        """Take a backward's gradients, or add to them what was there; return whether they were taken.
+
+        Called in a backward.
+        """
+        hooked = any(gradient_hooks(leaf) or accumulation_hooks(leaf) for leaf in leaves)
+        if not self.accumulates or hooked or torch.is_grad_enabled() or not all(leaf.is_leaf for leaf in leaves):
             earlier = self._found.pop(plan, None)
             if earlier is not None:
                 self._forget(leaves)
@@ -61,7 +70,7 @@ class HeldGradients:
         return True
 
     def reduce(self) -> None:
-        """Add what is held to the gradients of the leaves. Collective: every rank that has a shard must call it."""
+        """Add it, reduced, to the gradients of the leaves. Collective: every rank that has a shard must call it."""
         found, self._found = self._found, {}
         for plan, (leaves, gradients) in found.items():
             self._forget(leaves)
@@ -72,7 +81,7 @@ class HeldGradients:
                     leaf.grad = shard if leaf.grad is None else leaf.grad + shard
 
     def drop(self) -> None:
-        """Forget what is held, after an exception."""
+        """Forget what is here, after an exception."""
         for leaves, _ in self._found.values():
             self._forget(leaves)
         self._found.clear()

@@ -1,4 +1,4 @@
-"""What a sharded tensor is as a whole: its elements, one number of all of them, whether ranks agree about one.
+"""A sharded tensor as a whole: its elements, one number of all of them, and agreement of ranks about one.
 
 Collective, all of it: every rank that has a shard must call, with the same tensors in the same order.
 """
@@ -17,17 +17,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.gather import Gather, GatherPlan
-from lightning_shardckpt.parallel.sharding.peers import Peers, peers_of
-from lightning_shardckpt.parallel.sharding.placement import Placements, local_part, placements_of
+from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
+from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
+from lightning_shardckpt.parallel.tensors.placement import Placements, local_part, placements_of
 
 _agreed: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()  # plain tensors: version and placements
 
 
 def where_is(tensor: DTensor) -> Placements:
-    """How a tensor is sharded."""
-    return placements_of(tensor._spec.mesh, tuple(tensor._spec.placements))
+    """Return how a tensor is sharded."""
+    spec = spec_of(tensor)
+    return placements_of(spec.mesh, tuple(spec.placements))
 
 
 def holders(where: Placements) -> list[Peers]:
@@ -37,12 +40,12 @@ def holders(where: Placements) -> list[Peers]:
 
 
 def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True) -> Tensor:
-    """All elements, in memory of their own; with history, if ``tensor`` has one and gradients are enabled.
+    """Return all elements, in memory of their own; with history, if ``tensor`` has one and gradients are enabled.
 
     Args:
         tensor: sharded.
         what: is asked for, in messages.
-        on_model_axes: False leaves it cut as a tensor-parallel plan did, as a DTensor.
+        on_model_axes: False leaves it sharded as the tensor-parallel plan did, as a DTensor.
     """
     where = where_is(tensor)
     if where.shard is not None:
@@ -51,7 +54,7 @@ def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True) -> Tensor:
     if torch.is_grad_enabled() and tensor.requires_grad:
         found: Tensor = Gather.apply(plan, None, tensor)[0]  # type: ignore[no-untyped-call]  # torch's
     else:
-        found = plan.gather([tensor._local_tensor])[0]
+        found = plan.gather([local_tensor(tensor)])[0]
     if on_model_axes and isinstance(found, DTensor):
         for peers, _ in _model_axes(where):
             peers.announce(f"{what} of a tensor of shape {tuple(tensor.shape)}")
@@ -115,7 +118,7 @@ class Scatter(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, like: DTensor) -> DTensor:
         ctx.placements = like.placements
         local = local_part(value.detach(), where_is(like)).clone()
-        return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+        return new_dtensor(local, spec_of(like))
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None]:
@@ -137,9 +140,9 @@ def differentiable_sum(tensor: DTensor, what: str) -> Tensor:
 
 
 def is_same_everywhere(value: Tensor, where: Placements, what: str) -> bool:
-    """Whether a plain tensor is equal, to the bit, on all ranks that hold parts of a tensor that is sharded so."""
+    """Return whether a plain tensor is equal, to the bit, on all ranks that hold parts of a tensor sharded so."""
     known = _agreed.get(value)
-    mark = (value._version, id(where))
+    mark = (version_of(value), id(where))
     if known == mark:
         return True
     content = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
@@ -218,7 +221,7 @@ def _set_rng_state(state: Tensor, device: torch.device) -> None:
 
 
 def _model_axes(where: Placements) -> list[tuple[Peers, bool]]:
-    """The ranks of the tensor-parallel axes, and whether they cut."""
+    """Return the ranks of each tensor-parallel axis, and whether that shards."""
     mesh = where.model_mesh
     if mesh is None:
         return []

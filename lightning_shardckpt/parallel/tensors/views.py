@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.parallel.sharding.kinds import Kind, kind_of, name_of, writes_first
-from lightning_shardckpt.parallel.sharding.placement import local_part
-from lightning_shardckpt.parallel.sharding.sharded_tensor import (
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.tensor_subclass import memory_id, version_of, without_torch_function
+from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
+from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.sharded import (
     Function,
-    as_torch,
     is_sharded,
     like,
     mapped,
@@ -23,26 +24,26 @@ from lightning_shardckpt.parallel.sharding.sharded_tensor import (
     scattered,
     tensors_in,
 )
-from lightning_shardckpt.parallel.sharding.values import check_same, where_is, whole
+from lightning_shardckpt.parallel.tensors.values import check_same, where_is, whole
 
 
 class ShardView(Tensor):
     """A plain tensor over the memory of what was gathered, such as ``weight[0]``; changing it changes the shards."""
 
-    _origin: Origin
+    _origin: ViewOrigin
 
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if kind_of(func) in (Kind.METADATA, Kind.AUTOGRAD, Kind.HOOK):
-            with as_torch():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         return on_wholes(func, tuple(args), kwargs or {})
 
 
 @dataclass(slots=True)
-class Origin:
+class ViewOrigin:
     """A sharded tensor, what was gathered of it, and when."""
 
     of: DTensor
@@ -51,10 +52,10 @@ class Origin:
 
     def refresh(self) -> None:
         """Gather again into the same memory, if the shards have changed."""
-        if self.version != self.of._local_tensor._version:
+        if self.version != version_of(local_tensor(self.of)):
             with torch.no_grad():
-                self.gathered.copy_(whole(like(self.of, self.of._local_tensor.detach()), "a view"))
-            self.version = self.of._local_tensor._version
+                self.gathered.copy_(whole(like(self.of, local_tensor(self.of).detach()), "a view"))
+            self.version = version_of(local_tensor(self.of))
 
     def store(self, what: str) -> None:
         """Take over into the shards what was written into the memory, with its history if there is one."""
@@ -64,20 +65,20 @@ class Origin:
             self.of.copy_(scattered(self.gathered, self.of))
         else:
             with torch.no_grad():
-                self.of._local_tensor.copy_(local_part(self.gathered.detach(), where))
+                local_tensor(self.of).copy_(local_part(self.gathered.detach(), where))
             increment_version(self.of)
-        self.version = self.of._local_tensor._version
+        self.version = version_of(local_tensor(self.of))
 
 
 def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on gathered tensors. What it writes into their memory reaches the shards."""
-    with as_torch():
+    with without_torch_function():
         name = name_of(func)
         written = [*tensors_in(args[:1] if writes_first(func) else (), {}), *tensors_in((kwargs.get("out"),), {})]
         for target in written:
             refuse_leaf(target._origin.of if isinstance(target, ShardView) else target, func)
         with_activations = any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors_in(args, kwargs))
-        origins: dict[int, Origin] = {}
+        origins: dict[int, ViewOrigin] = {}
         wholes: dict[int, Tensor] = {}
 
         def gathered(value: Tensor) -> Tensor:
@@ -88,11 +89,11 @@ def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 origin.refresh()
                 found = value.as_subclass(Tensor)
             elif isinstance(value, DTensor) and is_sharded(value):
-                version = value._local_tensor._version
+                version = version_of(local_tensor(value))
                 found = whole(value, name, on_model_axes=bool(written) or not with_activations)
                 if torch.is_grad_enabled() and any(value is target for target in written):
                     found = found.clone()  # so that autograd lets it be changed, with history
-                origin = Origin(value, found, version)
+                origin = ViewOrigin(value, found, version)
             else:
                 return value
             wholes[id(value)] = found
@@ -110,7 +111,7 @@ def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return mapped(result, lambda t: themselves[id(t)] if id(t) in themselves else _connected(t, origins))
 
 
-def _connected(value: Tensor, origins: dict[int, Origin]) -> Tensor:
+def _connected(value: Tensor, origins: dict[int, ViewOrigin]) -> Tensor:
     """A result over the memory of something gathered, as a view of the shards."""
     origin = origins.get(_memory(value)) if type(value) is Tensor else None
     if origin is not None:
@@ -122,4 +123,4 @@ def _connected(value: Tensor, origins: dict[int, Origin]) -> Tensor:
 def _memory(value: Tensor) -> int:
     if isinstance(value, DTensor) or value.layout != torch.strided:
         return 0
-    return int(value.untyped_storage()._cdata)
+    return memory_id(value)

@@ -31,14 +31,14 @@ def note_numbers(name: str, shape: Iterable[int], args: tuple[Any, ...], kwargs:
 
 
 def votes(stage: int, stages: int) -> list[int]:
-    """What this rank contributes to a maximum over all ranks, to see whether those of each stage noted the same."""
+    """Return this rank's part of a maximum over all ranks that shows whether those of each stage noted the same."""
     found = [NOTHING] * (2 * stages)
     found[2 * stage], found[2 * stage + 1] = _Numbers.mark, -_Numbers.mark
     return found
 
 
 def differ(maxima: list[int]) -> bool:
-    """Whether ranks of a stage noted different numbers.
+    """Return whether ranks of a stage noted different numbers.
 
     >>> differ([5, -5, NOTHING, NOTHING]), differ([7, -5])
     (False, True)

@@ -1,6 +1,6 @@
-"""How does a file get to the disk at the speed of the disk? Past the page cache, while the next parts are being made.
+"""Write a file past the page cache, while its next parts are being made.
 
-A buffered write copies into pages of the cache, and the sync behind it waits for all of them. Here parts are gathered
+A buffered write copies into pages of the cache, and the sync after it waits for all of them. Here parts are gathered
 in a few aligned buffers, and a thread writes those with O_DIRECT. Where that is refused, they go through the cache.
 """
 
@@ -13,144 +13,107 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Thread
-from types import TracebackType
 
-from lightning_shardckpt.pages import pages
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.threads import Done, NoThreadError, start
+from lightning_shardckpt.system.page_memory import pages
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.workers import TaskQueue
 
-_BUFFERS, _BUFFER_BYTES = 3, 8 << 20
 _ALIGNMENT = 4096  # of offsets and sizes; enough for all but exotic disks, which say EINVAL
-_SMALL_BYTES = 1 << 20  # a file below that gains nothing
-_LARGE_BYTES = 64 << 10  # from here on it is worth the call to copy with numpy, which lets other threads run
 
 
-def write_durably(file: int, parts: Iterable[Bytes]) -> None:
+def write_durably(file: int, parts: Iterable[Bytes], tuning: Tuning = TUNING) -> None:
     """Write all parts into a new file, and sync it.
 
-    The parts are made in the thread that calls, and dropped as soon as they are copied. No other thread is left behind.
+    The parts are made in the thread that calls, and dropped as soon as they are copied. No other thread is left.
+
+    Args:
+        file: a descriptor, at the start of an empty file.
+        parts: of any size; their memory need not be aligned.
+        tuning: sizes and number of the buffers.
+
+    Raises:
+        OSError: of the first write that failed, without a path.
     """
-    with _Writer(file) as writer:
+    writer = _BufferedWriter(file, tuning)
+    try:
         for part in parts:
             writer.add(part)
         writer.flush()
+    except BaseException as error:
+        writer.fail(error)
+    writer.end()
     os.fsync(file)
 
 
-class _Writer:
-    """Takes parts and hands full buffers to a thread, which is there if there is more than one. Use it as a context."""
+class _Buffer:
+    """Aligned memory, of which the first ``filled`` bytes are to be written."""
 
-    def __init__(self, file: int) -> None:
-        self._target = _Target(file)
-        self._buffer, self._filled, self._made = pages(_BUFFER_BYTES), 0, 1
-        self._full, self._free = SimpleQueue[tuple[mmap.mmap, int] | None](), SimpleQueue[mmap.mmap]()
-        self._thread: Thread | None = None
-        self._done = Done()
-        self._error: BaseException | None = None
-        self._abandoned = False
+    def __init__(self, nbytes: int) -> None:
+        self.memory, self.filled = pages(nbytes), 0
 
-    def __enter__(self) -> _Writer:
-        return self
+    def is_full(self) -> bool:
+        return self.filled == len(self.memory)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._abandoned = kind is not None
-        self._stop()
-        if kind is None:
-            self._check()
+
+class _BufferedWriter:
+    """Gathers parts in buffers, and has a thread write those that are full, if there is more than one."""
+
+    def __init__(self, file: int, tuning: Tuning) -> None:
+        self._tuning, self._target = tuning, _DirectFile(file, tuning.direct_io_bytes)
+        self._buffer, self._made, self._is_threaded = _Buffer(tuning.disk_buffer_bytes), 1, False
+        self._free = SimpleQueue[_Buffer]()
+        # neither function knows this object: buffers must go when it does, without the garbage collector
+        self._full = TaskQueue(self._target.write_from, threads=1, name="shardckpt-disk", release=self._free.put)
+        self.fail, self.end = self._full.fail, self._full.end
 
     def add(self, part: Bytes) -> None:
         """Copy a part."""
-        end = self._filled + len(part)
-        if end < len(self._buffer) and len(part) < _LARGE_BYTES:
-            self._buffer[self._filled : end] = part
-            self._filled = end
+        buffer = self._buffer
+        end = buffer.filled + len(part)
+        if end < len(buffer.memory) and len(part) < self._tuning.numpy_copy_bytes:
+            buffer.memory[buffer.filled : end] = part
+            buffer.filled = end
             return
         rest = memoryview(part)
         while len(rest):
-            now = rest[: len(self._buffer) - self._filled]
-            _copy(now, self._buffer, self._filled)
-            self._filled += len(now)
+            buffer = self._buffer
+            now = rest[: len(buffer.memory) - buffer.filled]
+            _copy(now, buffer.memory, buffer.filled)
+            buffer.filled += len(now)
             rest = rest[len(now) :]
-            if self._filled == len(self._buffer):
+            if buffer.is_full():
                 self.flush()
 
     def flush(self) -> None:
         """Have written what is there; no more may be added unless that filled the buffer."""
-        if self._thread is None and self._filled == len(self._buffer):
-            self._start()
-        if self._thread is None:
-            self._target.write(memoryview(self._buffer)[: self._filled])
-        else:
-            self._full.put((self._buffer, self._filled))
+        self._is_threaded = self._is_threaded or self._buffer.is_full()
+        if self._is_threaded:
+            self._full.put(self._buffer)
             self._buffer = self._next_buffer()
-            self._check()
-        self._filled = 0
+        else:
+            self._target.write_from(self._buffer)
 
-    def _next_buffer(self) -> mmap.mmap:
-        if self._made == _BUFFERS:
-            return self._free.get()
-        self._made += 1
-        return pages(_BUFFER_BYTES)
-
-    def _start(self) -> None:
-        self._thread = Thread(target=self._run, name="shardckpt-disk")
-        try:
-            start(self._thread)
-        except NoThreadError:  # then without
-            self._thread = None
-
-    def _stop(self) -> None:
-        """Wait for the thread, also if that is interrupted: it must not write to a file that is closed.
-
-        Not with ``Thread.join`` alone, which takes a thread for ended when it is interrupted (Python 3.11).
-        """
-        self._full.put(None)
-        if self._thread is None or self._thread.ident is None:  # interrupted in ``start``: it finds nothing to write
-            return
-        interrupt: BaseException | None = None
-        while not self._done.is_set():
-            try:
-                self._done.wait()
-            except BaseException as error:
-                interrupt = error
-        self._thread.join()
-        if interrupt is not None:
-            raise interrupt
-
-    def _run(self) -> None:
-        try:
-            while (full := self._full.get()) is not None:
-                buffer, size = full
-                if self._error is None and not self._abandoned:
-                    try:
-                        self._target.write(memoryview(buffer)[:size])
-                    except BaseException as error:
-                        self._error = error
-                self._free.put(buffer)
-        finally:
-            self._done.set()
-
-    def _check(self) -> None:
-        """Raise what the thread failed with."""
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # it knows this object, which would stay with its buffers
+    def _next_buffer(self) -> _Buffer:
+        if self._made < self._tuning.disk_buffers and self._free.empty():
+            self._made += 1
+            return _Buffer(self._tuning.disk_buffer_bytes)
+        found = self._free.get()
+        found.filled = 0
+        return found
 
 
-class _Target:
-    """A file that is written from its start on; directly, from what is not small on to what is not aligned."""
+class _DirectFile:
+    """A file that is written from its start on: directly, until a write is not aligned, if the first one is large."""
 
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: int, direct_io_bytes: int) -> None:
         self._file, self._offset, self._direct = file, 0, False
+        self._direct_io_bytes = direct_io_bytes
 
-    def write(self, data: memoryview) -> None:
+    def write_from(self, buffer: _Buffer) -> None:
         """Write what comes next."""
-        if self._offset == 0 and len(data) >= _SMALL_BYTES:
+        data = memoryview(buffer.memory)[: buffer.filled]
+        if self._offset == 0 and len(data) >= self._direct_io_bytes:
             with suppress(OSError):  # a file system need not offer that
                 self._set_direct(True)
         while len(data):
@@ -169,7 +132,7 @@ class _Target:
             data = data[count:]
 
     def _set_direct(self, direct: bool) -> None:
-        """Set the flag on the open file: ``os.open`` with it would leave a file behind where it is refused."""
+        """Set the flag on the open file: ``os.open`` with it would leave a file where it is refused."""
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
         self._direct = direct

@@ -1,4 +1,4 @@
-"""What do saves leave behind that were killed, and whose is it? Names of temporaries, and who may delete them.
+"""Name temporary directories and files, and delete those that killed processes left.
 
 A temporary is ``.tmp-<hash of the target's base name>-<save id>``. Who works at one holds its lock, so one that can be
 locked is of a process that is gone. What is to be deleted first takes a name with the hash of no target, so that it is
@@ -16,19 +16,25 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import locks
-from lightning_shardckpt.text import count_text, size_text
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local import locks
+from lightning_shardckpt.storage.local.posix import POSIX, FileSystem
+from lightning_shardckpt.system.text import count_text, size_text
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _PATTERN = re.compile(r"\.tmp-([0-9a-f]{16})-[0-9a-f]{32}")
-_QUIET_S = 3600.0  # what a machine that locks do not reach has not touched for so long is of a dead save
 _DELETE_ATTEMPTS = 3
 
 
 def temporary_name(target: str, save_id: str) -> str:
     """The path at which every rank of a save writes what will be at ``target``."""
     return os.path.join(os.path.dirname(target), f".tmp-{_key(target)}-{save_id}")
+
+
+def aside_name(path: str) -> str:
+    """Return where an old checkpoint waits while the new one takes its name, if they can't be exchanged in one step."""
+    return os.path.join(os.path.dirname(path), f".old-{_key(path)}")
 
 
 def doomed_name(path: str) -> str:
@@ -54,24 +60,33 @@ class Claim:
             self.file = -1
 
 
-def claim(target: str, temporary: str, make: Callable[[str], int]) -> Claim:
+def claim(
+    target: str,
+    temporary: str,
+    make: Callable[[str], int],
+    file_system: FileSystem = POSIX,
+    tuning: Tuning = TUNING,
+) -> Claim:
     """Make a temporary of ``target`` and hold its lock; delete what dead processes left beside it.
 
     Args:
         target: where it will appear.
         temporary: its name until then, of ``temporary_name``.
         make: makes and opens it.
+        file_system: on which it is.
+        tuning: how long to wait for others, and what counts as abandoned where locks do not reach everybody.
 
     Raises:
         FileExistsError: if another process is making a ``target`` right now; nothing was changed then.
     """
     parent = os.path.dirname(temporary)
-    with locks.alone_in(parent):
+    with locks.alone_in(parent, tuning.lock_wait_s):
         own = Claim(make(temporary), [])
+        quiet_s = None if file_system.locks_bind_everybody(parent) else tuning.leftover_quiet_s
         try:
             if locks.take(own.file) is False:
                 raise _in_use(target, temporary)
-            doomed = list(_doomed(_dead(target, temporary, own.notes), parent, own.notes))
+            doomed = list(_doomed(_dead(target, temporary, own.notes, quiet_s), parent, own.notes))
         except BaseException:
             delete(temporary)
             own.release()
@@ -111,14 +126,20 @@ def delete_unread(doomed: str) -> list[str]:
     except OSError as error:
         return [f"could not remove the replaced checkpoint {doomed!r}: {error}"]
     try:
-        why = delete(doomed) if locks.unread(file) else None
+        why = delete(doomed) if locks.take_unless_read(file) else None
     finally:
         locks.release(file)
     return [] if why is None else [f"could not remove the replaced checkpoint {doomed!r}: {why}"]
 
 
-def _dead(target: str, own: str, notes: list[str]) -> dict[str, int]:
+def _dead(target: str, own: str, notes: list[str], quiet_s: float | None) -> dict[str, int]:
     """The leftovers beside a temporary that this process just made, by name, locked.
+
+    Args:
+        target: of the temporary.
+        own: the temporary.
+        notes: gets sentences about what is left.
+        quiet_s: how long one must not have changed; None where all who may write it see its lock.
 
     Raises:
         FileExistsError: if one is of a live process with the same target.
@@ -139,7 +160,7 @@ def _dead(target: str, own: str, notes: list[str]) -> dict[str, int]:
                 os.close(file)  # a reader's lock would have been shared
                 raise _in_use(target, path)
             why = None if took else "this file system has no locks, so nobody can tell"
-            if took and not locks.bind_everybody(parent) and _changed_since(path, _now(own) - _QUIET_S):
+            if took and quiet_s is not None and _changed_since(path, _now(own) - quiet_s):
                 why = "it changed within the last hour, and another machine may be writing it"
             if took and why is None:
                 dead[name] = file
@@ -192,7 +213,7 @@ def _in_use(target: str, path: str) -> FileExistsError:
 
 
 def _contents(path: str) -> Iterator[os.stat_result]:
-    """What is known of a temporary and of the files in it."""
+    """Yield what is known of a temporary and of the files in it."""
     with suppress(OSError):
         yield os.lstat(path)
         for name in os.listdir(path):
@@ -200,7 +221,7 @@ def _contents(path: str) -> Iterator[os.stat_result]:
 
 
 def _now(own: str) -> float:
-    """What the clock of the file system said just now."""
+    """Return what the clock of the file system said just now."""
     return os.lstat(own).st_mtime
 
 

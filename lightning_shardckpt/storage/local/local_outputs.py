@@ -1,4 +1,4 @@
-"""How does a file or a directory of files appear whole or not at all? As a checkpoint does: first by another name."""
+"""Files and directories that appear whole or not at all: as a checkpoint does, they first have another name."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from functools import partial
 from typing import Literal
 from uuid import uuid4
 
-from lightning_shardckpt.storage import leftovers
-from lightning_shardckpt.storage.durable import (
+from lightning_shardckpt.storage.local import leftovers
+from lightning_shardckpt.storage.local.posix import (
     EXCHANGE,
     NO_REPLACE,
+    POSIX,
+    FileSystem,
     make_and_open,
     make_directories,
     naming,
-    rename_at_once,
     sync_directory,
 )
+from lightning_shardckpt.storage.local.replaceable import check_name
 from lightning_shardckpt.storage.protocol import Contents, NewFile
-from lightning_shardckpt.storage.replaceable import check_name
 
 
 class LocalOutputs:
     """``Outputs`` of a file system. What killed processes left beside an output is removed first, which is told."""
 
+    def __init__(self, file_system: FileSystem = POSIX) -> None:
+        self._file_system = file_system
+
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """What is at a path; a link to anything is a file."""
+        """Return what is at a path; a link to anything is a file."""
         if not os.path.lexists(path):
             return None
         if os.path.islink(path) or os.path.isfile(path):
@@ -37,7 +41,7 @@ class LocalOutputs:
         return "directory" if os.path.isdir(path) else "other"
 
     def contents(self, path: str) -> Contents:
-        """What is in a directory."""
+        """Return what is in a directory."""
         names = [os.path.relpath(os.path.join(at, name), path) for at, _, names in os.walk(path) for name in names]
 
         def head(name: str, nbytes: int) -> bytes:
@@ -53,8 +57,8 @@ class LocalOutputs:
         Raises:
             FileExistsError: if there is something else at ``path``, or another process is making it.
         """
-        publish = _replace_file if overwrite else _rename_new
-        with _temporary(path, _make, publish) as (unfinished, claim):
+        publish = _replace_file if overwrite else self._rename_new
+        with self._temporary(path, _make, publish) as (unfinished, claim):
             yield claim.file, claim.notes
             with naming(unfinished):
                 os.fsync(claim.file)
@@ -71,16 +75,16 @@ class LocalOutputs:
 
         def publish(unfinished: str, output: str) -> str | None:
             if not os.path.isdir(output) or os.path.islink(output) or not replaceable(self.contents(output)):
-                _rename_new(unfinished, output)
+                self._rename_new(unfinished, output)
                 return None
-            if rename_at_once(unfinished, output, EXCHANGE):
+            if self._file_system.rename_at_once(unfinished, output, EXCHANGE):
                 return unfinished
             doomed = leftovers.doomed_name(output)
             os.rename(output, doomed)  # nothing is there until the next line; this file system has nothing better
             os.rename(unfinished, output)
             return doomed
 
-        with _temporary(path, make_and_open, publish) as (unfinished, claim):
+        with self._temporary(path, make_and_open, publish) as (unfinished, claim):
             yield partial(_opened_new, unfinished), claim.notes
             for folder, _, names in os.walk(unfinished, topdown=False):
                 for name in names:
@@ -95,31 +99,37 @@ class LocalOutputs:
         with suppress(OSError):  # never made, or somebody else put something there
             os.rmdir(path)
 
-
-@contextmanager
-def _temporary(
-    output: str, make: Callable[[str], int], publish: Callable[[str, str], str | None]
-) -> Iterator[tuple[str, leftovers.Claim]]:
-    """What ``make`` makes, to be renamed by ``publish``, which returns where what was there before is now."""
-    output = os.path.abspath(output)
-    check_name(output)
-    make_directories(os.path.dirname(output))
-    check_name(output)  # a name that is too long is one only where its parent is there
-    unfinished = leftovers.temporary_name(output, uuid4().hex)
-    claim = leftovers.claim(output, unfinished, make)
-    try:
+    @contextmanager
+    def _temporary(
+        self, output: str, make: Callable[[str], int], publish: Callable[[str, str], str | None]
+    ) -> Iterator[tuple[str, leftovers.Claim]]:
+        """Give what ``make`` makes, to be renamed by ``publish``, which returns where what was there before is now."""
+        output = os.path.abspath(output)
+        check_name(output)
+        make_directories(os.path.dirname(output))
+        check_name(output)  # a name that is too long is one only where its parent is there
+        unfinished = leftovers.temporary_name(output, uuid4().hex)
+        claim = leftovers.claim(output, unfinished, make, self._file_system)
         try:
-            with naming(unfinished):
-                yield unfinished, claim
-            old = publish(unfinished, output)
-        except BaseException:
-            leftovers.delete(unfinished)
-            raise
-    finally:
-        claim.release()
-    sync_directory(os.path.dirname(output))
-    if old is not None:
-        claim.notes += leftovers.dispose(old)
+            try:
+                with naming(unfinished):
+                    yield unfinished, claim
+                old = publish(unfinished, output)
+            except BaseException:
+                leftovers.delete(unfinished)
+                raise
+        finally:
+            claim.release()
+        sync_directory(os.path.dirname(output))
+        if old is not None:
+            claim.notes += leftovers.dispose(old)
+
+    def _rename_new(self, source: str, target: str) -> None:
+        if self._file_system.rename_at_once(source, target, NO_REPLACE):
+            return
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
+        os.rename(source, target)
 
 
 def _sync_file(path: str) -> None:
@@ -133,14 +143,6 @@ def _sync_file(path: str) -> None:
 
 def _make(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def _rename_new(source: str, target: str) -> None:
-    if rename_at_once(source, target, NO_REPLACE):
-        return
-    if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
-    os.rename(source, target)
 
 
 def _replace_file(source: str, target: str) -> None:

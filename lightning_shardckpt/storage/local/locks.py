@@ -1,6 +1,6 @@
-"""Who is at work here? Locks of the kernel, which end with the process that holds them, however it ends.
+"""Locks on files and directories that end with the process that holds them, however it ends.
 
-They are advisory ``flock`` locks on open directories and files. A process that was forked meanwhile, such as a data
+They are the kernel's advisory ``flock`` locks on what is open. A process that was forked meanwhile, such as a data
 loader's worker, shares them, so they are always released by name, not by closing. Some network file systems have none.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-WAIT_S, _POLL_S, _ATTEMPTS = 5.0, 0.01, 20
+from lightning_shardckpt.system.tuning import TUNING
+
+_POLL_S, _LONGEST_POLL_S, _ATTEMPTS = 0.01, 0.5, 20
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_OF_ONE_MACHINE = frozenset(
-    ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-)
 
 
 def take(file: int, *, shared: bool = False) -> bool | None:
@@ -34,7 +33,18 @@ def take(file: int, *, shared: bool = False) -> bool | None:
     return True
 
 
-def unread(file: int) -> bool:
+def wait_for(file: int, wait_s: float) -> bool:
+    """Lock an open file or directory; False if another process has it for longer. True where there are no locks."""
+    deadline, pause = time.monotonic() + wait_s, _POLL_S
+    while take(file) is False:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_S)
+    return True
+
+
+def take_unless_read(file: int) -> bool:
     """Lock a directory that is going to be deleted, unless it is being read; True also where there are no locks."""
     for _ in range(_ATTEMPTS):
         if take(file) is not False:
@@ -53,38 +63,34 @@ def release(file: int) -> None:
 
 
 @contextmanager
-def alone_in(directory: str) -> Iterator[None]:
+def alone_in(directory: str, wait_s: float = TUNING.lock_wait_s) -> Iterator[None]:
     """Be the only process that begins something in a directory.
 
-    After ``WAIT_S`` it goes on all the same, as on a file system without locks: who holds this lock for so long is
+    After ``wait_s`` it goes on all the same, as on a file system without locks: who holds this lock for so long is
     stopped or a stranger, and a save must not depend on them.
     """
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + WAIT_S
-        while take(file) is False and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        wait_for(file, wait_s)
         yield
     finally:
         release(file)
 
 
-def bind_everybody(directory: str) -> bool:
-    """Whether all who may write to a directory see its locks: False where other machines may write to it, too.
+@contextmanager
+def one_per_machine(wait_s: float = TUNING.turn_wait_s) -> Iterator[None]:
+    """Be the only process of this user on this machine that uploads, and its only thread.
 
-    Network file systems often keep locks to the machine that took them (NFS with local_lock, Lustre with localflock,
-    BeeGFS by default), which cannot be seen from here.
+    A process that dies leaves it. Where there are no locks, it does not wait.
+
+    Raises:
+        TimeoutError: if it takes longer than ``wait_s``.
     """
-    path, kind, longest = os.path.realpath(directory), "", -1
+    path = os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}")
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            lines = mounts.readlines()
-    except OSError:
-        return False
-    for line in lines:
-        fields = line.split(" ")
-        place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[4])  # a space is \040
-        inside = place == "/" or path == place or path.startswith(place + "/")
-        if inside and len(place) >= longest:  # the last one of a place is on top of the others
-            kind, longest = fields[fields.index("-") + 1], len(place)
-    return kind in _OF_ONE_MACHINE
+        if not wait_for(file, wait_s):
+            raise TimeoutError(f"other ranks of this machine have uploaded for {wait_s:g} s ({path} is locked)")
+        yield
+    finally:
+        release(file)

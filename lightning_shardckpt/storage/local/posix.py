@@ -1,23 +1,28 @@
-"""What the os module lacks: durable directories, renames with a flag, and writes of many parts."""
+"""Durable directories, renames with a flag, writes of many parts, and what a file system can do."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from lightning_shardckpt.storage.protocol import Bytes
 
 EXCHANGE, NO_REPLACE = 2, 1
 _AT_FDCWD = -100
+_OF_ONE_MACHINE = frozenset(
+    ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+)
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
 _BATCH_PARTS, _BATCH_BYTES = 512, 1 << 20  # of one writev call: Linux takes 1,024 parts; hot from being hashed
 
 
 def make_directories(path: str, *, sync: bool = True) -> None:
-    """Like ``os.makedirs``, and durable with ``sync``."""
+    """Make directories like ``os.makedirs``, and durable with ``sync``."""
     missing = []
     while not os.path.lexists(path):
         missing.append(path)
@@ -102,3 +107,36 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
     while len(data):
         count = os.pwrite(file, data[:_CALL_BYTES], offset)
         data, offset = data[count:], offset + count
+
+
+def locks_bind_everybody(directory: str, mounts_file: str = "/proc/self/mountinfo") -> bool:
+    """Return whether all who may write to a directory see its locks; False where other machines may write to it.
+
+    Network file systems often keep locks to the machine that took them (NFS with local_lock, Lustre with localflock,
+    BeeGFS by default), which cannot be seen from here.
+    """
+    path, kind, longest = os.path.realpath(directory), "", -1
+    try:
+        with open(mounts_file, encoding="utf-8", errors="surrogateescape") as mounts:
+            lines = mounts.readlines()
+    except OSError:
+        return False
+    for line in lines:
+        fields = line.split(" ")
+        place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[4])  # a space is \040
+        inside = place == "/" or path == place or path.startswith(place + "/")
+        if inside and len(place) >= longest:  # the last one of a place is on top of the others
+            kind, longest = fields[fields.index("-") + 1], len(place)
+    return kind in _OF_ONE_MACHINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSystem:
+    """The two things that differ between file systems; a test gives functions of its own."""
+
+    rename_at_once: Callable[[str, str, int], bool] = rename_at_once
+    locks_bind_everybody: Callable[[str], bool] = locks_bind_everybody
+
+
+POSIX = FileSystem()
+"""What the system says of each."""

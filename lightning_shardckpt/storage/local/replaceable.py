@@ -1,4 +1,4 @@
-"""May a save put a checkpoint here? What is there must be nothing that somebody would miss."""
+"""Check that what a save would replace is nothing that somebody would miss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import stat
 from contextlib import suppress
 
-from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME
 
 
 def check_replaceable(target: str) -> None:
@@ -18,9 +18,9 @@ def check_replaceable(target: str) -> None:
         OSError: if no file system would take the name.
     """
     there = check_name(target)
-    if there is None or stat.S_ISLNK(
-        there.st_mode
-    ):  # such as ModelCheckpoint's "last": the link is replaced, not what it names
+    if there is None:
+        return
+    if stat.S_ISLNK(there.st_mode):  # such as ModelCheckpoint's "last": the link is replaced, not what it names
         return
     if not stat.S_ISDIR(there.st_mode):
         raise FileExistsError(
@@ -36,7 +36,7 @@ def check_replaceable(target: str) -> None:
 
 
 def check_name(path: str) -> os.stat_result | None:
-    """What is known of what is at a path, None if nothing is.
+    """Return what is known of what is at a path, None if nothing is.
 
     Raises:
         OSError: saying so if the name is too long; making something there would fail only at the end.

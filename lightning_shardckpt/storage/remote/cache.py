@@ -1,4 +1,4 @@
-"""How is a checkpoint read from a local copy of the files that are needed? Made on the first use, and kept.
+"""Read a checkpoint from local copies of its files, which are made when they are needed first, and kept.
 
 The folder of a save has its id and the checksum of its root index in its name, so nothing is taken for another save's.
 Ranks of a machine share it: who needs a file first downloads it under a lock, the others wait for that.
@@ -9,29 +9,27 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
+from contextlib import nullcontext
 
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import locks
-from lightning_shardckpt.storage.durable import make_directories, write_at
-from lightning_shardckpt.storage.local import LocalReader
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local import locks
+from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local.posix import make_directories, write_at
 from lightning_shardckpt.storage.protocol import Reader, read_all
-from lightning_shardckpt.threads import start
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.workers import run_tasks
 
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{32})"')
-_WINDOW_BYTES = 8 << 20
-_THREADS = 8
-_POLL_S, _WAIT_S = 0.05, 3600.0
 
 
 class CachedReader:
     """A checkpoint whose files are copied to a local folder as they are needed. Threads can share it."""
 
-    is_far = False
+    high_latency = False
 
-    def __init__(self, reader: Reader, folder: str) -> None:
-        self._reader, self._lock = reader, threading.Lock()
+    def __init__(self, reader: Reader, folder: str, tuning: Tuning = TUNING) -> None:
+        self._reader, self._tuning, self._lock = reader, tuning, threading.Lock()
         root = read_all(reader, ROOT_NAME)
         found = _SAVE_ID.search(root)
         save_id = found[1].decode() if found else "unknown"
@@ -45,27 +43,27 @@ class CachedReader:
         return self._reader.size(name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on; has the file copied before."""
+        """Fill ``target`` from ``offset`` on; downloads the file before, if it has to."""
         if name == ROOT_NAME:
             self._reader.read_into(name, offset, target)
             return
         with self._lock:
             if name not in self._here:
-                have_copy(self._reader, name, self.folder)
+                download_file(self._reader, name, self.folder, self._tuning)
                 self._here.add(name)
-            local = self._local.twin()
+            local = self._local.clone()
         try:
             local.read_into(name, offset, target)
         finally:
             local.close()
 
     def names(self) -> list[str]:
-        """Every entry of the checkpoint, sorted."""
+        """Return every entry of the checkpoint, sorted."""
         return self._reader.names()
 
-    def twin(self) -> CachedReader:
-        """Itself: threads can share it."""
-        return self
+    def clone(self) -> CachedReader:
+        """Return one that shares everything with this one, and has nothing to release."""
+        return _SharedReader(self)
 
     def close(self) -> None:
         """Release what is open."""
@@ -73,8 +71,18 @@ class CachedReader:
         self._reader.close()
 
 
-def have_copy(reader: Reader, name: str, folder: str) -> None:
-    """Have the whole file in a folder, unless it is; other processes may be about to, too.
+class _SharedReader(CachedReader):
+    """A clone: closing it leaves the original open, which other threads may be reading."""
+
+    def __init__(self, original: CachedReader) -> None:
+        self.__dict__.update(vars(original))
+
+    def close(self) -> None:
+        """Release nothing: the original does."""
+
+
+def download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNING) -> None:
+    """Download a whole file into a folder, unless it is there; other processes may be about to, too.
 
     Raises:
         OSError: naming the file here, such as for a full disk.
@@ -86,45 +94,29 @@ def have_copy(reader: Reader, name: str, folder: str) -> None:
     unfinished = path + ".part"
     file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + _WAIT_S
-        while locks.take(file) is False:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"another process has been downloading {path!r} for {_WAIT_S:g} s")
-            time.sleep(_POLL_S)
+        if not locks.wait_for(file, tuning.turn_wait_s):
+            raise TimeoutError(f"another process has been downloading {path!r} for {tuning.turn_wait_s:g} s")
         if _is_whole(path, size):  # by then another rank had downloaded it
             return
-        _download(reader, name, size, file)
+        _download(reader, name, size, file, tuning)
         os.fsync(file)  # a file of the right size counts as whole from here on
         os.rename(unfinished, path)
     finally:
         locks.release(file)
 
 
-def _download(reader: Reader, name: str, size: int, file: int) -> None:
+def _download(reader: Reader, name: str, size: int, file: int, tuning: Tuning) -> None:
     os.ftruncate(file, size)
-    begins, failures, lock = iter(range(0, size, _WINDOW_BYTES)), list[BaseException](), threading.Lock()
+    window_bytes = tuning.download_window_bytes
 
-    def work() -> None:
-        try:
-            while not failures:
-                with lock:
-                    begin = next(begins, None)
-                if begin is None:
-                    return
-                window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
-                reader.read_into(name, begin, window)
-                write_at(file, window, begin)
-        except BaseException as error:
-            failures.append(error)
+    def copy_window(begin: int) -> None:
+        window = memoryview(bytearray(min(window_bytes, size - begin)))
+        reader.read_into(name, begin, window)
+        write_at(file, window, begin)
 
-    count = min(_THREADS, -(-size // _WINDOW_BYTES)) - 1
-    threads = [threading.Thread(target=work, name="shardckpt-download") for _ in range(count)]
-    start(*threads)
-    work()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    begins = range(0, size, window_bytes)
+    threads = min(tuning.download_threads, len(begins))
+    run_tasks(begins, lambda: nullcontext(copy_window), threads=threads, name="shardckpt-download")
 
 
 def _is_whole(path: str, size: int) -> bool:

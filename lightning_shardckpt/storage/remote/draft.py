@@ -1,4 +1,4 @@
-"""How does a checkpoint appear as one whole where nothing can be renamed?
+"""Commit a checkpoint as one whole where nothing can be renamed.
 
 The objects of a save have names that begin with its id, so no save touches another's. They are found by nobody until
 the root index is put, which is the commit: only if the object that was there when the save began is still there. What
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage.objects import Objects, Stat
-from lightning_shardckpt.storage.prefixed import HEAD_BYTES, TAGGED, is_ours, prefix_in, prefix_of
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.text import count_text, size_text
+from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
+from lightning_shardckpt.storage.remote.prefix import HEAD_BYTES, TAGGED, is_ours, prefix_in, prefix_of
+from lightning_shardckpt.system.text import count_text, size_text
 
 _PARTS_HINT = (
     "a file that several ranks write parts of can't be saved to an object store, which takes whole objects only; "
@@ -27,7 +27,7 @@ class RemoteDraft:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         path: str,
         folder: str,
         save_id: str,
@@ -35,7 +35,7 @@ class RemoteDraft:
     ) -> None:
         self._objects, self._path, self._folder, self._turn = objects, path, folder, turn
         self.prefix = prefix_of(save_id)
-        self._before: Stat | None = None
+        self._before: ObjectStat | None = None
         self._begun = False
         self._root: bytes | None = None
         self._written: set[str] = set()
@@ -76,7 +76,7 @@ class RemoteDraft:
             self._objects.upload(self._key(self.prefix + name), parts)
 
     def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
-        """Not possible here. Raises ValueError, with the remedy."""
+        """Raise ValueError, with the remedy: this is not possible here."""
         raise ValueError(f"{self._path!r}, {name}: {_PARTS_HINT}")
 
     def publish(self) -> None:
@@ -114,7 +114,7 @@ class RemoteDraft:
             self._objects.drop_folder(self._folder)
 
     def _others(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        """What lies there and is not of this save: objects with their sizes, and unfinished uploads."""
+        """Return what lies there and is not of this save: objects with their sizes, and unfinished uploads."""
         listed = self._objects.names(self._folder)
         gone = sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in listed)
         if gone and self._objects.conditional:
@@ -134,7 +134,7 @@ class RemoteDraft:
             return False
 
     def _prefix_at(self, key: str) -> str | None:
-        """What the names of the files that a root index vouches for begin with."""
+        """Return what the names of the files that a root index vouches for begin with."""
         if self._before is None:
             return None
         try:

@@ -1,6 +1,6 @@
-"""What is asked of a store of objects, whatever it is? A few calls over any file system of fsspec, each retried.
+"""The calls that checkpoints need of an object store, over any file system of fsspec; each is retried.
 
-Keys are fsspec's paths, without a protocol. What a store can do in a better way of its own is in a module for it.
+Keys are fsspec's paths, without a protocol. A store with better calls of its own has a module for them.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.storage.retry import IncompleteAnswerError, Patience, retried
+from lightning_shardckpt.storage.remote.retry import IncompleteAnswerError, RetryPolicy, retried
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _T = TypeVar("_T")
 _ONE_AT_A_TIME = threading.Lock()
-_STREAMED_BYTES = 16 << 20
 _CHANGING = ("ETag", "etag", "md5", "crc32c", "generation", "created", "LastModified", "last_modified", "mtime", "size")
 
 
-class Stat(NamedTuple):
+class ObjectStat(NamedTuple):
     """Size of an object, and what differs when another one has its key."""
 
     size: int
     tag: str
 
 
-class Objects:
+class ObjectStore:
     """Objects of any file system of fsspec; threads may share it."""
 
-    def __init__(self, fs: Any, *, patience: Patience) -> None:
-        self.fs, self._patience = fs, patience
+    def __init__(self, fs: Any, *, retry_policy: RetryPolicy, tuning: Tuning = TUNING) -> None:
+        self.fs, self._retry_policy, self._tuning = fs, retry_policy, tuning
         protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
         self.protocol = str(protocols[0])
         self.conditional = self.protocol == "memory"
         """Whether ``put`` compares and writes in one step, for all who write."""
 
     def url(self, key: str) -> str:
-        """For messages."""
+        """Return the URL of an object, for messages."""
         return f"{self.protocol}://{key.lstrip('/')}"
 
-    def stat(self, key: str) -> Stat:
-        """What is known of an object. Raises FileNotFoundError."""
+    def stat(self, key: str) -> ObjectStat:
+        """Return what is known of an object. Raises FileNotFoundError."""
 
-        def look() -> Stat:
+        def look() -> ObjectStat:
             found = self.fs.info(key)
             if found["type"] != "file":
                 raise FileNotFoundError(f"no object {self.url(key)}")
-            return Stat(int(found["size"]), str([found[name] for name in _CHANGING if name in found]))
+            return ObjectStat(int(found["size"]), str([found[name] for name in _CHANGING if name in found]))
 
         return self._retried(f"looking at {self.url(key)}", look)
 
@@ -90,10 +90,10 @@ class Objects:
     def uploading(
         self, key: str, nbytes: int | None = None, *, replace: bool = True
     ) -> Iterator[Callable[[Bytes], object]]:
-        """Takes the parts of an object one after the other, which are not kept; an error inside leaves nothing of it.
+        """Write an object through a function that takes its parts, which are not kept, one after the other.
 
-        At the end it is in place of the one that was there. Of a file system that writes in place, an error may leave
-        neither.
+        An error inside leaves nothing of it. At the end it is in place of the one that was there. Of a file system that
+        writes in place, an error may leave neither.
 
         Args:
             key: of the object.
@@ -106,7 +106,7 @@ class Objects:
         before = self._tag(key)
         if before is not None and not replace:
             raise FileExistsError(f"another object is at {self.url(key)}")
-        file = self.fs.open(key, "wb", block_size=_STREAMED_BYTES)
+        file = self.fs.open(key, "wb", block_size=self._tuning.stream_block_bytes)
         try:
             yield file.write
             file.close()
@@ -123,7 +123,7 @@ class Objects:
             raise
 
     def _tag(self, key: str) -> str | None:
-        """That of an object; None if there is none."""
+        """Return an object's tag; None if there is no object."""
         try:
             return self.stat(key).tag
         except FileNotFoundError:
@@ -167,11 +167,11 @@ class Objects:
         """Have the store forget unfinished uploads."""
 
     def _retried(self, what: str, call: Callable[[], _T]) -> _T:
-        return retried(what, call, self._patience)
+        return retried(what, call, self._retry_policy)
 
 
 class Chunks:
-    """Parts put together and cut anew, the chunk of number n, from 1 on, into ``nbytes(n)``; the rest is in ``rest``.
+    """Parts joined and split again into chunks, number n, from 1 on, of ``nbytes(n)``; the rest is in ``rest``.
 
     >>> found = []
     >>> chunks = Chunks(lambda n: 1 + n, lambda n, chunk: found.append((n, bytes(chunk))))

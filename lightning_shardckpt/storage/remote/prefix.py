@@ -1,10 +1,10 @@
-"""Where are the files of a save whose names begin with its id, as they do on an object store?"""
+"""Names of a save's objects, which begin with its id, and a reader that leaves that out."""
 
 from __future__ import annotations
 
 import re
 
-from lightning_shardckpt.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Reader
 
 HEAD_BYTES = 4096  # of a root index, where it says what its prefix is
@@ -16,7 +16,7 @@ _PLAIN = re.compile(
 
 
 def is_ours(name: str) -> bool:
-    """Whether an object below a checkpoint's path has a name that saves give; nothing else is ever deleted.
+    """Return whether an object below a checkpoint's path has a name that saves give; nothing else is ever deleted.
 
     >>> is_ours("0123456789abcdef-x.json"), is_ours("model-meta-dist-00000.index.json"), is_ours("trainer-state.json")
     (True, True, True)
@@ -27,7 +27,7 @@ def is_ours(name: str) -> bool:
 
 
 def prefix_in(root: bytes) -> str | None:
-    """What a root index says that names begin with, from its first bytes.
+    """Return what a root index says that names begin with, from its first bytes.
 
     >>> prefix_in(b'{"prefix":"5afe5afe5afe5afe-"}'), prefix_in(b"{}")
     ('5afe5afe5afe5afe-', None)
@@ -37,7 +37,7 @@ def prefix_in(root: bytes) -> str | None:
 
 
 def prefix_of(save_id: str) -> str:
-    """What the names of a save's files begin with, so that they are nobody else's.
+    """Return what the names of a save's files begin with, so that they are nobody else's.
 
     >>> prefix_of("5afe5afe5afe5afe" + "0" * 16)
     '5afe5afe5afe5afe-'
@@ -49,7 +49,7 @@ class PrefixedReader:
     """Files under the names that indexes have for them."""
 
     def __init__(self, reader: Reader, prefix: str) -> None:
-        self._reader, self._prefix, self.is_far = reader, prefix, reader.is_far
+        self._reader, self._prefix, self.high_latency = reader, prefix, reader.high_latency
 
     def size(self, name: str) -> int:
         """Length of a file in bytes."""
@@ -60,12 +60,12 @@ class PrefixedReader:
         self._reader.read_into(self._stored(name), offset, target)
 
     def names(self) -> list[str]:
-        """Every entry; those of other saves with what their names begin with."""
+        """Return every entry; those of other saves with what their names begin with."""
         return sorted(name.removeprefix(self._prefix) for name in self._reader.names())
 
-    def twin(self) -> PrefixedReader:
-        """Another reader of the same files."""
-        return PrefixedReader(self._reader.twin(), self._prefix)
+    def clone(self) -> PrefixedReader:
+        """Return another reader of the same files."""
+        return PrefixedReader(self._reader.clone(), self._prefix)
 
     def close(self) -> None:
         """Release what is open."""

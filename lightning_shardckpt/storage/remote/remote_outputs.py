@@ -1,4 +1,4 @@
-"""How does an export appear in a store, where nothing can be renamed? Each file at once, the one that matters last.
+"""Write exports to an object store: each file appears at once, and the one that makes them whole is the last.
 
 Nothing is kept on a disk, and of a file no more in memory than its parts that are being sent. In place of an older
 export a directory cannot appear at once: that is deleted first, so that the two are never mixed.
@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from lightning_shardckpt.storage.objects import Objects
 from lightning_shardckpt.storage.protocol import Contents, File, NewFile
+from lightning_shardckpt.storage.remote.objects import ObjectStore
 
 
 class RemoteOutputs:
     """``Outputs`` of a store; paths are keys, or URLs that ``key_of`` makes keys of."""
 
-    def __init__(self, objects: Objects, key_of: Callable[[str], str]) -> None:
+    def __init__(self, objects: ObjectStore, key_of: Callable[[str], str]) -> None:
         self._objects, self._key_of = objects, key_of
 
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """What is at a path: an object, or some below it."""
+        """Return what is at a path: an object, or some below it."""
         key = self._key(path)
         with suppress(FileNotFoundError):
             self._objects.stat(key)

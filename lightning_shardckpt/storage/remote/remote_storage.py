@@ -1,4 +1,4 @@
-"""Which checkpoints are in a store, and how are they read? With any file system of fsspec; ``remote_draft`` writes."""
+"""Find, read and delete checkpoints in an object store; ``RemoteDraft`` writes them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.header import MAX_JSON_BYTES
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage.objects import Objects
-from lightning_shardckpt.storage.prefixed import HEAD_BYTES, TAGGED, is_ours, prefix_in
-from lightning_shardckpt.storage.remote_draft import RemoteDraft
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.storage.remote.draft import RemoteDraft
+from lightning_shardckpt.storage.remote.objects import ObjectStore
+from lightning_shardckpt.storage.remote.prefix import HEAD_BYTES, TAGGED, is_ours, prefix_in
 
 _ATTEMPTS = 5  # of opening what another process replaces
 _START_BYTES = 16 << 10
@@ -30,7 +30,7 @@ class RemoteStorage:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         key_of: Callable[[str], str],
         turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -93,7 +93,7 @@ class RemoteStorage:
         return [f"{folder.rstrip('/')}/{name}" for name in names if "/" not in name]
 
     def is_complete(self, path: str) -> bool:
-        """Whether a checkpoint is at the path."""
+        """Return whether a checkpoint is at the path."""
         return self.is_object(f"{path}/{ROOT_NAME}")
 
     def root_head(self, path: str, nbytes: int) -> bytes:
@@ -102,7 +102,7 @@ class RemoteStorage:
         return self._objects.read(key, 0, min(self._objects.stat(key).size, nbytes))
 
     def is_object(self, path: str) -> bool:
-        """Whether the path is that of a single object."""
+        """Return whether the path is that of a single object."""
         try:
             self._objects.stat(self._folder(path))
         except FileNotFoundError:
@@ -110,7 +110,7 @@ class RemoteStorage:
         return True
 
     def contents(self, path: str) -> tuple[str, list[str]]:
-        """Of what is no checkpoint of this package, the folder and the names of its files; of one object, its own."""
+        """Return folder and file names of what is no checkpoint of this package; of one object, its own."""
         folder = self._folder(path)
         if self.is_object(path):
             folder, _, name = folder.rpartition("/")
@@ -123,7 +123,7 @@ class RemoteStorage:
         return RemoteReader(self._objects, folder, b""), tags
 
     def is_empty(self, path: str) -> bool:
-        """Whether nothing lies below the path."""
+        """Return whether nothing lies below the path."""
         return not self._objects.names(self._folder(path))
 
     def delete_object(self, path: str) -> None:
@@ -149,9 +149,9 @@ class RemoteStorage:
 class RemoteReader:
     """A checkpoint as objects; the root index was read when it was opened. Threads can share it."""
 
-    is_far = True
+    high_latency = True
 
-    def __init__(self, objects: Objects, folder: str, root: bytes) -> None:
+    def __init__(self, objects: ObjectStore, folder: str, root: bytes) -> None:
         self._objects, self._folder, self._root = objects, folder, root
         self._sizes = {ROOT_NAME: len(root)}
         self._starts: dict[str, bytes] = {}  # of files that were read from their start, for the header to come
@@ -188,13 +188,13 @@ class RemoteReader:
             return self._starts.get(name, b"")
 
     def names(self) -> list[str]:
-        """Every entry, sorted; not what other saves to the path have, or left."""
+        """Return every entry, sorted; not what other saves to the path have, or left."""
         prefix, names = prefix_in(self._root[:HEAD_BYTES]), sorted(self._objects.names(self._folder))
         return [name for name in names if prefix is None or name.startswith(prefix) or not TAGGED.fullmatch(name)]
 
-    def twin(self) -> RemoteReader:
+    def clone(self) -> RemoteReader:
         """Itself: threads can share it."""
         return self
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

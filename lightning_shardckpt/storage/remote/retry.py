@@ -1,4 +1,4 @@
-"""Which failures of a network pass by themselves, and for how long is that hoped for? Throttling, resets and timeouts.
+"""Retry requests after failures that pass by themselves: throttling, resets, timeouts.
 
 Clients of object stores retry by themselves, each by rules of its own, and rules multiply. So theirs are switched off
 where that can be done, and what is sent is bounded here: by a number of attempts and by time.
@@ -23,8 +23,8 @@ _MISUSE = ("Credential", "ParamValidation", "NoRegion", "Profile", "UnknownServi
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How often and how long something is tried: pauses double from ``first_pause_s`` on, with jitter."""
+class RetryPolicy:
+    """Number and duration of attempts: pauses double from ``first_pause_s`` on, with jitter."""
 
     attempts: int = 6
     first_pause_s: float = 0.2
@@ -36,7 +36,7 @@ class IncompleteAnswerError(OSError):
     """A store sent fewer bytes than were asked for."""
 
 
-def retried(what: str, call: Callable[[], _T], patience: Patience) -> _T:
+def retried(what: str, call: Callable[[], _T], policy: RetryPolicy) -> _T:
     """The result of ``call``, which is called again after a failure that may pass.
 
     Raises:
@@ -57,10 +57,10 @@ def retried(what: str, call: Callable[[], _T], patience: Patience) -> _T:
                 if isinstance(error, OSError) and not isinstance(error, _FINAL):
                     raise OSError(error.errno or errno.EIO, f"{what}: {_said(error)}") from error
                 raise
-            pause = min(patience.first_pause_s * 2 ** (attempt - 1), patience.longest_pause_s)
+            pause = min(policy.first_pause_s * 2 ** (attempt - 1), policy.longest_pause_s)
             pause *= random.uniform(0.5, 1.0)
             taken = time.monotonic() - begun
-            if attempt >= patience.attempts or taken + pause > patience.total_s:
+            if attempt >= policy.attempts or taken + pause > policy.total_s:
                 times = "once" if attempt == 1 else f"{attempt} times"
                 raise OSError(
                     errno.EIO, f"{what}: failed {times} within {taken:.1f} s, at last with {_said(error)}"
@@ -70,7 +70,7 @@ def retried(what: str, call: Callable[[], _T], patience: Patience) -> _T:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later.
+    """Return whether the same request may succeed later.
 
     >>> may_pass(ConnectionResetError()), may_pass(PermissionError()), may_pass(ValueError())
     (True, False, False)
@@ -87,7 +87,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind an error, if a client tells it."""
+    """Return the HTTP status of an error, if a client tells it."""
     return next((status for status in map(_status, _chain(error)) if status is not None), None)
 
 

@@ -1,27 +1,26 @@
-"""How is S3 used well? Parts of an object uploaded side by side from memory, and a put that compares in one step."""
+"""Objects of S3: parts are uploaded side by side from memory, and a put compares in one step."""
 
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
-from lightning_shardckpt.storage.objects import Chunks, Objects, Stat
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.storage.retry import Patience, status_of
-from lightning_shardckpt.threads import NoThreadError, start
+from lightning_shardckpt.storage.remote.objects import Chunks, ObjectStat, ObjectStore
+from lightning_shardckpt.storage.remote.retry import RetryPolicy, status_of
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.workers import TaskQueue
 
-_PART_BYTES, _LARGER_AFTER, _MOST_PARTS = 8 << 20, 2000, 9_900  # S3 takes 10,000
-_AT_ONCE = 4  # parts; fewer if they are larger
+_LARGER_AFTER = 2000  # parts of an object of unknown size
 _DELETED_AT_ONCE = 1000  # S3's limit
 _REFUSED, _UNKNOWN = (409, 412), 501  # HTTP: a condition does not hold, or is nothing that the store knows
 
 
 def options_of(given: dict[str, Any]) -> dict[str, Any]:
-    """What s3fs is made with: the user's options, and what is ours unless they say otherwise.
+    """Return what s3fs is made with: the user's options, and what is ours unless they say otherwise.
 
     Retries are ours (botocore's are off), a stalled connection is noticed, and listings are not remembered.
     """
@@ -29,18 +28,18 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
     return {"use_listings_cache": False, **given, "config_kwargs": {**ours, **given.get("config_kwargs", {})}}
 
 
-class S3Objects(Objects):
+class S3Objects(ObjectStore):
     """Objects of S3, or of what speaks its protocol, through s3fs."""
 
-    def __init__(self, fs: Any, *, patience: Patience) -> None:
-        super().__init__(fs, patience=patience)
+    def __init__(self, fs: Any, *, retry_policy: RetryPolicy, tuning: Tuning = TUNING) -> None:
+        super().__init__(fs, retry_policy=retry_policy, tuning=tuning)
         fs.retries = 1  # of s3fs; ours are on top
         self.conditional = True
 
-    def stat(self, key: str) -> Stat:
-        """What is known of an object. Raises FileNotFoundError."""
+    def stat(self, key: str) -> ObjectStat:
+        """Return what is known of an object. Raises FileNotFoundError."""
         found = self._call("looking at", key, "head_object")
-        return Stat(int(found["ContentLength"]), str(found["ETag"]))
+        return ObjectStat(int(found["ContentLength"]), str(found["ETag"]))
 
     def put(self, key: str, content: bytes, expected: str | None) -> None:
         """Write an object in place of the one that has the tag ``expected``, or of none, if the store can compare.
@@ -67,22 +66,23 @@ class S3Objects(Objects):
     def uploading(
         self, key: str, nbytes: int | None = None, *, replace: bool = True
     ) -> Iterator[Callable[[Bytes], object]]:
-        """Takes the parts of an object, which are not kept: sent at once if it is small, else in several at a time.
+        """Write an object through a function that takes its parts, which are not kept, one after the other.
 
-        At the end it is in place of the one that was there. An error inside leaves that, and nothing of this.
+        A small object is sent by one request at the end, a larger one in parts, several at a time. At the end it is in
+        place of the one that was there. An error inside leaves that, and nothing of this.
 
         Raises:
             FileExistsError: if another one is there by then that may not be replaced.
         """
         upload: str | None = None
-        sending = _Sending(lambda number, piece: self._send(key, str(upload), number, piece))
+        sending = _Sending(lambda number, piece: self._send(key, str(upload), number, piece), self._tuning)
 
         def take(number: int, piece: bytearray) -> None:
             nonlocal upload
             upload = upload or self._begin(key)
             sending.put(number, piece)
 
-        chunks = Chunks(lambda number: _part_bytes(number, nbytes), take)
+        chunks = Chunks(lambda number: _part_bytes(number, nbytes, self._tuning), take)
         try:
             try:
                 yield chunks.add
@@ -147,10 +147,10 @@ class S3Objects(Objects):
                 raise OSError(f"deleting {error.get('Key')}: {error.get('Code')}: {error.get('Message')}")
 
     def make_folder(self, folder: str) -> None:
-        """There are none."""
+        """Do nothing: a store has no folders."""
 
     def drop_folder(self, folder: str) -> None:
-        """There are none."""
+        """Do nothing: a store has no folders."""
 
     def unfinished(self, start: str) -> list[tuple[str, str]]:
         """Key and id of each upload that was begun to a key that begins with ``start``."""
@@ -186,7 +186,7 @@ class S3Objects(Objects):
         return self._retried(f"{doing} {self.url(key)}", call)
 
 
-def _part_bytes(number: int, nbytes: int | None) -> int:
+def _part_bytes(number: int, nbytes: int | None, tuning: Tuning = TUNING) -> int:
     """The size of a part, from 1 on, of an object of ``nbytes``: all are as large as they must be; growing if unknown.
 
     >>> _part_bytes(1, 100) == _part_bytes(9000, 64 << 30) == _part_bytes(2000, None) == 8 << 20
@@ -195,70 +195,46 @@ def _part_bytes(number: int, nbytes: int | None) -> int:
     (16, 105)
     """
     if nbytes is None:
-        return _PART_BYTES << (number - 1) // _LARGER_AFTER
-    return max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        return tuning.upload_part_bytes << (number - 1) // _LARGER_AFTER
+    return max(tuning.upload_part_bytes, -(-nbytes // tuning.upload_max_parts))
 
 
 class _Sending:
-    """Sends pieces from a few threads; who puts one waits while all are busy."""
+    """Sends pieces from a few threads; ``put`` waits while all are busy, so that memory is bounded.
 
-    def __init__(self, send: Callable[[int, bytes], tuple[str, int]]) -> None:
-        self._send = send
-        self._pieces, self._room = SimpleQueue[tuple[int, bytes] | None](), SimpleQueue[None]()
+    Args:
+        send: sends a piece with its number; returns its tag and size.
+        tuning: how many pieces of the usual size are sent at a time; a larger one counts as several.
+    """
+
+    def __init__(self, send: Callable[[int, bytes], tuple[str, int]], tuning: Tuning) -> None:
+        self._send, self._tuning = send, tuning
         self._sent: dict[int, tuple[str, int]] = {}
-        self._failures: list[BaseException] = []
-        self._threads: list[threading.Thread] = []
-        for _ in range(_AT_ONCE):
+        self._room = SimpleQueue[None]()
+        for _ in range(tuning.upload_threads):
             self._room.put(None)
+        self._pieces = TaskQueue(
+            self._send_piece, threads=tuning.upload_threads, name="shardckpt-upload", release=self._free_room
+        )
+        self.fail = self._pieces.fail
 
     def put(self, number: int, piece: bytearray) -> None:
         """Have a copy of a piece sent, when there is room for it. Raises what an earlier one failed with."""
-        if len(self._threads) < _AT_ONCE:
-            self._start()
-        if not self._threads:  # the system gives none, or the interpreter is about to leave: then without
-            self._sent[number] = self._send(number, bytes(piece))
-            return
-        for _ in range(_weight(piece)):
+        for _ in range(self._weight(len(piece))):
             self._room.get()
-        if self._failures:
-            raise self._failures[0]
         self._pieces.put((number, bytes(piece)))  # which BytesIO does not copy once more
 
-    def fail(self, error: BaseException) -> None:
-        """What is queued need not be sent any more."""
-        self._failures.append(error)
-
     def end(self) -> dict[int, tuple[str, int]]:
-        """What ``send`` said, by number, when all is sent; or the first failure is raised. No thread is left behind."""
-        for _ in self._threads:
-            self._pieces.put(None)
-        for thread in self._threads:
-            thread.join()
-        if self._failures:
-            raise self._failures[0]
+        """Return what ``send`` returned, by number, when all is sent, or raise the first failure. No thread is left."""
+        self._pieces.end()
         return self._sent
 
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="shardckpt-upload")
-        self._threads.append(thread)
-        try:
-            start(thread)
-        except NoThreadError:
-            self._threads.remove(thread)
+    def _send_piece(self, piece: tuple[int, bytes]) -> None:
+        self._sent[piece[0]] = self._send(*piece)
 
-    def _run(self) -> None:
-        while (found := self._pieces.get()) is not None:
-            number, piece = found
-            try:
-                if not self._failures:
-                    self._sent[number] = self._send(number, piece)
-            except BaseException as error:
-                self._failures.append(error)
-            finally:
-                for _ in range(_weight(piece)):
-                    self._room.put(None)
+    def _free_room(self, piece: tuple[int, bytes]) -> None:
+        for _ in range(self._weight(len(piece[1]))):
+            self._room.put(None)
 
-
-def _weight(piece: bytes | bytearray) -> int:
-    """As how many of the parts that are sent at once it counts: memory is bounded."""
-    return min(max(-(-len(piece) // _PART_BYTES), 1), _AT_ONCE)
+    def _weight(self, nbytes: int) -> int:
+        return min(max(-(-nbytes // self._tuning.upload_part_bytes), 1), self._tuning.upload_threads)

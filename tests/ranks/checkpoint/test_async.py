@@ -29,19 +29,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
-from lightning_shardckpt.background import Background
-from lightning_shardckpt.checkpoint import load_full, save_async
+from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.checkpoint import load_full, save_async
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.staging import HostMemory, copy_all
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
-from lightning_shardckpt.staging import HostMemory, copy_all
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
-from tests import tiny
-from tests.pool import ROOT, run_ranks
+from tests.support import tiny
+from tests.support.pool import ROOT, run_ranks
 
 TIMEOUT_S = 20.0
 
@@ -166,7 +167,7 @@ class Scene:
 
     def save(self, name: str, step: int) -> Any:
         self.fill(step)
-        path, common = f"{self.folder}/{name}.ckpt", {"about": About(step), "size_per_shard": 1.0}
+        path, common = f"{self.folder}/{name}.ckpt", {"about": RunInfo(step), "options": SaveOptions(1.0)}
         done = save_async(
             path, self.describe, ranks=self.ranks, background=self.background, storage=self.storage, **common
         )
@@ -325,13 +326,13 @@ def saves_again_and_again(folder: str) -> tuple[int, int]:
     ranks, background, large = Ranks.alone(), Background(Ranks.alone()), torch.rand(1 << 21)  # 8 MB
     places, resident = set(), []
     for number in range(30):
-        path, about = f"{folder}/{number % 2}.ckpt", About(number)
+        path, about = f"{folder}/{number % 2}.ckpt", RunInfo(number)
         save_async(
             path,
             lambda: snapshot({"state_dict": {"large": large}, "global_step": 1}),
             ranks=ranks,
             about=about,
-            size_per_shard=100,
+            options=SaveOptions(100),
             background=background,
         )
         if number % 3 == 0:
@@ -401,7 +402,7 @@ def test_a_rank_that_is_killed_while_it_writes_is_named_and_leaves_the_old_check
 EXIT = """
 import sys, torch, threading
 from lightning_shardckpt import ShardCkptIO
-from tests.test_async import Gated, disk_error
+from tests.ranks.checkpoint.test_async import Gated, disk_error
 io = ShardCkptIO(use_async=True)
 io.storage = storage = Gated()
 storage.gate.clear()
@@ -643,7 +644,7 @@ def terminated(directory: str) -> int:
     options = {"limit_val_batches": 0, "callbacks": callbacks, "plugins": [io], "enable_checkpointing": True}
     run = tiny.trainer({}, max_steps=9, **options)
     pl.seed_everything(1)
-    with pytest.raises(SystemExit), io.storage.opened_by("save_behind_exception"):
+    with pytest.raises(SystemExit), io.storage.opened_by("save_after_exception"):
         run.fit(tiny.TinyLM(), tiny.loader())
     assert complete(directory) == {"pending.ckpt", "ended.ckpt"}
     return run.global_step

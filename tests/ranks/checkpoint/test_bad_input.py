@@ -14,10 +14,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.header import checksum
-from tests import tiny
-from tests.pool import run_ranks
+from lightning_shardckpt.format.checksum import checksum
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 WORLD = 2
 
@@ -36,22 +37,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def try_to_load(path: str) -> tuple[str, str, list[str]]:
     """Class and message of the error, and what changed in the model."""
     pl.seed_everything(3)
-    module, run = tiny.TinyLM(), tiny.trainer({}, max_steps=4, limit_val_batches=0)
-    before: dict[str, Any] = {}
-    run.strategy._attached_io = _remember(run.strategy._attached_io, module, before)  # type: ignore[attr-defined]
+    module = tiny.TinyLM()
+    io = RemembersBefore(module)
+    run = tiny.trainer({}, max_steps=4, limit_val_batches=0, plugins=[io])
     try:
         run.fit(module, tiny.loader(), ckpt_path=path)
     except Exception as error:
-        return type(error).__name__, str(error), tiny.differences(before, tiny.full_state(module, []))
+        return type(error).__name__, str(error), tiny.differences(io.before, tiny.full_state(module, []))
     return "", "no error", []
 
 
-def _remember(original: Callable[[], Any], module: Any, before: dict[str, Any]) -> Callable[[], Any]:
-    def wrapped() -> Any:
-        before.update(tiny.full_state(module, []))
-        return original()
+class RemembersBefore(ShardCkptIO):
+    """Notes what a module has before something is loaded into it."""
 
-    return wrapped
+    def __init__(self, module: tiny.TinyLM) -> None:
+        super().__init__()
+        self._module, self.before = module, dict[str, Any]()
+
+    def load_into(self, *args: Any, **kwargs: Any) -> Any:
+        self.before.update(tiny.full_state(self._module, []))
+        return super().load_into(*args, **kwargs)
 
 
 def try_each(paths: list[str]) -> list[tuple[str, str, list[str]]]:
@@ -319,10 +324,11 @@ def keyed(directory: str, strategy: str | dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("strategy", [{}, "auto"], ids=str)
 def test_state_key_that_is_no_string_is_restored_or_refused_with_its_callback(strategy: Any, tmp_path: Path) -> None:
     ((by_type, by_enum, *restored),) = run_ranks(1, keyed, str(tmp_path), strategy)
-    assert "tests.test_bad_input.Keyed: its state_key is <class" in by_type
+    assert "tests.ranks.checkpoint.test_bad_input.Keyed: its state_key is <class" in by_type
     assert "of type builtins.type" in by_type and "Return a string from state_key" in by_type
-    owner = "tests.test_bad_input.Keyed" if strategy == {} else "a callback"  # no CheckpointIO is told the Trainer
-    assert f"{owner}: its state_key is <Kind.ONE" in by_enum and "tests.test_bad_input.Kind" in by_enum
+    # No CheckpointIO is told the Trainer.
+    owner = "tests.ranks.checkpoint.test_bad_input.Keyed" if strategy == {} else "a callback"
+    assert f"{owner}: its state_key is <Kind.ONE" in by_enum and "tests.ranks.checkpoint.test_bad_input.Kind" in by_enum
     assert restored == [4, 4]
 
 

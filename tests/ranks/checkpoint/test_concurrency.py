@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import local, locks
-from lightning_shardckpt.storage.local import LocalDraft, LocalReader, LocalStorage
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local import leftovers
+from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.local.posix import FileSystem, rename_at_once
 from lightning_shardckpt.storage.protocol import read_all
-from tests.pool import run_ranks
+from tests.support.file_systems import OF_ONE_MACHINE, WITHOUT_FLAGS
+from tests.support.pool import run_ranks
 
-LOCAL = LocalStorage()
+LOCAL = LocalStorage(file_system=OF_ONE_MACHINE)
+LOCAL_WITHOUT_FLAGS = LocalStorage(file_system=WITHOUT_FLAGS)
 FILES = ("a", "b", "c", ROOT_NAME)
 WAYS = pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 RENAMES_ARE_SLOW = pytest.mark.parametrize(
@@ -26,18 +31,12 @@ RENAMES_ARE_SLOW = pytest.mark.parametrize(
 )
 
 
-def prepare(exchange: bool) -> None:
-    locks.bind_everybody = lambda directory: True  # whatever the tests run on
-    if not exchange:
-        local._exchange = lambda a, b: False  # as on a file system that can't
-
-
 def save_id(rank: int, number: int) -> str:
     return f"{rank:016x}{number:016x}"
 
 
-def begun(path: str, name: str) -> LocalDraft:
-    draft = LOCAL.draft(path, name)
+def begun(path: str, name: str, exchange: bool = True) -> LocalDraft:
+    draft = (LOCAL if exchange else LOCAL_WITHOUT_FLAGS).draft(path, name)
     draft.begin()
     return draft
 
@@ -72,13 +71,12 @@ def gathered(value: Any) -> list[Any]:
 
 def contested(path: str, rounds: int, exchange: bool) -> int:
     """Both ranks save to one path at once; returns how many rounds had a loser."""
-    prepare(exchange)
     rank, lost, current = dist.get_rank(), 0, None
     for number in range(rounds):
         name, outcome = save_id(rank, number), "won"
         dist.barrier()
         try:
-            finish(begun(path, name), name)
+            finish(begun(path, name, exchange), name)
         except FileExistsError as error:
             assert "another process is saving" in str(error)
             outcome = "lost"
@@ -101,15 +99,14 @@ def test_of_two_saves_to_one_path_at_least_one_wins_and_it_is_whole(exchange: bo
 
 def while_the_other_saves(path: str, rounds: int, exchange: bool) -> int:
     """In turn one rank is in the middle of a save and the other one tries; returns how often that was refused."""
-    prepare(exchange)
     rank, refused = dist.get_rank(), 0
     for number in range(rounds):
         name, first = save_id(rank, number), number % 2 == rank
-        draft = begun(path, name) if first else None
+        draft = begun(path, name, exchange) if first else None
         before = gathered(held(path))[0]
         if draft is None:
             try:
-                begun(path, name)
+                begun(path, name, exchange)
             except FileExistsError:
                 refused += 1
         assert gathered(held(path)) == [before] * 2
@@ -129,7 +126,6 @@ def test_who_saves_to_a_path_that_is_being_saved_to_is_refused_each_time(exchang
 
 def saved_while_read(path: str, rounds: int, exchange: bool) -> tuple[int, int]:
     """Rank 0 saves without a pause; rank 1 reads without a pause, then for rounds in step."""
-    prepare(exchange)
     rank = dist.get_rank()
     if rank == 0:
         finish(begun(path, save_id(0, 0)), save_id(0, 0))
@@ -137,7 +133,7 @@ def saved_while_read(path: str, rounds: int, exchange: bool) -> tuple[int, int]:
     seen = []
     for number in range(1, rounds):  # out of step
         if rank == 0:
-            finish(begun(path, save_id(0, number)), save_id(0, number))
+            finish(begun(path, save_id(0, number), exchange), save_id(0, number))
         else:
             seen.append(held(path))
     assert None not in seen
@@ -149,7 +145,7 @@ def saved_while_read(path: str, rounds: int, exchange: bool) -> tuple[int, int]:
         reader = LOCAL.open(path) if rank == 1 else None
         dist.barrier()
         if rank == 0:
-            finish(begun(path, save_id(0, number)), save_id(0, number))
+            finish(begun(path, save_id(0, number), exchange), save_id(0, number))
         dist.barrier()
         if reader is not None:
             assert {bytes(read_all(reader, file))[:32].decode() for file in FILES} == {before}
@@ -167,12 +163,11 @@ def test_a_reader_finds_the_old_one_or_the_new_one_whole(exchange: bool, tmp_pat
 
 def saved_and_deleted(path: str, rounds: int, exchange: bool) -> tuple[int, int]:
     """Rank 0 saves, rank 1 deletes, rank 2 reads, all at once; returns how many times rank 1 and 2 found one."""
-    prepare(exchange)
     rank, found = dist.get_rank(), 0
     for number in range(rounds):
         dist.barrier()
         if rank == 0:
-            finish(begun(path, save_id(0, number)), save_id(0, number))
+            finish(begun(path, save_id(0, number), exchange), save_id(0, number))
         elif rank == 1:
             try:
                 assert LOCAL.remove(path) == []
@@ -197,12 +192,11 @@ def test_saving_deleting_and_reading_at_once(exchange: bool, tmp_path: Path) -> 
 
 def side_by_side(directory: str, rounds: int, exchange: bool) -> list[str]:
     """Each rank saves to a path of its own in one directory; returns the notes."""
-    prepare(exchange)
     path, notes = f"{directory}/{dist.get_rank()}", []
     for number in range(rounds):
         name = save_id(dist.get_rank(), number)
         dist.barrier()
-        draft = begun(path, name)
+        draft = begun(path, name, exchange)
         finish(draft, name)
         notes += draft.notes
         assert held(path) == name
@@ -243,19 +237,31 @@ def path(tmp_path: Path) -> str:
     return path
 
 
-@pytest.fixture
-def draft(path: str) -> LocalDraft:
-    draft = begun(path, save_id(0, 1))
+def ready(path: str, file_system: FileSystem = OF_ONE_MACHINE) -> LocalDraft:
+    """A draft that was written, and waits to be published."""
+    draft = LocalStorage(file_system=file_system).draft(path, save_id(0, 1))
+    draft.begin()
     for file in FILES:
         draft.write(file, [save_id(0, 1).encode(), bytes(100)])
     return draft
 
 
-def test_the_target_is_deleted_right_before_the_exchange(
-    path: str, draft: LocalDraft, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    once(monkeypatch, local, "_exchange", lambda: LOCAL.remove(path), after=False)
-    draft.publish()
+@pytest.fixture
+def draft(path: str) -> LocalDraft:
+    return ready(path)
+
+
+def test_the_target_is_deleted_right_before_the_exchange(path: str) -> None:
+    calls = list[int]()
+
+    def removed_before(source: str, target: str, flag: int) -> bool:
+        calls.append(flag)
+        if len(calls) == 1:
+            LOCAL.remove(path)
+        return rename_at_once(source, target, flag)
+
+    ready(path, replace(OF_ONE_MACHINE, rename_at_once=removed_before)).publish()
+    assert calls
     assert held(path) == save_id(0, 1) and os.listdir(os.path.dirname(path)) == ["x"]
 
 
@@ -276,25 +282,26 @@ def test_a_checkpoint_appears_right_before_the_rename(
     assert held(path) == save_id(0, 1) and sorted(os.listdir(tmp_path)) == ["x", "y"]
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_what_a_reader_looks_at_is_moved_aside(after: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    once(monkeypatch, LOCAL, "_check", lambda: os.rename(path, local._aside(path)), after=after)
+@pytest.mark.parametrize(("owner", "first_call"), [(os.path, "islink"), (os, "open")], ids=["looked at", "opened"])
+def test_what_a_reader_looks_at_is_moved_aside(
+    owner: object, first_call: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once(monkeypatch, owner, first_call, lambda: os.rename(path, leftovers.aside_name(path)), after=False)
     assert held(path) == save_id(0, 0)
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 @pytest.mark.parametrize("after", [False, True])
 def test_what_a_reader_opens_is_replaced(
-    exchange: bool, after: bool, path: str, draft: LocalDraft, monkeypatch: pytest.MonkeyPatch
+    exchange: bool, after: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not exchange:
-        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    draft = ready(path, OF_ONE_MACHINE if exchange else WITHOUT_FLAGS)
     once(monkeypatch, LocalReader, "stays", draft.publish, after=after)
     assert held(path) == save_id(0, 0 if after else 1)
 
 
 def test_a_removed_checkpoint_is_not_found(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    once(monkeypatch, LOCAL, "_check", lambda: LocalStorage().remove(path), after=True)
+    once(monkeypatch, os, "open", lambda: LocalStorage().remove(path), after=False)  # it was looked at before
     assert held(path) is None
     finish(begun(path, save_id(0, 2)), save_id(0, 2))
     once(monkeypatch, os, "rename", lambda: shutil.rmtree(path), after=False)

@@ -13,20 +13,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_shardckpt import sources
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.verify import verify
-from tests import small
-from tests.pool import run_ranks
-from tests.small import ROOT
+from lightning_shardckpt.sources import source
+from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.tools.verify import verify
+from tests.support import small
+from tests.support.pool import run_ranks
+from tests.support.small import ROOT
 
-EACH = 7  # odd: flips the bits of each number in turn. `python -m tests.faults` flips a bit of every byte
+EACH = 7  # odd: flips the bits of each number in turn. `python -m tests.sweeps.faults` flips a bit of every byte
 UNREAD = {"trainer-state-dist-00001.json"}  # of rank 1, which a load in one process has no use for
 
 
@@ -146,7 +148,7 @@ def test_a_flipped_bit_in_many_bytes_of_any_file_is_found(saved: Path, tmp_path:
 def test_a_flipped_bit_in_any_file_is_found_before_anything_is_filled(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SMALL_BYTES", 0)  # so nothing is held, as of large tensors
+    monkeypatch.setattr(source, "TUNING", replace(TUNING, held_tensor_bytes=0))  # nothing is held
     assert with_flips(copy, 0, 501) > 10
     assert refusal(copy) is None
 

@@ -17,18 +17,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shardckpt import ranks
-from lightning_shardckpt.checkpoint import load, load_full, save
+from lightning_shardckpt.checkpoint.checkpoint import load, load_full, save
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
-from lightning_shardckpt.loading import Live
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.model import WholeNames, model_leaves
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.local import LocalDraft, LocalReader, LocalStorage
+from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
-from tests.pool import run_ranks
+from lightning_shardckpt.system.tuning import Tuning
+from tests.support.pool import run_ranks
 
 WORLD = 3
 TIMEOUT_S, SHORT_S = 20.0, 2.0  # where nobody waits in vain, and where somebody does
@@ -103,8 +105,7 @@ class Scene:
     """A sharded tensor on some ranks, saved at step 1; then step 2 is saved, or step 1 loaded, with a fault."""
 
     def __init__(self, folder: str) -> None:
-        ranks._LOOK_S = 0.1
-        self.ranks = Ranks.of_default_group(TIMEOUT_S)
+        self.ranks = Ranks.of_default_group(TIMEOUT_S, tuning=Tuning(host_look_s=0.1))
         self.path = f"{folder}/a.ckpt"
         mesh = init_device_mesh("cpu", (WORLD,))
         self.tensor = distribute_tensor(torch.zeros(7, 300), mesh, [Shard(0)])
@@ -114,7 +115,7 @@ class Scene:
         storage = Faulty(point, fault)
         if point in LOADING:
             leaves, _ = model_leaves({"a": self.tensor})
-            live = Live(leaves, frozenset(), None, {}, WholeNames())
+            live = LoadTargets(leaves, frozenset(), None, {}, WholeNames())
             load(self.path, live, ranks=self.ranks, storage=storage)
             return
 
@@ -124,7 +125,7 @@ class Scene:
                 self.tensor.fill_(float(step))
             return snapshot({"state_dict": {"a": self.tensor}, "global_step": step})
 
-        save(self.path, describe, ranks=self.ranks, about=About(step), size_per_shard=1, storage=storage)
+        save(self.path, describe, ranks=self.ranks, about=RunInfo(step), options=SaveOptions(1), storage=storage)
 
     def stored(self) -> list[float]:
         """Step and distinct values of what is at the path; nothing if it doesn't load."""

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import locks
-from tests.pool import run_ranks
-from tests.test_storage import (
+from lightning_shardckpt.format.index import ROOT_NAME
+from tests.support.pool import run_ranks
+from tests.unit.storage.test_storage import (
     ID,
     LOCAL,
     OTHER_ID,
@@ -154,10 +153,7 @@ def test_a_checkpoint_can_be_moved_and_copied_and_is_one_like_any_other(how: Any
     assert os.listdir(path.parent) == ["c.ckpt"]
 
 
-def test_what_is_copied_in_the_middle_of_a_save_is_the_old_checkpoint_and_a_leftover(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "bind_everybody", lambda directory: True)
+def test_what_is_copied_in_the_middle_of_a_save_is_the_old_checkpoint_and_a_leftover(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "a.ckpt"
     put(LOCAL, str(path), a=b"1")
     draft = LOCAL.draft(str(path), OTHER_ID)
@@ -259,8 +255,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(options: str, tm
 
 FULL = """
 import errno, os
-from lightning_shardckpt.storage.durable import write_at
-from lightning_shardckpt.storage.outputs import LocalOutputs
+from lightning_shardckpt.storage.local.posix import write_at
+from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 output = sys.argv[1]
 try:
     with LocalOutputs().file(output, 2 << 20, overwrite=False) as (file, notes):

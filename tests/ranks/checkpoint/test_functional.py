@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async, wait
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
-from lightning_shardckpt.storage.local import LocalDraft
-from tests import small
-from tests.pool import run_ranks
+from lightning_shardckpt.storage.local.local_storage import LocalDraft
+from tests.support import small
+from tests.support.pool import run_ranks
 
 State = dict[str, Any]
 
@@ -241,7 +241,7 @@ SWAP = {f"layers.{a}.{kind}": f"layers.{b}.{kind}" for a, b in ((0, 1), (1, 0)) 
 
 @pytest.mark.parametrize(
     "mapping",
-    [SWAP, [(r"^layers\.0\.", "layers.1."), (r"^layers\.1\.", "layers.0.")], lambda name: SWAP.get(name, name)],
+    [SWAP, {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}, lambda name: SWAP.get(name, name)],
     ids=["dict", "rules", "function"],
 )
 def test_names_are_mapped_all_at_once_for_model_and_optimizer(mapping: Any, tmp_path: Path) -> None:
@@ -259,8 +259,36 @@ def test_names_are_mapped_all_at_once_for_model_and_optimizer(mapping: Any, tmp_
 def test_one_stored_tensor_may_fill_several_parameters(tmp_path: Path) -> None:
     saved, state = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     save(tmp_path / "a", {"model": saved})
-    load(tmp_path / "a", {"model": state}, key_mapping=[(r"^\d\.", "")])
+    load(tmp_path / "a", {"model": state}, key_mapping={"^": ["0.", "1."]})
     assert all(torch.equal(layer.weight, saved.weight) for layer in state)
+
+
+def test_a_mapping_goes_from_stored_names_to_those_of_the_state_and_may_leave_some_out(tmp_path: Path) -> None:
+    saved = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 2)})
+    live = nn.ModuleDict({"wte": nn.Embedding(3, 2), "head": nn.Linear(2, 2)})
+    before = live["head"].weight.clone()
+    save(tmp_path / "a", {"model": saved}, prefix="old.")
+    mapping = {"embed.weight": "wte.weight", "^head": None}
+    with pytest.raises(MismatchError, match=r"2 differences\n  head\.weight  in model only.*\n  head\.bias  in mo"):
+        load(tmp_path / "a", {"net": live}, prefix="old.", key_mapping=mapping)
+    with pytest.warns(UserWarning, match=r"head\.weight  in model only"):
+        load(tmp_path / "a", {"net": live}, prefix="old.", key_mapping=mapping, strict=False)
+    assert torch.equal(live["wte"].weight, saved["embed"].weight)
+    assert torch.equal(live["head"].weight, before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_mapping_the_other_way_round_is_refused(strict: bool, tmp_path: Path) -> None:
+    saved, state = nn.Linear(2, 2), nn.ModuleDict({"net": nn.Linear(2, 2)})
+    before = state["net"].weight.clone()
+    save(tmp_path / "a", {"model": saved})
+    mapping = {"net.weight": "weight", "net.bias": "bias"}
+    words = r"'net.weight': 'weight' is the other way round: write 'weight': 'net.weight', from stored names to new"
+    with pytest.raises(MismatchError, match=words):
+        load(tmp_path / "a", {"model": state}, key_mapping=mapping, strict=strict)
+    assert torch.equal(state["net"].weight, before)
+    load(tmp_path / "a", {"model": state}, key_mapping={new: old for old, new in mapping.items()}, strict=strict)
+    assert torch.equal(state["net"].weight, saved.weight)
 
 
 # ── what must not be ──────────────────────────────────────────────────────────────────────────────────────────────

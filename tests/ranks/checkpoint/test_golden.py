@@ -1,8 +1,9 @@
-"""Does this package still read what each version of the format wrote? Oracle: files made beside, from the live objects.
+"""Checkpoints of every version of the format, read by this package. Oracle: files made beside, from the live objects.
 
 ``tests/golden/v<n>`` was made once, by the first release that wrote version n, and is NEVER made again: neither when a
 test here fails nor when the writer changes. A failure means that users' checkpoints have become unreadable. A new
-version of the format gets a directory of its own; ``python -m tests.test_golden`` makes it, and only where none is.
+version of the format gets a directory of its own; ``python -m tests.ranks.checkpoint.test_golden`` makes it, and only
+where none is.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.index import VERSION, Component, RootIndex, TensorSpec, root_from_json, root_to_json
-from lightning_shardckpt.layout import Axis, Cut, Layout
-from lightning_shardckpt.loading import Live
-from lightning_shardckpt.ranks import Ranks
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import VERSION, root_from_json, root_to_json
+from lightning_shardckpt.format.layout import Axis, DimShard, Layout
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.verify import verify
-from tests.pool import run_ranks
+from lightning_shardckpt.tools.verify import verify
+from tests.support.pool import run_ranks
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 MADE = {
     "v1": "76450e70483cbdb2e0b4cf89bb3cbb9af39b3f3e645766d69d9473a2b6df5e7a",
     "v2": "047b91f25e537bcb868a0dd8aad20febd937605ad4938c1a8636e70ac30cb93d",
@@ -188,7 +190,10 @@ def load_sharded(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any, 
     names = {id(p): n for n, p in params.items()}
     tensors = {n: params[n].detach() if n in params else t for n, t in live.items()}
     loaded = engine.load(
-        path, Live(Leaves(tensors), frozenset(), [optimizer], names, WholeNames()), ranks=ranks, pick_rank=lambda _: 3
+        path,
+        LoadTargets(Leaves(tensors), frozenset(), [optimizer], names, WholeNames()),
+        ranks=ranks,
+        pick_rank=lambda _: 3,
     )
     state = {f"{names[id(p)]}/{k}": full(v) for p, entry in optimizer.state.items() for k, v in entry.items()}
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -207,7 +212,7 @@ def test_it_is_read_on_another_topology(golden: pathlib.Path, world: int) -> Non
 
 def large_root() -> RootIndex:
     """Of a world of 300, of which some ranks wrote nothing of the optimizer."""
-    tensors = {"w": TensorSpec("BF16", (600, 4), Layout((Axis("shard", 300, 1),), (Cut(0, 0),)), ((0, 300),))}
+    tensors = {"w": TensorSpec("BF16", (600, 4), Layout((Axis("shard", 300, 1),), (DimShard(0, 0),)), ((0, 300),))}
 
     def files(name: str, ranks: range) -> dict[int, FileInfo]:
         return {r: FileInfo(name.format(r), 100 + r, f"{r * 0x9E3779B97F4A7C15 % 2**64:016x}") for r in ranks}
@@ -241,6 +246,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests import test_golden  # the ranks look functions up by module
+    from tests.ranks.checkpoint import test_golden
 
     test_golden.main()

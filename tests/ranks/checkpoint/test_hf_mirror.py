@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import ShardCkptIO, load_keys, save
 from lightning_shardckpt.cli import main
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.storage.local import LocalDraft
-from lightning_shardckpt.verify import verify
-from tests import adapters, tiny
-from tests.nets import lora
-from tests.pool import run_ranks
-from tests.test_hugging_face import LLAMA, SIZES, TP
-from tests.test_state import NoFullTensor
+from lightning_shardckpt.storage.local.local_storage import LocalDraft
+from lightning_shardckpt.tools.verify import verify
+from tests.ranks.state.test_state import NoFullTensor
+from tests.support import adapters, tiny
+from tests.support.nets import lora
+from tests.support.pool import run_ranks
+from tests.system.test_hugging_face import LLAMA, SIZES, TP
 
 TP_FSDP = {**TP, "data_parallel_shard_size": 2}
 PP = {"pipeline_parallel_size": 2}

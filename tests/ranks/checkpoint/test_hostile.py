@@ -21,15 +21,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint as engine
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
-from lightning_shardckpt.header import MAX_JSON_BYTES, checksum
-from lightning_shardckpt.look.inspect import show
-from lightning_shardckpt.verify import verify
-from tests import fuzz, small
-from tests.pool import run_ranks
-from tests.small import DOCUMENT, INDEX, OTHER_INDEX, ROOT, SHARD, Edit, edit, put, put_header, put_header_json
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.tools.inspect import show
+from lightning_shardckpt.tools.verify import verify
+from tests.support import small
+from tests.support.pool import run_ranks
+from tests.support.small import DOCUMENT, INDEX, OTHER_INDEX, ROOT, SHARD, Edit, edit, put, put_header, put_header_json
+from tests.sweeps import fuzz
 
 LIMIT_S = 20  # SIGALRM: a hang is an error, a slow machine is none
 LIMIT_BYTES = 256 << 20
@@ -401,6 +403,10 @@ def _with_extra(content: bytes) -> bytes:
 # ── what runs in a process of its own ─────────────────────────────────────────────────────────────────────────────
 
 
+# What tools read of the machine, whatever the checkpoint says: memory, mounts, and which boot this is.
+OF_THE_SYSTEM = ("/proc/self/status", "/proc/self/mountinfo", "/proc/sys/kernel/random/boot_id")
+
+
 class Watch:
     """Notes what the interpreter is asked to do while it is on: nothing of this may come from a file's content."""
 
@@ -419,7 +425,7 @@ class Watch:
         if event == "open" and isinstance(arguments[0], str | bytes):
             path = os.fsdecode(arguments[0])
             # names without a directory are opened relative to the checkpoint's descriptor
-            if os.path.dirname(path) and not path.startswith((self._allowed, "/proc/self/status")):
+            if os.path.dirname(path) and not path.startswith((self._allowed, *OF_THE_SYSTEM)):
                 self.seen.append(f"open {path}")
 
     @contextmanager

@@ -16,12 +16,13 @@ import torch.distributed.checkpoint as dcp
 
 import lightning_shardckpt
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.staging import DTYPES
-from lightning_shardckpt.storage.local import LocalReader, LocalStorage
-from lightning_shardckpt.whole import Wholes
-from tests import tiny, zoo
-from tests.pool import ROOT, run_ranks
+from lightning_shardckpt.state.tensor_bytes import DTYPES
+from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.whole_tensors import WholeTensors
+from tests.support import tiny, zoo
+from tests.support.pool import ROOT, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def test_an_index_that_is_not_in_the_tensor_is_refused(saved: Path, index: Any, 
 def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "copy.ckpt"))
     with Checkpoint(LocalStorage(), str(copy)) as checkpoint:
-        entry = Wholes(checkpoint).boxes("model", "rows.float64")[0].entry
+        entry = WholeTensors(checkpoint).boxes("model", "rows.float64")[0].entry
     file = copy / entry.file
     content = bytearray(file.read_bytes())
     content[entry.begin] ^= 1

@@ -21,16 +21,18 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shardckpt import ShardCkptIO, ranks
-from lightning_shardckpt.checkpoint import load_full
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
-from lightning_shardckpt.storage.places import Places
-from lightning_shardckpt.verify import verify
-from tests import tiny
-from tests.hosts import Hosts, launched, lose_this_host, run_hosts, this_host, two_hosts
-from tests.lag import Lag
-from tests.pool import run_ranks
+from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt.checkpoint.checkpoint import load_full
+from lightning_shardckpt.distributed import ranks
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.tools.verify import verify
+from tests.support import tiny
+from tests.support.hosts import Hosts, launched, lose_this_host, run_hosts, this_host, two_hosts
+from tests.support.lag import Lag
+from tests.support.pool import run_ranks
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ TIMES = {"timeout_s": 4.0, "checkpoint_timeout_s": 3.0}
 
 
 def trained_until_lost(directory: str, host: int, in_save: bool, cut: bool) -> None:
-    ranks._ROLL_CALL_S = 2.0
+    ranks.TUNING = Tuning(roll_call_s=2.0)
     trained(2, directory, TIMES, 6, None, [LoseHost(host, in_save, cut)])
 
 
@@ -173,7 +175,7 @@ LATE_S = 2.0
 def seen_late(directory: str, late: int, visible_within_s: float) -> tuple[Any, Any, set[str]]:
     """Train and save; at once, train on from "last", and from a path that was written meanwhile."""
     io = ShardCkptIO()
-    io.storage = Places(LocalStorage(visible_within_s))
+    io.storage = StorageRouter(LocalStorage(visible_within_s))
     with Lag(directory, LATE_S if this_host() == late else 0.0) as lag:
         first = trained(2, directory, {}, 4, plugins=[io])
         return first, trained(2, directory, {}, 6, "last", plugins=[io]), lag.missed
@@ -200,7 +202,7 @@ def test_what_a_host_does_not_see_in_time_is_named(hosts: Hosts, tmp_path: Path)
 
 def trained_impatiently(directory: str, resume: str | None) -> Any:
     io = ShardCkptIO()
-    io.storage = Places(LocalStorage(visible_within_s=0.5))
+    io.storage = StorageRouter(LocalStorage(visible_within_s=0.5))
     return trained(2, directory, {}, 6, resume, plugins=[io])
 
 
@@ -292,11 +294,12 @@ from pathlib import Path
 
 from torch.distributed import get_rank
 
-from lightning_shardckpt import ranks
-from tests.test_nodes import trained
+from lightning_shardckpt.distributed import ranks
+from lightning_shardckpt.system.tuning import Tuning
+from tests.ranks.checkpoint.test_nodes import trained
 
 if __name__ == "__main__":
-    ranks._ROLL_CALL_S = 2.0
+    ranks.TUNING = Tuning(roll_call_s=2.0)
     directory, devices, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     losses, *_ = trained(2, directory, {"timeout_s": 30.0, "checkpoint_timeout_s": 10.0}, steps, devices=devices)
     Path(__file__).with_name(f"losses of rank {get_rank()}.json").write_text(json.dumps(losses))

@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,14 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt import ShardCkptIO, staging
-from lightning_shardckpt.checkpoint import load_full
+from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt.checkpoint import staging
+from lightning_shardckpt.checkpoint.checkpoint import load_full
+from lightning_shardckpt.checkpoint.staging import BackgroundCopies
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.staging import CopiesBehind
-from tests import tiny
-from tests.pool import run_ranks
-from tests.test_async import complete, raised, same
+from tests.ranks.checkpoint.test_async import complete, raised, same
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 TIMEOUT_S = 20.0
 
@@ -47,21 +50,22 @@ class Gate:
             copy_all(tensors, copies)
             self.copied += 1
 
-        staging.copy_all = held  # saving.py has its own name for it, and copies the rest at once
+        staging.copy_all = held  # save_job has its own name for it, and copies the rest at once
         try:
             yield self
         finally:
             self.open.set()
             staging.copy_all = copy_all
 
-    def open_when_waited_for(self, function: str) -> threading.Thread:
+    def open_when_waited_for(self, function: FunctionType) -> threading.Thread:
         """Open when the calling thread is seen in ``function``."""
         main = threading.get_ident()
 
         def watch() -> None:
-            while not self.open.wait(0.001):
+            deadline = time.monotonic() + 2 * TIMEOUT_S
+            while not self.open.wait(0.001) and time.monotonic() < deadline:
                 frame = sys._current_frames().get(main)
-                while frame is not None and frame.f_code.co_qualname != function:
+                while frame is not None and frame.f_code is not function.__code__:
                     frame = frame.f_back
                 if frame is not None:
                     self.open.set()
@@ -71,9 +75,9 @@ class Gate:
         return watcher
 
 
-def copies_of(tensors: dict[str, torch.Tensor]) -> tuple[CopiesBehind, list[torch.Tensor]]:
+def copies_of(tensors: dict[str, torch.Tensor]) -> tuple[BackgroundCopies, list[torch.Tensor]]:
     copies = [torch.empty_like(tensor) for tensor in tensors.values()]
-    behind = CopiesBehind(list(tensors.values()), copies, list(tensors.items()))
+    behind = BackgroundCopies(list(tensors.values()), copies, list(tensors.items()))
     behind.start()
     return behind, copies
 
@@ -115,7 +119,7 @@ def test_a_tensor_may_change_after_the_wait() -> None:
 
 def test_a_tensor_that_changes_before_the_copying_begins_is_an_error_that_names_it() -> None:
     a = torch.zeros(3)
-    behind = CopiesBehind([a], [torch.empty_like(a)], [("a", a)])
+    behind = BackgroundCopies([a], [torch.empty_like(a)], [("a", a)])
     a.add_(1)
     behind.start()
     with pytest.raises(StateError, match=r"\['a'\]"):
@@ -136,7 +140,7 @@ def test_without_another_thread_the_copies_are_made_at_once(monkeypatch: pytest.
 
 
 def test_what_fails_in_the_copying_thread_is_raised_where_it_is_asked_for() -> None:
-    behind = CopiesBehind([torch.zeros(3)], [torch.zeros(4)], [])
+    behind = BackgroundCopies([torch.zeros(3)], [torch.zeros(4)], [])
     behind.start()
     behind.wait()
     with pytest.raises(RuntimeError, match="size of tensor"):
@@ -161,10 +165,10 @@ def test_a_step_of_an_optimizer_that_lightning_knows_nothing_of_waits_too(with_c
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     io = ShardCkptIO(use_async=True, overlap_copy=True)
     io.attach(Ranks.alone(), module, {})
-    io.go_behind(Ranks.alone())
+    io.async_saves.enable(Ranks.alone())
     with gate.shut():
         module(torch.ones(1, 3)).sum().backward()
-        watcher = gate.open_when_waited_for("CopiesBehind.wait")
+        watcher = gate.open_when_waited_for(BackgroundCopies.wait)
         io.save_checkpoint(checkpoint_of(module, "weight", "bias"), tmp_path / "a.ckpt")
         assert not gate.open.is_set()
         optimizer.step(*([lambda: 0.0] if with_closure else []))
@@ -182,7 +186,7 @@ def test_a_step_inside_the_closure_of_another_optimizers_step_waits(tmp_path: Pa
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     io = ShardCkptIO(use_async=True, overlap_copy=True)
     io.attach(Ranks.alone(), module, {})
-    io.go_behind(Ranks.alone())
+    io.async_saves.enable(Ranks.alone())
 
     def closure() -> float:
         module(torch.ones(1, 3)).sum().backward()
@@ -190,9 +194,9 @@ def test_a_step_inside_the_closure_of_another_optimizers_step_waits(tmp_path: Pa
         return 0.0
 
     with gate.shut():
-        watcher = gate.open_when_waited_for("CopiesBehind.wait")
+        watcher = gate.open_when_waited_for(BackgroundCopies.wait)
         io.save_checkpoint(checkpoint_of(module, "bias", "weight"), tmp_path / "a.ckpt")
-        with io.waiting_between(outer, closure) as gradients:
+        with io.async_saves.around_step(outer, closure) as gradients:
             outer.step(gradients)
         gate.open.set()
         watcher.join()
@@ -228,7 +232,7 @@ def test_parameters_that_no_optimizer_has_are_copied_at_once(tmp_path: Path) -> 
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     io = ShardCkptIO(use_async=True, overlap_copy=True)
     io.attach(Ranks.alone(), module, {})
-    io.go_behind(Ranks.alone())
+    io.async_saves.enable(Ranks.alone())
     with gate.shut():
         io.save_checkpoint(checkpoint_of(module, "weight"), tmp_path / "a.ckpt")
         with torch.no_grad():
@@ -278,7 +282,7 @@ def overlapped(topology: dict[str, int], directory: str, manual: bool) -> list[A
             continue
         with gate.shut():
             module.holds = gate
-            watcher = gate.open_when_waited_for("CopiesBehind.wait")
+            watcher = gate.open_when_waited_for(BackgroundCopies.wait)
             run.fit(module, tiny.loader())
             watcher.join()
         found.append(module.during)
@@ -312,7 +316,7 @@ def meddled(directory: str) -> list[Any]:
     tiny.fit({}, 1, save=f"{directory}/1.ckpt", plugins=[io])
     run = tiny.trainer({}, max_steps=3, plugins=[io], callbacks=[tiny.SaveAt(2, f"{directory}/2.ckpt")])
     with gate.shut():
-        watcher = gate.open_when_waited_for("CopiesBehind.wait")
+        watcher = gate.open_when_waited_for(BackgroundCopies.wait)
         error = raised(lambda: run.fit(Meddles(), tiny.loader()))
         watcher.join()
     dist.barrier()

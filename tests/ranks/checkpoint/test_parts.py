@@ -12,11 +12,11 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO, load, save
+from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
-from lightning_shardckpt.parts import PARTS
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 State = dict[str, Any]
 TP2: State = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}

@@ -9,12 +9,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint import load_full, save
+from lightning_shardckpt.checkpoint.checkpoint import load_full, save
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
 
 
 def tensor(seed: int) -> torch.Tensor:
@@ -37,7 +38,7 @@ def save_all(folder: str) -> None:
         seeds, aliases = by_rank[ranks.rank]
         leaves = Leaves({name: tensor(seed) for name, seed in seeds.items()}, aliases)
         snapshot = Snapshot({"model": leaves}, {}, {"trainer": {"global_step": 1}})
-        save(f"{folder}/{case}.ckpt", lambda s=snapshot: s, ranks=ranks, about=About(1), size_per_shard=1)
+        save(f"{folder}/{case}.ckpt", lambda s=snapshot: s, ranks=ranks, about=RunInfo(1), options=SaveOptions(1))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def disagree(path: str) -> str:
     ranks = Ranks.of_default_group(30)
     leaves = Leaves({"a": torch.zeros(ranks.rank + 1)})
     with pytest.raises(MismatchError) as raised:
-        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=About(), size_per_shard=1)
+        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=RunInfo(), options=SaveOptions(1))
     return str(raised.value)
 
 
@@ -78,7 +79,7 @@ def lacks_a_shard(path: str) -> str:
     if ranks.rank == 1:
         del leaves.tensors["b"]
     with pytest.raises(MismatchError) as raised:
-        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=About(), size_per_shard=1)
+        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=RunInfo(), options=SaveOptions(1))
     return str(raised.value)
 
 
@@ -92,7 +93,7 @@ def other_paths(directory: str) -> str:
     ranks = Ranks.of_default_group(30)
     snapshot = Snapshot({"model": Leaves({"a": tensor(1)})}, {}, {})
     with pytest.raises(MismatchError) as raised:
-        save(f"{directory}/{ranks.rank}.ckpt", lambda: snapshot, ranks=ranks, about=About(), size_per_shard=1)
+        save(f"{directory}/{ranks.rank}.ckpt", lambda: snapshot, ranks=ranks, about=RunInfo(), options=SaveOptions(1))
     return str(raised.value)
 
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint import load_full, save
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.planning import Plans
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
+from lightning_shardckpt.checkpoint.checkpoint import load_full, save
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.plan_cache import PlanCache
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.verify import verify
-from tests.pool import run_ranks
+from lightning_shardckpt.tools.verify import verify
+from tests.support.pool import run_ranks
 
 
 def content(path: str) -> dict[str, bytes]:
@@ -33,7 +34,7 @@ def content(path: str) -> dict[str, bytes]:
 def saves(folder: str) -> list[Any]:
     """One change after the other; returns how often was planned, and what differs from a save that plans anew."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ranks, plans, found = Ranks.of_default_group(), Plans(), []
+    ranks, plans, found = Ranks.of_default_group(), PlanCache(), []
     cut = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
     state: dict[str, Any] = {"a": cut, "b": torch.arange(5.0), "c": torch.arange(3)}
     rest: dict[str, Any] = {"global_step": 1}
@@ -81,8 +82,8 @@ def saves(folder: str) -> list[Any]:
                 to,
                 lambda: snapshot({**rest, "state_dict": state}),
                 ranks=ranks,
-                about=About(1),
-                size_per_shard=size,
+                about=RunInfo(1),
+                options=SaveOptions(size),
                 plans=kept,
             )
             planned.append(plans.plan._known is not known)

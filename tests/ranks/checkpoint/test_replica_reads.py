@@ -9,6 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,18 +21,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt import checkpoint as engine
-from lightning_shardckpt import exchange, sharing, sources
+from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint import replica_exchange, replica_reads
+from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.replica_reads import PlannedReads, choose, deal, split_tensor
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.loading import Live
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.sharing import MEASURED_BYTES, Measured, choose, cut, deal, is_faster
+from lightning_shardckpt.sources import source
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Leaves
-from tests import tiny
-from tests.counting import Counting
-from tests.pool import run_ranks
+from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from tests.support import tiny
+from tests.support.counting import Counting
+from tests.support.pool import run_ranks
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -57,6 +62,11 @@ MESHES: dict[str, tuple[tuple[int, ...], str, str]] = {
     "replicated on 2x2": ((2, 2), "rr", "rr"),
     "FSDP 4": ((4,), "0", "0"),
 }
+
+
+SMALL = Tuning(shared_piece_bytes=48 << 10, exchange_buffer_bytes=10007)
+"""Pieces and buffers that split these tensors as the real ones split large tensors."""
+MUCH = replace(SMALL, shared_read_bytes=1)
 
 
 class Noting(Ranks):
@@ -122,7 +132,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def load(
-    path: str, case: str, share: bool | None, storage: Counting, ranks: Ranks, moments: tuple[str, ...] = ()
+    path: str,
+    case: str,
+    share: bool | None,
+    storage: Counting,
+    ranks: Ranks,
+    moments: tuple[str, ...] = (),
+    tuning: Tuning = SMALL,
 ) -> None:
     """Into tensors of zeros; what they and the optimizer are then must be the drawn values, bit for bit.
 
@@ -133,9 +149,10 @@ def load(
     optimizer = torch.optim.AdamW(trained.values())
     for name in moments:
         optimizer.state[trained[name]] = {"exp_avg": torch.zeros_like(trained[name], requires_grad=False)}
-    live = Live(Leaves({**tensors, **trained}), frozenset(), [optimizer], _by_id(trained), WholeNames())
+    live = LoadTargets(Leaves({**tensors, **trained}), frozenset(), [optimizer], _by_id(trained), WholeNames())
     try:
-        engine.load(path, live, ranks=ranks, share_reads=share, storage=storage)
+        options = LoadOptions(share_reads=share)
+        engine.load(path, live, ranks=ranks, options=options, storage=storage, tuning=tuning)
     except BaseException:
         assert not any(local(t).any() for t in [*tensors.values(), *trained.values()]), "a failed load changed tensors"
         there = [values["exp_avg"] for values in optimizer.state.values()]
@@ -153,13 +170,8 @@ def _by_id(trained: dict[str, torch.nn.Parameter]) -> dict[int, str]:
 
 
 def small_pieces() -> None:
-    """Pieces and buffers that cut these tensors as the real ones cut large tensors, which count as small all the same.
-
-    In a rank, which ends with it.
-    """
-    sources.SMALL_BYTES = 1 << 20  # type: ignore[attr-defined]
-    sharing._PIECE_BYTES = 48 << 10  # type: ignore[attr-defined]
-    exchange._BUFFER_BYTES = 10007  # type: ignore[attr-defined]
+    """Let these tensors count as small, though they are split as large ones. In a rank, which ends with it."""
+    source.TUNING = replace(TUNING, held_tensor_bytes=1 << 20)  # type: ignore[attr-defined]
 
 
 # ── the result ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,8 +241,9 @@ def _plain_file(path: str) -> None:
     small_pieces()
     for share in (True, None):
         tensors = placed("HSDP 2x1", lambda n: torch.zeros(TENSORS[n][0], dtype=TENSORS[n][1]))
-        live = Live(Leaves(tensors), frozenset(), None, {}, WholeNames())
-        engine.load(path, live, ranks=Ranks.of_default_group(60), share_reads=share)
+        live = LoadTargets(Leaves(tensors), frozenset(), None, {}, WholeNames())
+        options = LoadOptions(share_reads=share)
+        engine.load(path, live, ranks=Ranks.of_default_group(60), options=options, tuning=SMALL)
         for name, expected in placed("HSDP 2x1", drawn).items():
             assert torch.equal(local(tensors[name]), local(expected)), name
 
@@ -241,111 +254,98 @@ def test_a_plain_file_loads_the_same_too(tmp_path: Path) -> None:
     run_ranks(2, _plain_file, f"{tmp_path}/plain.ckpt")
 
 
-# ── measured ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── by default ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _measured(folder: str, case: str, held_bytes: int | None = None) -> list[tuple[int, list[str]]]:
-    """Where it comes out that sharing is faster, and where it does not; the trials are real."""
-    small_pieces()
-    if held_bytes is not None:
-        sources.HELD_BYTES = held_bytes  # type: ignore[attr-defined]
-    sharing.MEASURED_BYTES = 1
-    save(f"{folder}/a.ckpt", case)
-    found = []
-    for faster in (True, False):
-        reports: list[Measured] = []
-
-        def decided(given: list[Measured], reports: list[Measured] = reports, faster: bool = faster) -> bool:
-            reports += given
-            is_faster(given)
-            return faster
-
-        engine.is_faster = decided  # type: ignore[attr-defined]
-        storage, ranks = Counting(), noting()
-        load(f"{folder}/a.ckpt", case, None, storage, ranks)
-        found.append((storage.nbytes, ranks.phases))
-        for report in reports:
-            assert report["read_bytes"] > 0 < report["read_s"]
-            assert all(rest > 0 < got and seconds > 0 for rest, got, seconds in report["groups"])
-            assert len(report["groups"]) == 1
-    return found
+def rank(read_bytes: int, received_bytes: int, host: str = "a") -> PlannedReads:
+    return {"read_bytes": read_bytes, "received_bytes": received_bytes, "host": host}
 
 
-def test_what_was_measured_decides_for_all_ranks(tmp_path: Path) -> None:
-    by_rank = run_ranks(2, _measured, str(tmp_path), "HSDP 2x1")
-    stored = data_bytes(tmp_path / "a.ckpt")
-    shared, alone = (sum(found[i][0] for found in by_rank) for i in range(2))
-    assert shared <= 1.1 * stored
-    assert 2 * stored <= alone <= 2.2 * stored
-    for found in by_rank:
-        assert found[0][1] == [*ALONE[:-1], "measuring", "reading", "exchanging"]
-        assert found[1][1] == [*ALONE[:-1], "measuring", "verifying", "reading"]
-
-
-def test_what_is_not_held_from_verifying_is_read_again_in_both_ways(tmp_path: Path) -> None:
-    by_rank = run_ranks(2, _measured, str(tmp_path), "HSDP 2x1", 100_000)
-    stored = data_bytes(tmp_path / "a.ckpt")
-    shared, alone = (sum(found[i][0] for found in by_rank) for i in range(2))
-    assert 1.2 * stored < shared < 1.8 * stored, "the optimizer's state is read once"
-    assert 2.4 * stored < alone < 3.8 * stored
-
-
-def report(read: float, *groups: tuple[int, int, float]) -> Measured:
-    """Of a rank that reads so many bytes a second."""
-    return {"read_bytes": MEASURED_BYTES, "read_s": MEASURED_BYTES / read, "groups": list(groups)}
-
-
-GB = 10**9
+ENOUGH = TUNING.shared_read_bytes
 
 
 @pytest.mark.parametrize(
-    ("expected", "reports"),
+    ("expected", "planned", "high_latency"),
     [
-        (True, [report(1 * GB, (8 * GB, 1000, 1000 / (2 * GB)))] * 2),
-        (False, [report(2 * GB, (8 * GB, 1000, 1000 / (1 * GB)))] * 2),
-        # one slow reader holds all up; one slow link does, too
-        (True, [report(8 * GB, (8 * GB, 8, 8 / (2 * GB))), report(1 * GB, (8 * GB, 8, 8 / (2 * GB)))]),
-        (False, [report(1 * GB, (8 * GB, 8, 8 / (2 * GB))), report(1 * GB, (8 * GB, 8, 8 / (GB // 2)))]),
-        (True, [report(80 * GB, (8 * GB, 8, 8 / (2 * GB))), report(2 * GB, (9 * GB, 9, 4 / GB))]),
-        # who has little to get, or nothing, has no say
-        (True, [report(8 * GB, (1, 8, 8.0)), report(1 * GB, (80 * GB, 8, 8 / (2 * GB))), report(9 * GB)]),
-        # two groups, one after the other
-        (True, [report(1 * GB, (8 * GB, 8, 8 / (2 * GB)), (3 * GB, 8, 8 / (1 * GB)))]),
-        (False, [report(1 * GB, (3 * GB, 8, 8 / (2 * GB)), (8 * GB, 8, 8 / (GB // 2)))]),
-        # too little was read to know
-        (False, [report(1 * GB, (8 * GB, 8, 8 / (9 * GB))), report(1, (8, 8, 1.0)) | {"read_bytes": 99}]),
-        (False, [report(1 * GB)]),
+        (False, [rank(ENOUGH, 1)] * 2, False),  # one page cache
+        (True, [rank(ENOUGH, 1)] * 2, True),
+        (True, [rank(ENOUGH, 1), rank(ENOUGH, 1, "b")], False),
+        (True, [rank(ENOUGH, 1), rank(0, 0, "b")], True),  # who has nothing to share has no say
+        (False, [rank(ENOUGH, 1), rank(ENOUGH - 1, 1, "b")], True),
+        (False, [rank(ENOUGH, 0), rank(ENOUGH, 0, "b")], True),
+        (False, [], True),
     ],
 )
-def test_sharing_pays_if_the_slowest_rank_is_done_earlier(expected: bool, reports: list[Measured]) -> None:
-    assert is_faster(reports) is expected
+def test_much_that_would_cross_a_network_twice_is_shared(
+    expected: bool, planned: list[PlannedReads], high_latency: bool
+) -> None:
+    assert choose(None, planned, high_latency=high_latency) is expected
+    assert choose(False, planned, high_latency=high_latency) is False
+    shareable = any(one["received_bytes"] for one in planned)
+    assert choose(True, planned, high_latency=high_latency) is shareable
 
 
-def test_it_is_measured_only_where_there_is_something_to_measure_and_to_share() -> None:
-    enough = MEASURED_BYTES, 1
-    assert choose(None, [enough, enough]) is None
-    assert choose(None, [enough, (MEASURED_BYTES - 1, 1)]) is False
-    assert choose(None, [enough, (0, 0)]) is None
-    for wanted in (None, True, False):
-        assert choose(wanted, [(MEASURED_BYTES, 0)] * 2) is False
-        assert choose(wanted, []) is False
-    assert choose(True, [(1, 1), (5, 0)]) is True
-    assert choose(False, [enough]) is False
+class Remote(Counting):
+    """Says that its reads cross a network."""
+
+    def _noting(self, reader: Reader) -> Reader:
+        found = super()._noting(reader)
+        found.high_latency = True
+        return found
+
+
+def _by_default(folder: str) -> list[tuple[int, list[str]]]:
+    small_pieces()
+    save(f"{folder}/a.ckpt", "HSDP 2x1")
+    found = []
+    for storage, tuning in ((Remote(), MUCH), (Remote(), SMALL), (Counting(), MUCH)):
+        ranks = noting()
+        load(f"{folder}/a.ckpt", "HSDP 2x1", None, storage, ranks, tuning=tuning)
+        found.append((storage.nbytes, ranks.phases))
+    return found
+
+
+def test_by_default_replicas_share_what_is_far_and_much(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _by_default, str(tmp_path))
+    stored = data_bytes(tmp_path / "a.ckpt")
+    shared, few, near = (sum(found[i][0] for found in by_rank) for i in range(3))
+    assert stored <= shared <= 1.1 * stored
+    assert few >= 2 * stored <= near
+    for found in by_rank:
+        assert [phases for _, phases in found] == [SHARED, ALONE, ALONE]
+
+
+def _not_held(folder: str) -> list[int]:
+    small_pieces()
+    source.TUNING = replace(TUNING, held_tensor_bytes=1 << 20, held_bytes=100_000)  # type: ignore[attr-defined]
+    save(f"{folder}/a.ckpt", "HSDP 2x1")
+    found = []
+    for share in (True, False):
+        storage = Counting()
+        load(f"{folder}/a.ckpt", "HSDP 2x1", share, storage, noting())
+        found.append(storage.nbytes)
+    return found
+
+
+def test_what_is_not_held_from_verifying_is_read_again_in_both_ways(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _not_held, str(tmp_path))
+    stored = data_bytes(tmp_path / "a.ckpt")
+    shared, alone = (sum(found[i] for found in by_rank) for i in range(2))
+    assert 1.2 * stored < shared < 1.8 * stored, "the optimizer's state is read once"
+    assert 2.4 * stored < alone < 3.8 * stored
 
 
 # ── who reads what ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_pieces_cover_a_tensor_in_contiguous_runs_and_are_dealt_evenly(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_cover_a_tensor_in_contiguous_runs_and_are_dealt_evenly(seed: int) -> None:
     draw = random.Random(seed)
-    monkeypatch.setattr(sharing, "_PIECE_BYTES", draw.choice((1, 8, 100)))
+    piece_bytes = draw.choice((1, 8, 100))
     shapes = [tuple(draw.choice((1, 1, 2, 3, 7, 12)) for _ in range(draw.randint(0, 4))) for _ in range(20)]
     count, sizes = draw.randint(1, 9), []
     for shape in shapes:
-        boxes = cut(shape, 4, count)
+        boxes = split_tensor(shape, 4, count, piece_bytes)
         assert 1 <= len(boxes) <= count
         runs = [run for box in boxes for run in box.runs(shape)]
         assert len(runs) == len(boxes), "each is contiguous"
@@ -362,7 +362,7 @@ def test_pieces_cover_a_tensor_in_contiguous_runs_and_are_dealt_evenly(
 def _cannot_share() -> list[bool]:
     """Whether replicas of a mesh with this process group share tensors in host memory."""
     tensors = placed("replicated on 2", drawn)
-    return [exchange.group_of(tensor) is not None for tensor in tensors.values()]
+    return [replica_exchange.group_of(tensor) is not None for tensor in tensors.values()]
 
 
 def test_only_contiguous_dtensors_with_elements_are_shared() -> None:
@@ -382,7 +382,7 @@ def _of_the_other_device() -> None:
     mesh = init_device_mesh("cpu", (world,))
     tensor = DTensor.from_local(torch.zeros(4), mesh, [Replicate()], run_check=False)
     assert tensor.to_local().device.type == "cpu"
-    assert exchange.group_of(tensor) is None
+    assert replica_exchange.group_of(tensor) is None
 
 
 def test_tensors_in_host_memory_are_not_shared_over_groups_of_another_device() -> None:
@@ -425,24 +425,6 @@ def test_a_corrupted_byte_that_one_replica_reads_is_an_error_on_all_and_changes_
     assert {message.partition(" failed")[0] for message in mine} >= {"rank 0", "rank 1"}
 
 
-def _broken_in_the_second_pass(folder: str) -> str:
-    """Rank 1 gets other bytes than rank 0 verified, when it comes to read them itself."""
-    small_pieces()
-    sharing.MEASURED_BYTES, engine.is_faster = 1, lambda reports: False  # type: ignore[attr-defined, misc]
-    save(f"{folder}/a.ckpt", "HSDP 2x1")
-    storage, ranks = Counting(), noting()
-    storage.is_broken = lambda: ranks.rank == 1 and ranks.phases.count("verifying") == 2
-    with pytest.raises(CorruptionError, match=r"rank 1 failed while verifying.*corrupted data") as caught:
-        load(f"{folder}/a.ckpt", "HSDP 2x1", None, storage, ranks)
-    assert ranks.phases[-1] == "verifying"
-    return str(caught.value)
-
-
-def test_each_rank_verifies_what_it_reads_after_all(tmp_path: Path) -> None:
-    mine, same = run_ranks(2, _broken_in_the_second_pass, str(tmp_path))
-    assert mine == same
-
-
 # ── through the Trainer ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -452,13 +434,13 @@ def _resumed(folder: str) -> list[Any]:
         {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}, 3, save=path
     )
     exchanged: list[int] = []
-    found, exchange_of = [], sharing.exchange
+    found, exchange_of = [], replica_reads.exchange
 
-    def noted(group: dist.ProcessGroup, shares: Any) -> None:
+    def noted(group: dist.ProcessGroup, shares: Any, tuning: Tuning) -> None:
         exchanged.append(group.size())
-        exchange_of(group, shares)
+        exchange_of(group, shares, tuning)
 
-    sharing.exchange = noted  # type: ignore[attr-defined]
+    replica_reads.exchange = noted  # type: ignore[attr-defined]
     for share in (False, None, True):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "resuming after 3 batches of an epoch")  # on more data-parallel ranks

@@ -11,8 +11,8 @@ import pytest
 from safetensors import safe_open
 
 from lightning_shardckpt import metadata as open_metadata
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 FSDP: dict[str, Any] = {}
 HSDP: dict[str, Any] = {"data_parallel_replicate_size": 2}

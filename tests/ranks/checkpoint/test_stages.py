@@ -1,7 +1,7 @@
 """Pipeline stages hold parts of one model; together they save what one process would, and load it in any partition.
 
-The stages here are cut by hand, without the strategy: modules of other stages are hollow, parameters of containers are
-on all stages. Oracle: the twin, the same model whole in one process.
+The stages here are cut by hand, without the strategy: modules of other stages are weightless copies,
+parameters of containers are on all stages. Oracle: the twin, the same model whole in one process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_shardckpt import ShardCkptIO
-from lightning_shardckpt.checkpoint import load_full
+from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.resume import Place
-from lightning_shardckpt.state.live import load_edited, parameter_names
-from lightning_shardckpt.state.merging import merge_optimizers
-from lightning_shardckpt.state.model import WholeNames, canonical_name, tied_names
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.state.model import WholeNames, tied_names
+from lightning_shardckpt.state.module_io import load_edited, parameter_names
 from lightning_shardckpt.state.optimizer import StoredOptimizer, optimizer_leaves, optimizer_state
-from tests import tiny
-from tests.pool import run_ranks
+from lightning_shardckpt.state.optimizer_merge import merge_optimizers
+from lightning_shardckpt.strategy.module_targets import module_targets
+from lightning_shardckpt.strategy.resume import DataShare
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 PARTITIONS = {
     1: [["embed", "layers.0", "layers.1", "layers.2", "head"]],
@@ -103,7 +105,7 @@ def twin(seed: int, steps: int = 2) -> tuple[Model, list[torch.optim.Optimizer]]
 
 def whole_names(model: nn.Module) -> WholeNames:
     ties = tuple(tuple(tie) for tie in tied_names(model))
-    return WholeNames(frozenset(canonical_name(name) for name in model.state_dict()), ties)
+    return WholeNames(frozenset(clean_fqn(name) for name in model.state_dict()), ties)
 
 
 class Stage:
@@ -150,8 +152,8 @@ class Stage:
         }
 
     def load(self, path: str, strict: bool = True) -> dict[str, Any]:
-        names = parameter_names(self.module, self.names)
-        loaded = self.io.load_into(path, self.module.state_dict(), self.optimizers, names, strict=strict)
+        targets = module_targets(self.module, self.module.state_dict(), self.optimizers, self.io.names)
+        loaded = self.io.load_into(path, targets, strict=strict)
         for name, module in self.module.named_modules():
             if f"{name}._extra_state" in loaded.extra_state:
                 module.set_extra_state(loaded.extra_state[f"{name}._extra_state"])
@@ -568,7 +570,7 @@ def test_extra_state_that_several_stages_have_is_that_of_the_lowest_rank(tmp_pat
     ],
 )
 def test_a_rank_continues_the_one_of_its_stage_and_data(place: Any, saved: dict[str, int], rank: int) -> None:
-    mine, then = Place(*place), Place(**saved)
+    mine, then = DataShare(*place), DataShare(**saved)
     assert mine.source_rank({"place": saved}) == rank
     data, each = then.data_size, then.ranks_each
     assert rank // (data * each) == mine.stage % then.stages

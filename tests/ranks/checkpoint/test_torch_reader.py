@@ -1,4 +1,7 @@
-"""Can torch alone load and reshard our files? Oracle: its HuggingFaceStorageReader, in ranks without this package."""
+"""Our files, loaded and resharded by torch alone.
+
+Oracle: its HuggingFaceStorageReader, in ranks without this package.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
 
 State = dict[str, torch.Tensor]
 
@@ -28,9 +31,10 @@ def net() -> nn.Module:
 
 def save(path: str, size_per_shard: float) -> State:
     """On 4 ranks, FSDP2 over tensor parallelism with uneven dims; returns the whole state."""
-    from lightning_shardckpt import checkpoint
-    from lightning_shardckpt.ranks import Ranks
-    from lightning_shardckpt.saving import About
+    from lightning_shardckpt.checkpoint import checkpoint
+    from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+    from lightning_shardckpt.checkpoint.save_job import RunInfo
+    from lightning_shardckpt.distributed.ranks import Ranks
     from lightning_shardckpt.state.model import model_leaves
     from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 
@@ -45,8 +49,8 @@ def save(path: str, size_per_shard: float) -> State:
         path,
         lambda: Snapshot({"model": leaves, "optimizer": optimizer, "trainer": Leaves()}, own, {}),
         ranks=Ranks.of_default_group(60),
-        about=About(),
-        size_per_shard=size_per_shard,
+        about=RunInfo(),
+        options=SaveOptions(size_per_shard),
     )
     return whole
 

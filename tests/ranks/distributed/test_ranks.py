@@ -1,4 +1,4 @@
-"""Does a failure on one rank reach all, by name and class, and does nothing hang? With each store that torch has."""
+"""A failure on one rank reaches all, by name and class, and nothing hangs; with each store that torch has."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_shardckpt import ranks as ranks_module
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, MismatchError, RankError, StateError
-from lightning_shardckpt.ranks import Ranks
-from tests.pool import run_ranks
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from tests.support.pool import run_ranks
 
 WORLD = 3
 
@@ -44,14 +44,14 @@ def quick_store(tmp_path: Path) -> Callable[[], Any]:
     return store_of("hash", tmp_path)
 
 
-def member(store: Any, rank: int, timeout_s: float, number: int = 0) -> Ranks:
+def member(store: Any, rank: int, timeout_s: float, number: int = 0, tuning: Tuning = TUNING) -> Ranks:
     """One of the ranks that the threads of this process play; instances are counted per process otherwise."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "_instances", iter([number]))
-        return Ranks(store, rank, WORLD, timeout_s)
+    return Ranks(store, rank, WORLD, timeout_s, name=str(number), tuning=tuning)
 
 
-def together(store: Callable[[], Any], fn: Callable[[Ranks], Any], timeout_s: float = 20) -> list[Any]:
+def together(
+    store: Callable[[], Any], fn: Callable[[Ranks], Any], timeout_s: float = 20, tuning: Tuning = TUNING
+) -> list[Any]:
     """``fn`` on every rank, each in a thread of its own; what it returned or raised."""
     results: list[Any] = [None] * WORLD
 
@@ -61,7 +61,7 @@ def together(store: Callable[[], Any], fn: Callable[[Ranks], Any], timeout_s: fl
         except BaseException as error:
             results[rank] = error
 
-    made = [member(store(), rank, timeout_s) for rank in range(WORLD)]
+    made = [member(store(), rank, timeout_s, tuning=tuning) for rank in range(WORLD)]
     threads = [threading.Thread(target=run, args=(rank, ranks)) for rank, ranks in enumerate(made)]
     for thread in threads:
         thread.start()
@@ -196,28 +196,24 @@ def test_after_an_error_the_next_step_works(quick_store: Callable[[], Any]) -> N
     assert together(quick_store, steps) == [3] * WORLD
 
 
-def test_a_rank_that_does_not_come_is_named(store: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_GRACE_S", 5.0)
-
+def test_a_rank_that_does_not_come_is_named(store: Callable[[], Any]) -> None:
     def step(ranks: Ranks) -> None:
         if ranks.rank != 2:
             ranks.step("saving x", lambda: None, lambda found: None)
 
-    first, second, absent = together(store, step, timeout_s=0.5)
+    first, second, absent = together(store, step, timeout_s=0.5, tuning=Tuning(rank_grace_s=5.0))
     for error in (first, second):
         assert isinstance(error, RankError)
         assert "rank(s) [2] of 3 did not answer within 0.5 s while saving x" in str(error)
     assert absent is None
 
 
-def test_if_rank_0_does_not_come_the_others_say_so(store: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_GRACE_S", 0.2)
-
+def test_if_rank_0_does_not_come_the_others_say_so(store: Callable[[], Any]) -> None:
     def step(ranks: Ranks) -> None:
         if ranks.rank != 0:
             ranks.step("saving x", lambda: None, lambda found: None)
 
-    absent, *others = together(store, step, timeout_s=0.3)
+    absent, *others = together(store, step, timeout_s=0.3, tuning=Tuning(rank_grace_s=0.2))
     assert absent is None
     for rank, error in enumerate(others, start=1):
         assert isinstance(error, RankError)
@@ -292,7 +288,7 @@ def test_a_step_works_off_the_main_thread() -> None:
 
 
 def dying(who: int, phase: int) -> str:
-    """A rank is killed: before it reports (0), as rank 0 behind all reports (1), or between two steps (2)."""
+    """A rank is killed: before it reports (0), as rank 0 after all reports (1), or between two steps (2)."""
     ranks = Ranks.of_default_group(600)
     ranks.step("beginning", lambda: None, lambda found: None)
 
@@ -387,7 +383,6 @@ def fails_and_ends() -> str:
         shared.set("port", str(server.port))
     else:
         server = dist.TCPStore("127.0.0.1", int(shared.get("port")), 2, is_master=False)
-        ranks_module._SHORTEST_PAUSE_S = ranks_module._LONGEST_PAUSE_S = 0.7
 
     def work() -> None:
         if rank == 0:
@@ -395,7 +390,8 @@ def fails_and_ends() -> str:
             raise OSError("no room")
 
     try:
-        Ranks(server, rank, 2, 10).step("saving x", work, lambda found: None)
+        tuning = TUNING if rank == 0 else Tuning(rank_poll_s=0.7, rank_longest_poll_s=0.7)
+        Ranks(server, rank, 2, 10, tuning=tuning).step("saving x", work, lambda found: None)
     except Exception as error:
         return str(error)
     return ""
@@ -406,7 +402,7 @@ def test_ranks_that_ask_late_hear_of_the_error_with_which_rank_0_ends() -> None:
 
 
 def slow_in_turn() -> list[int]:
-    """Whoever is slow, in its own work or as rank 0 behind all others, has the whole timeout each time."""
+    """Whoever is slow, in its own work or as rank 0 after all others, has the whole timeout each time."""
     ranks = Ranks.of_default_group(3)
     slow = [threading.Event().wait] * 2  # no signal comes: a wait of that many seconds
 
@@ -429,10 +425,8 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 @pytest.mark.parametrize("who", range(WORLD))
 def test_a_rank_that_leaves_says_why_to_those_that_wait(
-    who: int, store: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    who: int, store: Callable[[], Any]
 ) -> None:
-    monkeypatch.setattr(ranks_module, "_FAREWELL_S", 0.2)  # for the one that left: it never hears of the error
-
     def step(ranks: Ranks) -> None:
         ranks.step("x", lambda: None, lambda found: None)
         if ranks.rank == who:
@@ -440,7 +434,7 @@ def test_a_rank_that_leaves_says_why_to_those_that_wait(
         else:
             ranks.step("saving x", lambda: None, lambda found: None)
 
-    results = together(store, step)
+    results = together(store, step, tuning=Tuning(farewell_s=0.2))  # for the one that left: it never hears of the error
     assert results.pop(who) is None
     for error in results:
         assert f"rank {who} failed while saving x: KeyError: " in str(error)
@@ -456,15 +450,16 @@ def test_ranks_in_different_calls_learn_who_is_where(quick_store: Callable[[], A
 
 
 def disagreeing(path: str, what: str) -> tuple[str, str, list[str]]:
-    from lightning_shardckpt import checkpoint
-    from lightning_shardckpt.saving import About
+    from lightning_shardckpt.checkpoint import checkpoint
+    from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+    from lightning_shardckpt.checkpoint.save_job import RunInfo
     from lightning_shardckpt.state.snapshot import Snapshot
 
     ranks = Ranks.of_default_group(30)
     mine = f"{path}-{ranks.rank}" if what == "path" else path
-    about = About(step=ranks.rank if what == "step" else 0)
+    about = RunInfo(step=ranks.rank if what == "step" else 0)
     try:
-        checkpoint.save(mine, lambda: Snapshot({}, {}, {}), ranks=ranks, about=about, size_per_shard=1)
+        checkpoint.save(mine, lambda: Snapshot({}, {}, {}), ranks=ranks, about=about, options=SaveOptions(1))
     except Exception as error:
         return type(error).__name__, str(error), os.listdir(os.path.dirname(path))
     return "", "", []

@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_shardckpt import save
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.crc import PiecewiseCRC
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
-from lightning_shardckpt.state.tree import Dropped
-from lightning_shardckpt.torchfile import Plain
-from tests import tiny, zoo
-from tests.pool import ROOT, run_ranks
+from lightning_shardckpt.export.torch_archive import Plain
+from lightning_shardckpt.state.json_tree import Dropped
+from lightning_shardckpt.system.crc32 import PiecewiseCRC
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from tests.support import tiny, zoo
+from tests.support.pool import ROOT, run_ranks
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
@@ -110,7 +112,8 @@ def test_a_record_beyond_the_32_bit_limits_is_written_and_read(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = torch.load(consolidate(saved, tmp_path / "out.pt"))
-    monkeypatch.setattr("lightning_shardckpt.torchfile._ZIP64_FROM", 1)  # the zip64 fields, without the gigabytes
+    # The fields of zip64, without the gigabytes.
+    monkeypatch.setattr("lightning_shardckpt.export.torch_archive._ZIP64_FROM", 1)
     file = consolidate(saved, tmp_path / "zip64.pt")
     assert zipfile.ZipFile(file).testzip() is None
     found = torch.load(file, mmap=True)
@@ -230,9 +233,7 @@ def test_the_command_writes_next_to_the_folder_and_says_nothing(copy: Path) -> N
 
 def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["consolidate"], ["consolidate", "a", "--format", "b"], [], ["other"]):
-        with pytest.raises(SystemExit) as exit:
-            main(arguments)
-        assert exit.value.code == 2
+        assert main(arguments) == 2
     assert "usage: python -m lightning_shardckpt" in capsys.readouterr().err
 
 
@@ -344,11 +345,10 @@ def flip(path: Path, offset: int) -> None:
 # ── several threads ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def in_small_windows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+def in_small_windows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Tuning:
     """Have every thread there may be take part, in steps of a size that a test can afford."""
-    monkeypatch.setattr("lightning_shardckpt.regions._WINDOW_BYTES", nbytes)
-    monkeypatch.setattr("lightning_shardckpt.whole._SPAN_BYTES", nbytes)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    return replace(TUNING, fill_window_bytes=nbytes, span_bytes=nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [pytest.param(80, marks=pytest.mark.slow), 3000, 70_000])
@@ -356,8 +356,8 @@ def test_windows_of_any_size_make_the_same_file(
     nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = consolidate(saved, tmp_path / "a.pt").read_bytes()
-    in_small_windows(monkeypatch, nbytes)
-    assert consolidate(saved, tmp_path / "b.pt").read_bytes() == expected
+    tuning = in_small_windows(monkeypatch, nbytes)
+    assert consolidate(saved, tmp_path / "b.pt", tuning=tuning).read_bytes() == expected
 
 
 @pytest.mark.parametrize("nbytes", [pytest.param(200, marks=pytest.mark.slow), 4 << 20])
@@ -365,13 +365,13 @@ def test_windows_of_any_size_make_the_same_file(
 def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(
     victim: str, nbytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_small_windows(monkeypatch, nbytes)
+    tuning = in_small_windows(monkeypatch, nbytes)
     file = copy / f"{victim}.safetensors"
     begin, end = 8 + int.from_bytes(file.read_bytes()[:8], "little"), file.stat().st_size
     for offset in {begin, end - 1, *range(begin, end, 7919)}:
         flip(file, offset)
         with pytest.raises(CorruptionError, match=f"corrupted data of '.*' in {file.name}, written by rank"):
-            consolidate(copy)
+            consolidate(copy, tuning=tuning)
         flip(file, offset)
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 
@@ -381,7 +381,7 @@ def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(
 def test_an_error_of_any_thread_ends_all_and_leaves_nothing_behind(
     number: int, kind: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_small_windows(monkeypatch, 3000)
+    tuning = in_small_windows(monkeypatch, 3000)
     pwrite, calls = os.pwrite, itertools.count(1)
 
     def failing(*arguments: Any) -> int:
@@ -395,7 +395,7 @@ def test_an_error_of_any_thread_ends_all_and_leaves_nothing_behind(
 
     monkeypatch.setattr(os, "pwrite", failing)
     with pytest.raises(OSError if kind == "full disk" else KeyboardInterrupt) as raised:
-        consolidate(copy)
+        consolidate(copy, tuning=tuning)
     assert kind != "full disk" or f"No space left on device: '{copy.parent}/.tmp-" in str(raised.value)
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 
@@ -451,8 +451,8 @@ def test_the_progress_ends_at_the_number_of_bytes_that_was_announced(
         yield told.append
 
     monkeypatch.setattr("lightning_shardckpt.consolidate.progress", progress)
-    in_small_windows(monkeypatch, 3000)
-    consolidate(saved, tmp_path / "out.pt")
+    tuning = in_small_windows(monkeypatch, 3000)
+    consolidate(saved, tmp_path / "out.pt", tuning=tuning)
     assert announced == [sum(told)] and len(told) > 50
 
 
@@ -472,9 +472,10 @@ def test_the_crc_of_pieces_in_any_order_is_that_of_the_whole() -> None:
 
 _MEASURED = """
 import sys, torch
-from lightning_shardckpt import torchfile, loading
+from lightning_shardckpt.checkpoint import load_job
+from lightning_shardckpt.export import torch_archive
 from lightning_shardckpt.consolidate import consolidate
-from tests.limits import grown_mib
+from tests.support.limits import grown_mib
 print(grown_mib(lambda: consolidate(sys.argv[1])), "lightning" in sys.modules)
 """
 

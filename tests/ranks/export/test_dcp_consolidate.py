@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from tests import lightning_dirs, tiny
-from tests.pool import ROOT, run_ranks
+from tests.support import lightning_dirs, tiny
+from tests.support.pool import ROOT, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,9 @@ _LIMITED = """
 import sys
 import torch
 from lightning_shardckpt.consolidate import consolidate
-import lightning_shardckpt.formats.dcp, lightning_shardckpt.torchfile, lightning_shardckpt.opening
-from tests.limits import grown_mib
+import lightning_shardckpt.sources.dcp, lightning_shardckpt.export.torch_archive
+import lightning_shardckpt.sources.open_source
+from tests.support.limits import grown_mib
 print(grown_mib(lambda: consolidate(sys.argv[1])), "lightning" in sys.modules)
 """
 

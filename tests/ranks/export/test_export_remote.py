@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_shardckpt import lazy
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.formats.peft import CONFIG, WEIGHTS, export_adapters
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import places as places_module
-from lightning_shardckpt.storage import s3 as s3_module
-from tests import test_huggingface_out as hugging_face
-from tests import zoo
-from tests.pool import ROOT, run_ranks
-from tests.stores import IMPATIENT, Bucket, Proxy
-from tests.test_consolidate import flip, in_small_windows
-from tests.test_lora_checkpoints import base, fit
+from lightning_shardckpt.export.peft_export import CONFIG, WEIGHTS, export_adapters
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.system.tuning import Tuning
+from tests.ranks.export import test_huggingface_out as hugging_face
+from tests.ranks.export.test_consolidate import flip, in_small_windows
+from tests.support import zoo
+from tests.support.pool import ROOT, run_ranks
+from tests.support.stores import IMPATIENT, Bucket, Proxy
+from tests.system.test_lora_checkpoints import base, fit
 
 __all__ = ["base"]  # a fixture
 NO_C128 = {"exclude": "*.complex128"}
@@ -76,8 +77,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails for good fails soon; and large objects go in parts that are small: S3's least."""
-    monkeypatch.setattr(places_module, "Patience", lambda: IMPATIENT)
-    monkeypatch.setattr(s3_module, "_PART_BYTES", 5 << 20)
+    give_routers(monkeypatch, Tuning(upload_part_bytes=5 << 20))
+
+
+def give_routers(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
+    for module in ("consolidate", "export.peft_export"):
+        router = partial(StorageRouter, retry_policy=IMPATIENT, tuning=tuning)
+        monkeypatch.setattr(f"lightning_shardckpt.{module}.StorageRouter", router)
 
 
 @pytest.fixture
@@ -128,9 +134,10 @@ def test_threads_take_turns_in_windows_of_any_size(
 ) -> None:
     options = {"exclude": "*complex*", **FORMATS[kind]}  # conversions of NaNs depend on where torch's vectors begin
     options = {**options, "include": "*.[lfb]*"} if "converted" in kind else options
-    in_small_windows(monkeypatch, nbytes)
-    expected = content(consolidate(saved, tmp_path / "out", **{**options, "dtype": None}))
-    assert content(consolidate(saved, f"memory:/{tmp_path}/out", **{**options, "dtype": None})) == expected
+    tuning = in_small_windows(monkeypatch, nbytes)
+    options = {**options, "dtype": None, "tuning": tuning}
+    expected = content(consolidate(saved, tmp_path / "out", **options))
+    assert content(consolidate(saved, f"memory:/{tmp_path}/out", **options)) == expected
 
 
 @pytest.mark.slow
@@ -147,7 +154,8 @@ def test_parts_are_as_large_as_the_size_of_the_object_asks(
     large: Path, tmp_path: Path, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = content(consolidate(large, tmp_path / "out.pt"))
-    monkeypatch.setattr(s3_module, "_MOST_PARTS", 2)  # as an object of terabytes would need it
+    # as an object of terabytes would need it
+    give_routers(monkeypatch, Tuning(upload_part_bytes=5 << 20, upload_max_parts=2))
     options = replace(s3, port=proxy.port).options
     assert content(consolidate(large, s3.url("out.pt"), storage_options=options), s3.options) == expected
     assert 2 <= sum(asked.is_part for asked in proxy.asked) <= 3
@@ -167,12 +175,12 @@ def test_from_a_store_to_a_store(saved: Path, s3: Bucket, tmp_path: Path) -> Non
 @pytest.mark.parametrize("nbytes", [96, 4 << 20])
 def test_experts_are_cut_apart_for_a_stream(nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = hugging_face.saved(hugging_face.Wrapped(hugging_face.built("mixtral")), tmp_path / "a.ckpt")
-    in_small_windows(monkeypatch, nbytes)
+    tuning = in_small_windows(monkeypatch, nbytes)
     for number, more in enumerate(({}, {"size_per_shard": 0.005}, {"dtype": "float64"})):
         options: dict[str, Any] = {"format": "huggingface", **more}
-        expected = content(consolidate(path, tmp_path / f"out{number}", **options))
+        expected = content(consolidate(path, tmp_path / f"out{number}", **options, tuning=tuning))
         assert any("experts.2." in str(one) for one in expected.values())
-        assert content(consolidate(path, f"memory:/{tmp_path}/out{number}", **options)) == expected
+        assert content(consolidate(path, f"memory:/{tmp_path}/out{number}", **options, tuning=tuning)) == expected
 
 
 def test_a_damaged_part_of_an_expert_is_found(tmp_path: Path) -> None:
@@ -336,7 +344,7 @@ def test_what_passes_is_survived(large: Path, s3: Bucket, proxy: Proxy, tmp_path
 def test_an_error_of_a_stream_ends_all_threads(
     kind: str, number: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_small_windows(monkeypatch, 3000)
+    tuning = in_small_windows(monkeypatch, 3000)
     write, calls = MemoryFile.write, itertools.count(1)
 
     def failing(file: MemoryFile, data: Any) -> int:
@@ -348,7 +356,7 @@ def test_an_error_of_a_stream_ends_all_threads(
 
     monkeypatch.setattr(MemoryFile, "write", failing)
     with pytest.raises(OSError if kind == "full" else KeyboardInterrupt):
-        consolidate(saved, f"memory:/{tmp_path}/out")
+        consolidate(saved, f"memory:/{tmp_path}/out", tuning=tuning)
     assert content(f"memory:/{tmp_path}") == {}
 
 
@@ -391,7 +399,7 @@ def test_what_makes_a_directory_whole_comes_last(tmp_path: Path, s3: Bucket, pro
 _MEASURED = """
 import sys
 from lightning_shardckpt.consolidate import consolidate
-from tests.limits import grown_mib
+from tests.support.limits import grown_mib
 small, large, place, port, kind = sys.argv[1:]
 storage_options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "test", "secret": "test"}
 options = {"format": kind, "storage_options": storage_options}

@@ -16,14 +16,14 @@ from torch import nn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.state.huggingface import HuggingFace
-from tests import tiny
-from tests.pool import run_ranks
-from tests.small import edit
-from tests.test_consolidate import in_small_windows
-from tests.test_huggingface_document import LLAMA, Words, Wrapped, llama
+from lightning_shardckpt.state.hf_document import HuggingFace
+from tests.ranks.export.test_consolidate import in_small_windows
+from tests.support import tiny
+from tests.support.pool import run_ranks
+from tests.support.small import edit
+from tests.unit.state.test_hf_document import LLAMA, Words, Wrapped, llama
 
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 PP = {"pipeline_parallel_size": 2}
@@ -168,8 +168,8 @@ def test_experts_are_cut_apart_alike_in_windows_of_any_size(
     path = saved(Wrapped(built("mixtral")), tmp_path / "a.ckpt")
     found = []
     for name, nbytes in (("a", 4 << 20), ("b", 200), ("c", 72)):
-        in_small_windows(monkeypatch, nbytes)
-        folder = consolidate(path, tmp_path / name, format="huggingface", size_per_shard=0.005, **options)
+        small = {"size_per_shard": 0.005, "tuning": in_small_windows(monkeypatch, nbytes)}
+        folder = consolidate(path, tmp_path / name, format="huggingface", **small, **options)
         found.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert found[0] == found[1] == found[2] and len(found[0]) > 5
 

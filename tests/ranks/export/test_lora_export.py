@@ -1,4 +1,4 @@
-"""Does PEFT load what is exported from checkpoints with adapters, and is it what PEFT's own save_pretrained writes?"""
+"""Adapters exported from checkpoints, as PEFT loads them. Oracle: what PEFT's own save_pretrained writes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from safetensors import safe_open
 from torch import nn
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.formats.peft import CONFIG, WEIGHTS, export_adapters
-from lightning_shardckpt.parallel.names import base_fqn, named_modules
-from lightning_shardckpt.state.adapters import adapters_of
-from lightning_shardckpt.state.model import canonical_name
-from lightning_shardckpt.state.peft import adapters_from_json, adapters_to_json, base_name
-from tests import adapters, small
-from tests.pool import run_ranks
-from tests.test_lora_checkpoints import FSDP, PP, TP, base, fit, fit_each, whole
+from lightning_shardckpt.export.peft_export import CONFIG, WEIGHTS, export_adapters
+from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
+from lightning_shardckpt.state.peft_modules import adapters_of
+from lightning_shardckpt.state.peft_names import adapters_from_json, adapters_to_json
+from tests.support import adapters, small
+from tests.support.pool import run_ranks
+from tests.system.test_lora_checkpoints import FSDP, PP, TP, base, fit, fit_each, whole
 
 __all__ = ["base"]  # a fixture
 EMBEDDED = {"target_modules": ["embed_tokens", "up_proj"], "lora_dropout": 0.0}
@@ -113,7 +112,7 @@ def save_two(path: str) -> dict[str, torch.Tensor]:
     import lightning.pytorch as pl
 
     from lightning_shardckpt import ShardCkptIO
-    from tests import tiny
+    from tests.support import tiny
 
     pl.seed_everything(1, verbose=False)
     run = tiny.trainer(FSDP, max_steps=1, limit_val_batches=0, plugins=[ShardCkptIO(adapters_only=True)])
@@ -163,9 +162,8 @@ def names_of_kinds() -> None:
         expected = get_peft_model_state_dict(model)
         assert {name: state[stored] for name, stored in adapter.names(state.keys()).items()}.keys() == expected.keys()
         assert all(torch.equal(state[s], expected[name]) for name, s in adapter.names(state.keys()).items())
-        live = {canonical_name(key) for key in model.state_dict() if "lora_" not in key and "delta" not in key}
-        assert {base_name(key) for key in live} == before, options
-        assert all(base_name(name) == base_fqn(name) for name in named_modules(model))
+        live = {clean_fqn(key) for key in model.state_dict() if "lora_" not in key and "delta" not in key}
+        assert {base_fqn(key) for key in live} == before, options
 
 
 def test_names_are_those_that_peft_gives_for_every_option_of_lora() -> None:

@@ -1,4 +1,4 @@
-"""Do messages between stages arrive as they were sent, and do all ranks learn of one rank's failure?
+"""Messages between stages arrive as they were sent, and all ranks learn of one rank's failure.
 
 The tests of one world share a call of `run_ranks`: each rank returns what it saw, and the oracle is what was sent.
 """
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.errors import RankError, TopologyError
-from lightning_shardckpt.parallel.collectives import without_world_collectives
-from lightning_shardckpt.parallel.outcome import agree, gathered
-from lightning_shardckpt.parallel.schedule import resolve_schedule
-from lightning_shardckpt.parallel.transport import Message, PeerFailed, Transport
-from tests.pool import run_ranks
+from lightning_shardckpt.parallel.pipeline.agree import agree, gathered
+from lightning_shardckpt.parallel.pipeline.checks import without_world_collectives
+from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
+from lightning_shardckpt.parallel.pipeline.schedule import resolve_schedule
+from tests.support.pool import run_ranks
 
 CPU = torch.device("cpu")
 DTYPES = [

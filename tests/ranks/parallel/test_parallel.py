@@ -1,4 +1,4 @@
-"""Are topologies, plans, units, clipping and first values right, apart from any Trainer?"""
+"""Topologies, plans, units, clipping and first values, apart from any Trainer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.clip import clip_by_norm, clip_by_value, grad_norm
-from lightning_shardckpt.parallel.fsdp import choose_units, trunk_layers
-from lightning_shardckpt.parallel.materialize import fill, meta_slots
-from lightning_shardckpt.parallel.mesh import Topology, resolve_topology
-from lightning_shardckpt.parallel.names import clean_fqn, matching_modules, named_modules, parameter_names
-from lightning_shardckpt.parallel.rng import same_rng, share_rng
-from lightning_shardckpt.parallel.tensor import PARTIAL, resolve_plan
-from tests.nets import PLAN, Net, llama, qwen3
-from tests.pool import run_ranks
+from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
+from lightning_shardckpt.parallel.deferred_init.materialize import fill, meta_slots
+from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value, grad_norm
+from lightning_shardckpt.parallel.sharding.fqn import named_modules, parameter_names
+from lightning_shardckpt.parallel.sharding.fsdp import choose_units, trunk_layers
+from lightning_shardckpt.parallel.sharding.mesh import Topology, resolve_topology
+from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_rng
+from lightning_shardckpt.parallel.sharding.tensor_parallel import PARTIAL, resolve_plan
+from tests.support.nets import PLAN, Net, llama, qwen3
+from tests.support.pool import run_ranks
 
 
 class Root(nn.Module):
@@ -75,11 +76,11 @@ def test_sizes_that_do_not_fit_the_world_are_named(world: int, sizes: dict[str, 
 
 def test_a_star_is_one_component_and_two_are_any_number() -> None:
     modules = named_modules(Root(Net()))
-    assert matching_modules(modules, "net.blocks.*.up") == [f"net.blocks.{i}.up" for i in range(3)]
-    assert matching_modules(modules, "**.out") == [f"net.blocks.{i}.attention.out" for i in range(3)]
-    assert matching_modules(modules, "net.*") == [name for name in modules if name.count(".") == 1]
-    assert matching_modules(modules, "net.norm*") == ["net.norm"]
-    assert matching_modules(modules, "net.block") == []
+    assert matching_fqns(modules, "net.blocks.*.up") == [f"net.blocks.{i}.up" for i in range(3)]
+    assert matching_fqns(modules, "**.out") == [f"net.blocks.{i}.attention.out" for i in range(3)]
+    assert matching_fqns(modules, "net.*") == [name for name in modules if name.count(".") == 1]
+    assert matching_fqns(modules, "net.norm*") == ["net.norm"]
+    assert matching_fqns(modules, "net.block") == []
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:
@@ -176,7 +177,7 @@ def test_heads_that_do_not_divide_are_an_error() -> None:
 
 
 def test_a_plan_may_be_the_import_path_of_a_function() -> None:
-    assert resolve(Net(), "tests.test_parallel:choose_units").apply is choose_units
+    assert resolve(Net(), "tests.ranks.parallel.test_parallel:choose_units").apply is choose_units
 
 
 # ── clipping ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,7 +240,7 @@ def check_rng() -> list[float]:
     with same_rng():
         inside = torch.rand(()).item()
     after = torch.rand(()).item()
-    share_rng(dist.group.WORLD)
+    broadcast_rng(dist.group.WORLD)
     return [inside, after, torch.rand(()).item()]
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, full_state_dict
-from lightning_shardckpt.parallel.sharding.sharded_tensor import ShardedTensor
-from tests.pool import run_ranks
-from tests.twins.base import Natural
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from tests.support.pool import run_ranks
+from tests.sweeps.twins.base import Natural
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 
 class Writes(tiny.TinyLM):

@@ -16,10 +16,11 @@ from torch import Tensor
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
-from lightning_shardckpt.pretrained.names import renamed, without_adapters
-from tests import tiny
-from tests.nets import full_state
-from tests.pool import run_ranks
+from lightning_shardckpt.format.clean_fqn import without_peft_layers
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from tests.support import tiny
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -82,7 +83,7 @@ def save_all(folder: str) -> None:
     for kind in ("llama", "llama-tied", "qwen3", "gpt2", "qwen2-moe", "mixtral", "bert"):
         model_of(kind).save_pretrained(f"{folder}/{kind}", max_shard_size="20KB" if kind != "qwen3" else "1GB")
     save_as_once(f"{folder}/gpt2:as on the hub", model_of("gpt2"), {"^transformer.": ""})
-    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    old = {r"LayerNorm\.weight$": "LayerNorm.gamma", r"LayerNorm\.bias$": "LayerNorm.beta"}
     save_as_once(f"{folder}/bert:as once", model_of("bert"), old)
 
 
@@ -90,7 +91,7 @@ def save_as_once(path: str, model: Any, names: dict[str, str]) -> None:
     """As pytorch_model.bin, with names of earlier days; what is tied shares memory in it, under both names."""
     model.config.save_pretrained(path)
     state = model.state_dict()
-    found = renamed(state, names)
+    found = KeyMapping.of(names).renamed(state)
     torch.save({new: state[old] for new, old in found.items()}, f"{path}/pytorch_model.bin")
 
 
@@ -324,7 +325,7 @@ def of_adapters_alone(path: str, save: str, expected: dict[str, Tensor]) -> tupl
     run = tiny.trainer({"pretrained": path}, max_steps=1, limit_val_batches=0)
     run.fit(trained := AdaptersAlone("llama"), tiny.loader())
     run.save_checkpoint(save)
-    names = {name: without_adapters(name).removeprefix("model.base_model.model.") for name in trained.first}
+    names = {name: without_peft_layers(name).removeprefix("model.base_model.model.") for name in trained.first}
     lora = {name: tiny.whole(value) for name, value in trained.state_dict().items() if ".lora_" in name}
     resumed = AdaptersAlone("llama")
     with warnings.catch_warnings():
@@ -345,7 +346,7 @@ def of_adapters_only(path: str, save: str, expected: dict[str, Tensor]) -> tuple
     tiny.trainer({"pretrained": path}, **options | {"max_steps": 2}).fit(
         resumed := Adapted("llama"), tiny.loader(), ckpt_path=save
     )
-    names = {name: without_adapters(name).removeprefix("model.base_model.model.") for name in trained.first}
+    names = {name: without_peft_layers(name).removeprefix("model.base_model.model.") for name in trained.first}
     return "adapters_only", resumed.first, {n: expected[names[n]] for n in trained.first if n not in kept} | end
 
 
@@ -371,7 +372,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
 
     adapted = first_of(Adapted("llama"), pretrained=path)
     untouched = first_of(Adapted("llama"))
-    names = {name: without_adapters(name).removeprefix("model.base_model.model.") for name in adapted}
+    names = {name: without_peft_layers(name).removeprefix("model.base_model.model.") for name in adapted}
     lora = {name: untouched[name] for name in adapted if ".lora_" in name}
     compare("LoRA", adapted, lora | {n: expected[names[n]] for n in adapted if n not in lora})
     if len(lora) != 8:
@@ -385,7 +386,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
     compare("bf16-true", first_of(Causal("llama"), pretrained=path, precision="bf16-true"), half)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mapping = "tests.test_pretrained:without_head"
+        mapping = "tests.ranks.pretrained.test_pretrained:without_head"
         mapped = first_of(Causal("llama"), pretrained=path, pretrained_key_mapping=mapping)
     fresh = first_of(Causal("llama"))
     compare("mapped", mapped, whole | {"model.lm_head.weight": fresh["model.lm_head.weight"]})

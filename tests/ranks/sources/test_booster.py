@@ -27,8 +27,8 @@ from lightning_shardckpt.errors import (
     MismatchError,
     ShardCkptError,
 )
-from tests import booster_dirs as booster
-from tests.pool import run_ranks
+from tests.support import booster_dirs as booster
+from tests.support.pool import run_ranks
 
 SMALL = 100 / 1024 / 1024  # MB: several files
 State = dict[str, Any]

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.errors import CorruptionError, MismatchError
-from tests.nets import full_state
-from tests.pool import run_ranks
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
 
 WIDE = 1100  # so that a weight is read in more than one window
 

@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
-from lightning_shardckpt.checkpoint import load_full
+from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
-from tests import lightning_dirs, tiny
-from tests.lightning_dirs import fit
-from tests.pool import RankFailure, run_ranks
+from tests.support import lightning_dirs, tiny
+from tests.support.lightning_dirs import fit
+from tests.support.pool import RankFailure, run_ranks
 
 WRITERS = ["model parallel", "fsdp"]
 

@@ -24,9 +24,9 @@ from lightning_shardckpt import load, metadata
 from lightning_shardckpt import open as open_checkpoint
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.formats import dcp_metadata
-from tests import tiny
-from tests.pool import ROOT, run_ranks
+from lightning_shardckpt.sources import dcp_metadata
+from tests.support import tiny
+from tests.support.pool import ROOT, run_ranks
 
 PACKED = ROOT / "tests" / "golden" / "olmo-core-3.0.zip"
 MADE = "3c689a1fc8869872279c4b2e75c45e73f10ef250e30bb4bee4e5af3886bd81b7"

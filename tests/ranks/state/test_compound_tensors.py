@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
-from lightning_shardckpt.state.compound import put_together, take_apart
-from tests.pool import run_ranks
+from lightning_shardckpt.state.compound_tensors import put_together, take_apart
+from tests.support.pool import run_ranks
 
 BLOCK = 4
 
@@ -227,7 +227,7 @@ def test_a_context_that_is_no_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_classes_are_never_imported_and_records_are_checked() -> None:
-    from lightning_shardckpt.state.tree import decode_small
+    from lightning_shardckpt.state.json_tree import decode_small
 
     tensors, records = take_apart("m", Blocks.of(torch.ones(4, 4)))
     like = torch.empty(4, 4)

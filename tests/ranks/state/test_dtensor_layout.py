@@ -1,4 +1,4 @@
-"""Which boxes does a live DTensor have? Oracle: tensors that hold their own indices, cut by torch itself."""
+"""The boxes of a live DTensor. Oracle: tensors that hold their own indices, sharded by torch itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.layout import REPLICATED, Layout, parts_of_rank, replicas, unheld
-from lightning_shardckpt.state.geometry import layout_of, local_tensor, local_views, parts_of, this_rank
-from tests.pool import run_ranks
+from lightning_shardckpt.format.layout import REPLICATED, Layout, parts_of_rank, replicas, unheld
+from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor, local_views, parts_of, this_rank
+from tests.support.pool import run_ranks
 
 Found = dict[str, tuple[Layout, torch.Size, list[int]]]
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import lightning_shardckpt as ckpt
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
 
 EXPERTS, WIDTH = 8, 3
 

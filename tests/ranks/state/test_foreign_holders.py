@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import StateError
-from tests import tiny
-from tests.pool import run_ranks
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 
 def net(seed: int) -> nn.Module:

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import lightning_shardckpt as ckpt
+from lightning_shardckpt.checkpoint.checkpoint_options import Replicas
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.saving import Replicas
-from lightning_shardckpt.state.replicas import differing, replica_digests
+from lightning_shardckpt.state.replica_digests import differing, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
 
 
 def _net() -> nn.Sequential:

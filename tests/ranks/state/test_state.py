@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shardckpt import ShardCkptIO
-from lightning_shardckpt.checkpoint import load_full
-from tests import tiny
-from tests.pool import run_ranks
+from lightning_shardckpt.checkpoint.checkpoint import load_full
+from lightning_shardckpt.strategy.module_targets import module_targets
+from tests.support import tiny
+from tests.support.pool import run_ranks
 
 FOUR = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
@@ -270,7 +271,7 @@ def test_wrappers_leave_no_trace_in_names(compiled: bool, recomputed: bool, tmp_
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
-        io.load_into(tmp_path / "a.ckpt", other.state_dict(), None, {}, strict=True)
+        io.load_into(tmp_path / "a.ckpt", module_targets(other, other.state_dict(), None, io.names), strict=True)
         expected = list(source.state_dict().values())
         assert all(torch.equal(a, b) for a, b in zip(expected, other.state_dict().values(), strict=True))
 

@@ -1,4 +1,4 @@
-"""Random state comes back equal or is refused at the save; ``python -m tests.state_trees`` tries many more."""
+"""Random state comes back equal or is refused at the save; ``python -m tests.sweeps.state_trees`` tries many more."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import run_ranks
-from tests.state_trees import run
+from tests.support.pool import run_ranks
+from tests.sweeps.state_trees import run
 
 
 @pytest.mark.slow

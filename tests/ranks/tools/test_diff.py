@@ -16,11 +16,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.look.diff import diff, is_same
-from lightning_shardckpt.look.values import Difference, numbers
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.staging import DTYPES
-from tests.pool import run_ranks
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.state.tensor_bytes import DTYPES
+from lightning_shardckpt.tools.diff import diff, is_same
+from lightning_shardckpt.tools.tensor_diff import Difference, numbers
+from tests.support.pool import run_ranks
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 KINDS: dict[str, tuple[tuple[int, ...], torch.dtype, Any]] = {

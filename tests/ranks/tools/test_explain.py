@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_shardckpt import ShardCkptIO, sources
+from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.fetch import HELD_BYTES
-from lightning_shardckpt.layout import parts_of_rank
-from lightning_shardckpt.look import explain
-from lightning_shardckpt.look.onto import AXES, STYLES, Onto, parse_plan, parse_topology
-from lightning_shardckpt.parallel import mesh, tensor
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.local import LocalStorage
-from tests import tiny
-from tests.counting import Counting
-from tests.pool import run_ranks
+from lightning_shardckpt.format.layout import parts_of_rank
+from lightning_shardckpt.parallel.sharding import mesh, tensor_parallel
+from lightning_shardckpt.sources import source
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.tools import explain
+from lightning_shardckpt.tools.target_topology import TargetTopology
+from lightning_shardckpt.tools.topology_arguments import AXES, STYLES, parse_plan, parse_topology
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support import tiny
+from tests.support.counting import Counting
+from tests.support.pool import run_ranks
 
 FSDP2_TP2 = {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2_TP2 = {**FSDP2_TP2, "data_parallel_shard_size": 1, "pipeline_parallel_size": 2, "pipeline_layers": ["blocks"]}
@@ -42,7 +45,7 @@ def resume(folder: str, cases: list[Case]) -> list[tuple[int, int, int]]:
     """Of each case what this rank read, in how many calls, from how many files; with so many bytes to hold."""
     found = []
     for name, target, held_bytes in cases:
-        sources.HELD_BYTES = held_bytes  # type: ignore[attr-defined]
+        source.TUNING = replace(TUNING, held_bytes=held_bytes)  # type: ignore[attr-defined]
         io = ShardCkptIO(share_reads=False)
         io.storage = storage = Counting()
         tiny.fit(target, 1, resume=f"{folder}/{name}.ckpt", plugins=[io])
@@ -83,7 +86,7 @@ TARGETS: list[dict[str, Any]] = [
 
 # each live tensor is read twice, or once
 CASES: list[Case] = [("a", target, 0) for target in TARGETS]
-CASES += [("a", target, HELD_BYTES) for target in (FSDP2_TP2, PP2_TP2)]
+CASES += [("a", target, TUNING.held_bytes) for target in (FSDP2_TP2, PP2_TP2)]
 CASES += [("pipelined", target, 0) for target in (TARGETS[0], PP2_TP2)]
 QUICK = (0, 5)
 
@@ -99,7 +102,7 @@ def test_what_is_predicted_is_what_a_resume_reads(
     saved: Path, number: int, read: dict[int, list[tuple[int, int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, target, held_bytes = CASES[number]
-    monkeypatch.setattr(explain, "HELD_BYTES", held_bytes)
+    monkeypatch.setattr(explain, "TUNING", replace(TUNING, held_bytes=held_bytes))
     found = explain.explain(saved.with_name(f"{name}.ckpt"), onto(target))
     predicted = [[rank["reads"] + rank["again"], rank["calls"], rank["files"]] for rank in found["ranks"]]
     assert predicted == [list(rank) for rank in read[number]]
@@ -111,13 +114,16 @@ def test_what_is_predicted_is_what_a_resume_reads(
 def test_a_plan_cuts_like_the_one_that_the_checkpoint_was_saved_with(saved: Path) -> None:
     with Checkpoint(LocalStorage(), str(saved)) as checkpoint:
         sizes = parse_topology("fsdp=2,tp=2")
-        reused, planned = Onto(checkpoint.root, sizes), Onto(checkpoint.root, sizes, parse_plan(RULES))
+        reused, planned = (
+            TargetTopology(checkpoint.root, sizes),
+            TargetTopology(checkpoint.root, sizes, parse_plan(RULES)),
+        )
         specs = checkpoint.root.components["model"].tensors
-    for key, aim in reused.aims()["model"].items():
-        assert planned.aims()["model"][key] == aim, key
+    for key, target in reused.layouts()["model"].items():
+        assert planned.layouts()["model"][key] == target, key
         for rank in range(4):
             shape, layout = specs[key].shape, specs[key].layout
-            assert parts_of_rank(aim.layout, shape, rank) == parts_of_rank(layout, shape, rank), key
+            assert parts_of_rank(target.layout, shape, rank) == parts_of_rank(layout, shape, rank), key
 
 
 def test_all_ranks_of_plain_fsdp_need_every_parameter_once_and_every_buffer_each(saved: Path) -> None:
@@ -189,6 +195,6 @@ def test_a_missing_rank_index_is_an_error_that_names_it(saved: Path, tmp_path: P
 
 def test_axes_styles_and_memory_are_those_of_the_strategy_and_the_load() -> None:
     assert AXES == mesh.AXES
-    assert set(STYLES) == {*tensor.STYLES, tensor.PARTIAL, "replicate"}
+    assert set(STYLES) == {*tensor_parallel.STYLES, tensor_parallel.PARTIAL, "replicate"}
     with pytest.raises(TopologyError):
         parse_topology("")

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shardckpt.box import Box, uncovered
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import TensorSpec
-from lightning_shardckpt.layout import REPLICATED, parts_of_rank
-from lightning_shardckpt.look.inspect import inspect
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.text import size_text
-from tests import worlds, zoo
-from tests.pool import ROOT, run_ranks
+from lightning_shardckpt.format.box import Box, uncovered
+from lightning_shardckpt.format.index import TensorSpec
+from lightning_shardckpt.format.layout import REPLICATED, parts_of_rank
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.system.text import size_text
+from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support import worlds, zoo
+from tests.support.pool import ROOT, run_ranks
 
 
 @pytest.fixture(scope="module")

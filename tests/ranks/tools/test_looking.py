@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_shardckpt.cli import main
-from tests import small
-from tests.pool import run_ranks
+from tests.support import small
+from tests.support.pool import run_ranks
 
 DEEP: Any = 1
 for _ in range(60):

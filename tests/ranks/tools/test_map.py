@@ -17,18 +17,19 @@ from typing import Any
 import pytest
 
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.files import FileInfo, rank_index_name
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import ROOT_NAME, Component, RootIndex, TensorSpec, root_to_json
-from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, parts_of_rank
-from lightning_shardckpt.look.explain import explain
-from lightning_shardckpt.look.map import write_map
-from lightning_shardckpt.look.outline import Leaf, Node, outline
-from lightning_shardckpt.look.owners import boxes_of
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.storage.local import LocalStorage
-from tests import worlds, zoo
-from tests.pool import run_ranks
+from lightning_shardckpt.format.file_names import FileInfo, rank_index_name
+from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_to_json
+from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.tools.explain import explain
+from lightning_shardckpt.tools.map import write_map
+from lightning_shardckpt.tools.module_tree import Leaf, Node, outline
+from lightning_shardckpt.tools.ownership import boxes_of
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support import worlds, zoo
+from tests.support.pool import run_ranks
 
 NODE, CHROMIUM = shutil.which("node"), shutil.which("chromium")
 HOSTILE = ["</script><script>alert(1)</script>", "<!--<script>", "${x}`\\", "a\u2028\"'&lt;", "<!--data-->"]
@@ -65,7 +66,7 @@ class Page(HTMLParser):
 
     def layout(self, number: int) -> tuple[Layout, Any]:
         one = self.about["layouts"][number]
-        axes, cuts = tuple(Axis(*axis) for axis in one["axes"]), tuple(Cut(*cut) for cut in one["cuts"])
+        axes, cuts = tuple(Axis(*axis) for axis in one["axes"]), tuple(DimShard(*cut) for cut in one["cuts"])
         order = tuple(one["order"]) if "order" in one else None
         return Layout(axes, cuts, order), tuple(map(tuple, one["holders"]))
 
@@ -190,10 +191,10 @@ def large(ranks: tuple[int, int, int], layers: int) -> RootIndex:
     """A transformer of 9 tensors per layer on replicate × shard × tensor, with the state of Adam."""
     world = prod(ranks)
     axes = tuple(Axis(n, size, prod(ranks[i + 1 :])) for i, (n, size) in enumerate(zip("rst", ranks, strict=True)))
-    columns, rows = Layout(axes, (Cut(2, 0), Cut(1, 0))), Layout(axes, (Cut(1, 0), Cut(2, 1)))
+    columns, rows = Layout(axes, (DimShard(2, 0), DimShard(1, 0))), Layout(axes, (DimShard(1, 0), DimShard(2, 1)))
     shapes = {"norm1": (4096,), "q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
     shapes |= {"norm2": (4096,), "gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
-    layout = {1: Layout(axes[:2], (Cut(1, 0),)), 2: columns}
+    layout = {1: Layout(axes[:2], (DimShard(1, 0),)), 2: columns}
     found: dict[str, dict[str, TensorSpec]] = {"model": {}, "optimizer": {}}
     for i in range(layers):
         for name, shape in shapes.items():
@@ -295,17 +296,17 @@ def test_the_boxes_on_the_page_are_those_of_the_checkpoint(page: Page, checkpoin
 
 
 ODD_LAYOUTS = [
-    (worlds.mesh(2, 3, cuts=(Cut(1, 0), Cut(0, 0))), (10, 7)),
-    (worlds.mesh(2, 3, cuts=(Cut(0, 0, 3), Cut(1, 0))), (22, 5)),
-    (worlds.mesh(2, 3, cuts=(Cut(1, 1, 4), Cut(0, 2))), (3, 17, 5)),
-    (worlds.mesh(3, 2, cuts=(Cut(0, 0), Cut(1, 1)), order=(5, 3, 1, 0, 2, 4)), (7, 7)),
-    (worlds.mesh(6, cuts=(Cut(0, 0),)), (4, 4)),  # two ranks have nothing
-    (worlds.mesh(2, 3, cuts=(Cut(1, 0),)), (600, 300)),  # replicas share it
-    (worlds.mesh(2, 3, cuts=(Cut(1, 1),)), (3, 64, 900)),
+    (worlds.mesh(2, 3, cuts=(DimShard(1, 0), DimShard(0, 0))), (10, 7)),
+    (worlds.mesh(2, 3, cuts=(DimShard(0, 0, 3), DimShard(1, 0))), (22, 5)),
+    (worlds.mesh(2, 3, cuts=(DimShard(1, 1, 4), DimShard(0, 2))), (3, 17, 5)),
+    (worlds.mesh(3, 2, cuts=(DimShard(0, 0), DimShard(1, 1)), order=(5, 3, 1, 0, 2, 4)), (7, 7)),
+    (worlds.mesh(6, cuts=(DimShard(0, 0),)), (4, 4)),  # two ranks have nothing
+    (worlds.mesh(2, 3, cuts=(DimShard(1, 0),)), (600, 300)),  # replicas share it
+    (worlds.mesh(2, 3, cuts=(DimShard(1, 1),)), (3, 64, 900)),
     (worlds.mesh(6), (64, 3000)),
     (worlds.mesh(6), ()),
-    (worlds.mesh(6, cuts=(Cut(0, 1),)), (0, 6)),
-    (worlds.mesh(6, cuts=(Cut(0, 3),)), (2, 3, 4, 12)),
+    (worlds.mesh(6, cuts=(DimShard(0, 1),)), (0, 6)),
+    (worlds.mesh(6, cuts=(DimShard(0, 3),)), (2, 3, 4, 12)),
 ]
 
 

@@ -15,13 +15,14 @@ import pytest
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.files import FileInfo
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import ROOT_NAME, root_from_json, root_to_json
-from lightning_shardckpt.storage import local
-from lightning_shardckpt.verify import verify
-from tests import zoo
-from tests.pool import run_ranks
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
+from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_at_once
+from lightning_shardckpt.tools.verify import verify
+from tests.support import zoo
+from tests.support.pool import run_ranks
 
 DATA = "model-dist-00003-shard-00001.safetensors"
 INDEX = "model-meta-dist-00001.index.json"
@@ -290,7 +291,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_to_its_end(saved: P
 
     def replace(nbytes: int) -> None:
         if not replaced:
-            assert local._exchange(str(copy), str(other))
+            assert rename_at_once(str(copy), str(other), EXCHANGE)
         replaced.append(nbytes)
 
     assert verify(copy, advance=replace).findings == () and len(replaced) > 4

@@ -1,11 +1,11 @@
-"""``python -m tests.faults [--short]``: every fault at every call, as tables."""
+"""``python -m tests.sweeps.faults [--short]``: every fault at every call, as tables."""
 
 from __future__ import annotations
 
 import argparse
 
-from tests import pool
-from tests.faults.run import everything
+from tests.support import pool
+from tests.sweeps.faults.run import everything
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Inject faults into every call of every kind of save.")

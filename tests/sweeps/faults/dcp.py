@@ -1,4 +1,4 @@
-"""How do torch's own distributed checkpoints fare under the same faults? For comparison; nothing here is ours."""
+"""Torch's own distributed checkpoints under the same faults, for comparison; nothing here is ours."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.faults.saves import NEW, OLD, equal, whole
-from tests.faults.trial import Found, Scenario
+from tests.sweeps.faults.saves import NEW, OLD, equal, whole
+from tests.sweeps.faults.trial import Found, Scenario
 
 
 @contextlib.contextmanager

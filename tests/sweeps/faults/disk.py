@@ -1,4 +1,4 @@
-"""What happens on a disk that is really full? Small file systems in memory, of every size up to one that is enough."""
+"""Saves to a disk that is really full: small file systems in memory, of every size up to one that is enough."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_shardckpt.ranks import Ranks
-from tests.faults.inject import NO_FAULT, Fault, FaultKind
-from tests.faults.trial import Outcome, Scenario, acted, judged, prepared, repeated, scratch, spread
+from lightning_shardckpt.distributed.ranks import Ranks
+from tests.sweeps.faults.inject import NO_FAULT, Fault, FaultKind
+from tests.sweeps.faults.trial import Outcome, Scenario, acted, judged, prepared, repeated, scratch, spread
 
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
 _REMOUNT, _RECURSIVE, _PRIVATE = 32, 1 << 14, 1 << 18

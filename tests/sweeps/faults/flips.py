@@ -1,4 +1,4 @@
-"""Which changed bytes does a load notice? Every byte of every file of a checkpoint, one bit of it flipped."""
+"""Which changed bytes a load notices: every byte of every file of a checkpoint, one bit of it flipped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from safetensors.torch import load_file, save_file
 
-from lightning_shardckpt.checkpoint import load_full
-from tests.faults import dcp
-from tests.faults.inject import NO_FAULT
-from tests.faults.kill import WORKERS
-from tests.faults.saves import NEW, equal, scenario, whole
-from tests.faults.trial import scratch, spread, together
+from lightning_shardckpt.checkpoint.checkpoint import load_full
+from tests.sweeps.faults import dcp
+from tests.sweeps.faults.inject import NO_FAULT
+from tests.sweeps.faults.kill import WORKERS
+from tests.sweeps.faults.saves import NEW, equal, scenario, whole
+from tests.sweeps.faults.trial import scratch, spread, together
 
 Noticed = Literal["detected", "harmless", "silent"]
 _AT_ONCE = 100

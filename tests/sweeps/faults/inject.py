@@ -1,4 +1,4 @@
-"""How does a test make one chosen call of a save fail, without a compiler and without knowing who makes the call?
+"""Make one chosen call of a save fail, without a compiler and without knowing who makes the call.
 
 While an ``Interposer`` is installed, every call of this process that changes something below its root, and every sync,
 passes through it: those of the os module, renameat2, flags set with fcntl, and the writes of Python's own file objects.

@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.faults.inject import READING, WRITES, Fault, FaultKind
-from tests.faults.trial import Outcome, Scenario, attempt, prepared, scratch, spread
+from tests.sweeps.faults.inject import READING, WRITES, Fault, FaultKind
+from tests.sweeps.faults.trial import Outcome, Scenario, attempt, prepared, scratch, spread
 
 ERRNOS = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENAMETOOLONG,

@@ -1,13 +1,13 @@
-"""What do the sweeps say together? Tables: kinds of fault by what became of the checkpoints."""
+"""The results of the sweeps together. Tables: kinds of fault by what became of the checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tests.faults.flips import Flip, summary
-from tests.faults.powerloss import Loss
-from tests.faults.trial import Outcome
+from tests.sweeps.faults.flips import Flip, summary
+from tests.sweeps.faults.powerloss import Loss
+from tests.sweeps.faults.trial import Outcome
 
 COLUMNS = ("faults", "OLD", "NEW", "mixed", "lost", "undetected", "hung", "next save wrong", "not named")
 FLIP_COLUMNS = ("flips", "detected", "harmless", "silent")

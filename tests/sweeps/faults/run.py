@@ -1,4 +1,4 @@
-"""What is tried, in which depth? The whole of it takes minutes, the short form a part of one."""
+"""What is tried, and how thoroughly. The whole of it takes minutes, the short form a part of one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import errno
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from tests.faults import dcp
-from tests.faults.disk import full_disks
-from tests.faults.flips import FORMATS, flips
-from tests.faults.kill import ERRNOS, errors, kills, problems, sweep
-from tests.faults.powerloss import losses
-from tests.faults.report import FLIP_COLUMNS, Row, of_flips, of_losses, of_outcomes, table
-from tests.faults.saves import scenario, scenarios
-from tests.faults.trial import Outcome, Scenario
+from tests.sweeps.faults import dcp
+from tests.sweeps.faults.disk import full_disks
+from tests.sweeps.faults.flips import FORMATS, flips
+from tests.sweeps.faults.kill import ERRNOS, errors, kills, problems, sweep
+from tests.sweeps.faults.powerloss import losses
+from tests.sweeps.faults.report import FLIP_COLUMNS, Row, of_flips, of_losses, of_outcomes, table
+from tests.sweeps.faults.saves import scenario, scenarios
+from tests.sweeps.faults.trial import Outcome, Scenario
 
 FULL_DISKS = (
     "first save, 1 rank", "save over an older one, 1 rank", "save of a large file over an older one, 1 rank",
@@ -33,11 +33,15 @@ def everything(short: bool) -> str:
     worlds = (1, 2) if short else (1, 2, 4)
     ours = [outcome for each in scenarios(*worlds) for outcome in _swept(each, short)]
     disks, why_not = _disks()
-    power = [loss for each in scenarios(*((1,) if short else worlds)) if each.durable for loss in losses(each)]
+    every = 11 if short else 1
+    durable = [each for each in scenarios(*((1,) if short else worlds)) if each.durable]
+    power = [loss for each in durable for loss in losses(each, every=every)]
+    unsynced = [] if short else losses(scenario("save without syncs over an older one, 1 rank"))
     theirs = [outcome for each in dcp.SCENARIOS for outcome in _swept(each, short)]
-    their_power = [loss for each in dcp.SCENARIOS for loss in losses(each, names_with_files=True)]
+    their_power = [loss for each in dcp.SCENARIOS for loss in losses(each, names_with_files=True, every=every)]
     flipped = [flips(kind, every=307 if short else 1) for kind in FORMATS]
     wrong = problems([*ours, *disks]) + [loss.problem for loss in power if loss.problem]
+    wrong += [loss.problem for loss in unsynced if loss.problem and loss.found == "mixed"]
     wrong += [f"{flip}" for flip in flipped[0] if flip.noticed == "silent"]
     return "\n\n".join(
         [
@@ -57,8 +61,8 @@ def _swept(each: Scenario, short: bool) -> list[Outcome]:
     """A sample where several processes take part, or where another number of them prepared the same action."""
     first = max(each.world, each.prepared_by) == 1
     codes: Sequence[int] = ERRNOS if each.world == 1 else (errno.ENOSPC, errno.EIO)
-    found = sweep(each, kills, every=each.world * 17 if short else max(1, each.world - 1))
-    found += sweep(each, partial(errors, codes=codes), every=(211 if short else 1) if first else 307 if short else 7)
+    found = sweep(each, kills, every=each.world * 53 if short else max(1, each.world - 1))
+    found += sweep(each, partial(errors, codes=codes), every=(997 if short else 1) if first else 1499 if short else 7)
     rows = [of_outcomes(each.name, found)]
     print(table("", rows), flush=True)  # so that an interrupted run has told something
     return found

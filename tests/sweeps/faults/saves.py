@@ -1,11 +1,10 @@
-"""Which actions must survive every fault? The kinds of save, deletion and consolidation, by worlds of several sizes."""
+"""The actions that must survive every fault: kinds of save, deletion and consolidation, by worlds of several sizes."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,37 +16,26 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_shardckpt import regions
-from lightning_shardckpt import whole as whole_tensors
-from lightning_shardckpt.checkpoint import load_full, save
+from lightning_shardckpt.checkpoint.checkpoint import load_full, save
+from lightning_shardckpt.checkpoint.checkpoint_options import ExtraFormat, SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.mirroring import Also
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage import direct
-from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.verify import verify
-from tests.faults.trial import Found, Scenario
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.tools.verify import verify
+from tests.sweeps.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
 SMALL_WINDOW_BYTES = 300  # of an archive of some KB
+SMALL_BUFFERS = Tuning(disk_buffer_bytes=8192, direct_io_bytes=4096)
+"""Files of some KB are written as large ones are: past the page cache, with a buffer after the other."""
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
 _CAUSAL = {"prefix": "", "class": "Net", "adapter": None, "ties": [], "ignored": [], "names": {}}
 HUB = {"models": [{**_CAUSAL, "files": {"config.json": "{}"}}], "files": {}}
-
-
-@contextmanager
-def small_buffers() -> Iterator[None]:
-    """Files of some KB are written as large ones are: past the page cache, with a buffer after the other."""
-    before = direct._BUFFER_BYTES, direct._SMALL_BYTES
-    direct._BUFFER_BYTES, direct._SMALL_BYTES = 8192, 4096
-    try:
-        yield
-    finally:
-        direct._BUFFER_BYTES, direct._SMALL_BYTES = before
 
 
 def whole(step: int, *, large: bool = False) -> dict[str, Any]:
@@ -85,17 +73,18 @@ def of_rank(step: int, ranks: Ranks, *, large: bool = False) -> dict[str, Any]:
 
 
 def save_step(
-    path: str, step: int, ranks: Ranks, *, large: bool = False, sync_files: bool = True, also: Also | None = None
+    path: str, step: int, ranks: Ranks, *, large: bool = False, sync_files: bool = True, also: ExtraFormat | None = None
 ) -> None:
-    """Collective: every rank of ``ranks`` must call it."""
-    state, storage = of_rank(step, ranks, large=large), LocalStorage(sync_files=sync_files)
+    """Collective: every rank of ``ranks`` must call it. What is ``large`` is written through small buffers."""
+    state = of_rank(step, ranks, large=large)
+    storage = LocalStorage(sync_files=sync_files, tuning=SMALL_BUFFERS if large else TUNING)
 
     def describe() -> Snapshot:
         found = snapshot(state)
         return replace(found, documents={**found.documents, "huggingface": HUB} if also else found.documents)
 
-    common: dict[str, Any] = {"ranks": ranks, "about": About(step), "size_per_shard": SIZE_PER_SHARD}
-    save(path, describe, **common, storage=storage, also=also)
+    options = SaveOptions(SIZE_PER_SHARD, also)
+    save(path, describe, ranks=ranks, about=RunInfo(step), options=options, storage=storage)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -156,8 +145,7 @@ def _replaced(root: str, *, large: bool = False) -> Found:
 
 
 def _save_large(root: str, ranks: Ranks, step: int) -> None:
-    with small_buffers():
-        save_step(_one(root), step, ranks, large=True)
+    save_step(_one(root), step, ranks, large=True)
 
 
 def _save_large_again(root: str) -> None:
@@ -266,12 +254,8 @@ def _consolidate(root: str, ranks: Ranks) -> None:
 
 def _consolidate_by_threads(root: str, ranks: Ranks) -> None:
     """In windows so small that several threads take part; which one makes a call is not determined."""
-    usual = regions._WINDOW_BYTES, whole_tensors._SPAN_BYTES
-    regions._WINDOW_BYTES = whole_tensors._SPAN_BYTES = SMALL_WINDOW_BYTES
-    try:
-        _consolidate(root, ranks)
-    finally:
-        regions._WINDOW_BYTES, whole_tensors._SPAN_BYTES = usual
+    tuning = replace(TUNING, fill_window_bytes=SMALL_WINDOW_BYTES, span_bytes=SMALL_WINDOW_BYTES)
+    consolidate(_one(root), os.path.join(root, "whole.ckpt"), tuning=tuning)
 
 
 def _consolidate_again(root: str) -> None:

@@ -1,4 +1,4 @@
-"""What is one trial? A state, an action of one or more processes, a fault in one of them, and what loads afterwards."""
+"""One trial: a state, an action of one or more processes, a fault in one of them, and what loads afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_shardckpt import ranks as ranks_module
-from lightning_shardckpt.ranks import Ranks
-from tests.faults.inject import NO_FAULT, Change, Fault, Interposer
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.system.tuning import Tuning
+from tests.sweeps.faults.inject import NO_FAULT, Change, Fault, Interposer
 
 Found = Literal["old", "new", "mixed", "lost"]
 HUNG_S = 30.0  # a rank that lives for so long after the start of a trial hangs
@@ -147,9 +147,8 @@ def _take_part(
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     ranks = Ranks.alone()
     if scenario.world > 1:
-        ranks_module._LOOK_S = LOOK_S
         store = dist.FileStore(os.path.join(folder, "store"), scenario.world)  # type: ignore[attr-defined]
-        ranks = Ranks(store, rank, scenario.world, HUNG_S / 2)
+        ranks = Ranks(store, rank, scenario.world, HUNG_S / 2, tuning=Tuning(host_look_s=LOOK_S))
     end = acted(scenario, root, lambda: collective(root, ranks), fault, record)
     Path(folder, f"{rank}").write_bytes(pickle.dumps(end))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import get_swa_avg_fn
 
-from tests.twins.base import CLASSES, Natural, case
+from tests.sweeps.twins.base import CLASSES, Natural, case
 
 
 class Validated(Natural):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.twins.base import CLASSES, WIDTH, Block, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, WIDTH, Block, Natural, Net, case
 
 
 class Teacher(Natural):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.twins.base import Natural, case
+from tests.sweeps.twins.base import Natural, case
 
 
 @case()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.twins.base import SECOND_DERIVATIVES, WIDTH, Manual, Net, case
+from tests.sweeps.twins.base import SECOND_DERIVATIVES, WIDTH, Manual, Net, case
 
 
 class Edited(Manual):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.twins.base import CLASSES, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case
 
 
 @case()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.twins.base import STEPS, Natural, case
+from tests.sweeps.twins.base import STEPS, Natural, case
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1),

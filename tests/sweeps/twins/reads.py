@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.twins.base import Natural, case
+from tests.sweeps.twins.base import Natural, case
 
 
 @case()

@@ -15,10 +15,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
-from tests.twins import callbacks, changes, hooks, manual, models, optimizers, reads
-from tests.twins.base import CASES, PLAN, TENSOR_PARALLEL, Case
+from tests.sweeps.twins import callbacks, changes, hooks, manual, models, optimizers, reads
+from tests.sweeps.twins.base import CASES, PLAN, TENSOR_PARALLEL, Case
 
-__all__ = ["CASES", "TOPOLOGIES", "Found", "difference", "difference_of_stages", "fits", "is_manual", "run", "twins"]
+__all__ = [
+    "CASES",
+    "TOPOLOGIES",
+    "Found",
+    "difference",
+    "difference_of_stages",
+    "fits",
+    "is_manual",
+    "run",
+    "twins",
+    "twins_resumed",
+]
 MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers)  # they register the cases
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -76,7 +87,12 @@ def twins(names: Sequence[str], folder: Path | None = None, *, resume: bool = Fa
     return {name: _run(CASES[name], "auto", 1, folder and folder / f"{name}.ckpt", resume) for name in names}
 
 
-def run(names: Sequence[str], topology: str, folder: Path | None = None, *, resume: bool = False) -> dict[str, Found]:
+def twins_resumed(names: Sequence[str], folder: Path) -> dict[str, Found]:
+    """``twins`` that begin with what others saved."""
+    return twins(names, folder, resume=True)
+
+
+def run(names: Sequence[str], topology: str, folder: Path | None = None, resume: bool = False) -> dict[str, Found]:
     """Sharded; ``folder`` and ``resume`` as for `twins`."""
     found = {}
     ranks, arguments = TOPOLOGIES[topology]

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shardckpt import load, save, save_async, wait
+from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
+from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.storage.turns import one_per_machine
-from tests.stores import Bucket
-from tests.test_overlap import Gate
+from lightning_shardckpt.storage.local.locks import one_per_machine
+from tests.ranks.checkpoint.test_overlap import Gate
+from tests.support.stores import Bucket
 
 State = dict[str, Any]
 
@@ -35,7 +36,7 @@ def test_an_overlapped_save_has_the_values_of_the_call_and_a_step_waits_for_its_
     with gate.shut():
         saving = save_async(tmp_path / "a", state, overlap_copy=True)
         assert gate.copied == 0 and not saving.done()  # it returned before anything was copied
-        watcher = gate.open_when_waited_for("Background.wait_for_copies")
+        watcher = gate.open_when_waited_for(Background.wait_for_copies)
         state["optimizer"].step()
         watcher.join()
         assert gate.copied == 1
@@ -61,10 +62,12 @@ def test_as_many_saves_wait_as_were_allowed(tmp_path: Path) -> None:
     with gate.shut():  # the first is being written, and is held there
         saving = [save_async(tmp_path / str(n), state, overlap_copy=n == 0, max_pending=2) for n in range(3)]
         assert not any(one.done() for one in saving)
-        opened = gate.open_when_waited_for("Background._await")
+        opened = gate.open_when_waited_for(Background._await)
         save_async(tmp_path / "3", state, max_pending=2).result()
         opened.join()
     assert all(one.done() for one in saving[:2])
+    with pytest.raises(ValueError, match="max_pending is a number of saves"):
+        ShardCkptIO(max_pending=-1)
     with pytest.raises(ValueError, match="max_pending is a number of saves and can't be negative, got -1"):
         save_async(tmp_path / "4", state, max_pending=-1)
 
@@ -105,16 +108,22 @@ def test_files_of_a_load_are_kept_in_a_local_folder(s3: Bucket, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("mapping", "named"),
-    [({"weight": "weight", "wieght": "x"}, "'wieght'"), ([("^w", "w"), (r"^layers\.", "h.")], r"'\^layers")],
+    [({"weight": "weight", "wieght": "x"}, "'wieght'"), ({"^w": "w", r"^layers\.": "h."}, r"'\^layers")],
     ids=["names", "rules"],
 )
 def test_a_key_mapping_that_is_about_nothing_is_a_difference(mapping: Any, named: str, tmp_path: Path) -> None:
     stored, live = state_of(1), state_of(2)
     before = live["model"].weight.clone()
     save(tmp_path / "a", stored)
-    with pytest.raises(MismatchError, match=f"key_mapping: {named}.*is about no name in the state"):
+    with pytest.raises(MismatchError, match=f"key_mapping: {named}.*is about no name in the checkpoint"):
         load(tmp_path / "a", {"model": live["model"]}, key_mapping=mapping)
     assert torch.equal(live["model"].weight, before)
-    with pytest.warns(UserWarning, match="is about no name in the state"):
+    with pytest.warns(UserWarning, match="is about no name in the checkpoint"):
         load(tmp_path / "a", {"model": live["model"]}, key_mapping=mapping, strict=False)
     assert torch.equal(live["model"].weight, stored["model"].weight)
+
+
+@pytest.mark.parametrize("option", ["verify", "use_async", "also", "max_pending"])
+def test_an_option_that_is_set_later_is_refused_since_nothing_would_look_at_it(option: str) -> None:
+    with pytest.raises(AttributeError, match=f"{option} is an option of ShardCkptIO"):
+        setattr(ShardCkptIO(), option, None)

@@ -8,28 +8,27 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from lightning_shardckpt.box import Box
-from lightning_shardckpt.containers import Container, Tensor
+from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, plan_mirror
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.index import TensorSpec
-from lightning_shardckpt.layout import REPLICATED
-from lightning_shardckpt.mirror import plan_mirror
-from lightning_shardckpt.mirroring import Mirroring
-from lightning_shardckpt.plan import plan_save
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import TensorSpec
+from lightning_shardckpt.format.layout import REPLICATED
+from lightning_shardckpt.format.plan import plan_save
+from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.memory import MemoryStorage
-from tests import worlds
-from tests.test_plan import TOPOLOGIES, table
+from tests.support import worlds
+from tests.unit.format.test_plan import TOPOLOGIES, table
 
 LIMIT = 1 << 20
 
 
-def written(mirror: list[Container], tensors: dict[str, TensorSpec], world: int) -> dict[str, bytes]:
+def written(mirror: list[OutputFile], tensors: dict[str, TensorSpec], world: int) -> dict[str, bytes]:
     """The files that the ranks of a world make, with what each one has in its memory."""
     storage = MemoryStorage()
     draft = storage.draft("/x", worlds.SAVE_ID)
     for rank in reversed(range(world)):
-        mirroring = Mirroring(mirror, {"config.json": b"{}", "a/b.json": b"{}"} if rank == 0 else {})
+        mirroring = HFMirror(mirror, {"config.json": b"{}", "a/b.json": b"{}"} if rank == 0 else {})
         mirroring.write(
             draft,
             plan_save(tensors, rank),
@@ -43,8 +42,8 @@ def written(mirror: list[Container], tensors: dict[str, TensorSpec], world: int)
     return found
 
 
-def whole(key: str, spec: TensorSpec) -> Tensor:
-    return Tensor(key.removeprefix("model."), spec.dtype, spec.shape, ("model", key))
+def whole(key: str, spec: TensorSpec) -> OutputTensor:
+    return OutputTensor(key.removeprefix("model."), spec.dtype, spec.shape, ("model", key))
 
 
 def tensors_of(topology: str) -> dict[str, TensorSpec]:
@@ -58,7 +57,9 @@ def test_ranks_of_any_topology_fill_whole_tensors(topology: str, limit: int, tmp
     exported = [whole(key, spec) for key, spec in tensors.items() if key != "model.qkv"]
     qkv = tensors["model.qkv"]
     boxes = {"q": Box((0, 0), (3, 7)), "k": Box((3, 0), (6, 7)), "v": Box((6, 2), (9, 5))}
-    exported += [Tensor(name, qkv.dtype, (box.numel,), ("model", "model.qkv"), box) for name, box in boxes.items()]
+    exported += [
+        OutputTensor(name, qkv.dtype, (box.numel,), ("model", "model.qkv"), box) for name, box in boxes.items()
+    ]
     mirror = plan_mirror(exported, limit)
     found = written(mirror, tensors, TOPOLOGIES[topology][2])
     assert found.pop("config.json") == b"{}"

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_shardckpt import ShardCkptIO
-from tests.lightning_dirs import CPUFSDPStrategy, cut_for_fabric
+from tests.support.lightning_dirs import CPUFSDPStrategy, cut_for_fabric
 
 OPTIONS: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
 

@@ -1,4 +1,4 @@
-"""Are boxes what they say? Oracle: arrays that are filled element by element."""
+"""The geometry of boxes. Oracle: arrays that are filled element by element."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from math import prod
 import numpy
 import pytest
 
-from lightning_shardckpt.box import Box, Shape, uncovered
 from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.format.box import Box, Shape, uncovered
 
 SHAPES: list[Shape] = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (2, 3, 2), (2, 1, 3), (2, 0, 3)]
 

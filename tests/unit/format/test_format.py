@@ -1,4 +1,4 @@
-"""Is every MUST of FORMAT.md kept? One malformed checkpoint and one error per rule; and the example, byte for byte."""
+"""Every MUST of FORMAT.md: one malformed checkpoint and one error per rule; and the example, byte for byte."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.files import FileInfo, to_columns
-from lightning_shardckpt.header import DTYPE_BYTES, Entry, checksum, plan_header
-from lightning_shardckpt.index import ROOT_NAME, TensorSpec
-from lightning_shardckpt.layout import REPLICATED, Axis, Cut, Layout, parts_of_rank
-from lightning_shardckpt.plan import plan_save, split_into_files
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo, to_columns
+from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
+from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
+from lightning_shardckpt.format.plan import plan_save, split_into_files
+from lightning_shardckpt.format.shard_header import HeaderEntry, plan_header
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import checked
-from lightning_shardckpt.state.tree import _MAPPINGS, _SCALARS, _SEQUENCES, decode
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.state.json_tree import _MAPPINGS, _SCALARS, _SEQUENCES, decode
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.memory import MemoryStorage
-from tests import worlds
-from tests.test_plan import TOPOLOGIES, table
-from tests.worlds import PATH, SAVE_ID, mesh
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support import worlds
+from tests.support.worlds import PATH, SAVE_ID, mesh
+from tests.unit.format.test_plan import TOPOLOGIES, table
 
-SPECIFICATION = (Path(__file__).parents[1] / "lightning_shardckpt" / "FORMAT.md").read_text()
+SPECIFICATION = (Path(__file__).parents[3] / "lightning_shardckpt" / "FORMAT.md").read_text()
 SHARD, INDEX, OTHER_INDEX = (
     "model-dist-00000-shard-00001.safetensors",
     "model-meta-dist-00000.index.json",
     "model-meta-dist-00001.index.json",
 )
-FSDP = Layout((Axis("shard", 2, 1),), (Cut(0, 0),))
+FSDP = Layout((Axis("shard", 2, 1),), (DimShard(0, 0),))
 TENSORS = {
     "weight": TensorSpec("F32", (3, 2), FSDP, ((0, 2),)),
     "bias": TensorSpec("BF16", (5,), REPLICATED, ((0, 2),)),
@@ -279,10 +281,10 @@ def test_f6_a_link_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_f12_a_file_holds_one_box_of_a_tensor_and_no_tensor_called_metadata() -> None:
-    packed = {"qkv": TensorSpec("F32", (12, 2), mesh(2, cuts=(Cut(0, 0, 3),)), ((0, 2),))}
+    packed = {"qkv": TensorSpec("F32", (12, 2), mesh(2, cuts=(DimShard(0, 0, 3),)), ((0, 2),))}
     assert [len(found) for found in split_into_files(plan_save(packed, 0), 1 << 30)] == [1, 1, 1]
     with pytest.raises(FormatError, match="__metadata__"):
-        plan_header([Entry("__metadata__", "F32", (1,), (0,))])
+        plan_header([HeaderEntry("__metadata__", "F32", (1,), (0,))])
 
 
 def test_f24_an_unknown_tag_is_refused() -> None:

@@ -1,33 +1,24 @@
-"""Do the indexes say the same after a trip through JSON, and nothing that is untrue? Oracle: the values themselves."""
+"""Indexes say the same after a trip through JSON, and nothing untrue. Oracle: the values themselves."""
 
 from __future__ import annotations
 
 import json
+from enum import Enum
 from typing import Any
 
 import pytest
 
-from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.files import FileInfo, document_name, rank_index_name, shard_file_name
-from lightning_shardckpt.header import checksum
-from lightning_shardckpt.index import (
-    MAX_BLOCK_BYTES,
-    Component,
-    RankIndex,
-    RootIndex,
-    ShardEntry,
-    TensorSpec,
-    rank_index_from_json,
-    rank_index_to_json,
-    root_from_json,
-    root_to_json,
-)
-from lightning_shardckpt.layout import MAX_RANKS, REPLICATED, Axis, Cut, Layout
-from tests.worlds import mesh
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name, shard_file_name
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankIndex, RootIndex, ShardEntry, TensorSpec
+from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
+from lightning_shardckpt.format.layout import MAX_RANKS, REPLICATED, Axis, DimShard, Layout
+from tests.support.worlds import mesh
 
-FSDP = mesh(2, 2, cuts=(Cut(1, 0), Cut(0, 0, 3)))
-PERMUTED = mesh(4, cuts=(Cut(0, 0),), order=(3, 1, 0, 2))
+FSDP = mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0, 3)))
+PERMUTED = mesh(4, cuts=(DimShard(0, 0),), order=(3, 1, 0, 2))
 SUM = "0123456789abcdef"
 
 
@@ -102,14 +93,20 @@ def test_the_first_line_of_the_root_index_seals_the_rest() -> None:
 
 
 def test_an_index_that_no_reader_would_accept_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_shardckpt.header.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("lightning_shardckpt.format.strict_json.MAX_JSON_BYTES", 100)
     with pytest.raises(FormatError, match="limit of 100"):
         root_to_json(a_root())
 
 
 # ── what an edited index may say: every one of these is refused, with words that tell what is wrong ──────────────────
 
-DELETED = object()
+class Deleted(Enum):
+    """What an edited index lacks; an enum, whose members have names that are the same in every process."""
+
+    DELETED = 1
+
+
+DELETED = Deleted.DELETED
 
 
 def edited(value: Any, path: str, new: Any) -> Any:
@@ -248,7 +245,7 @@ def a_large_root() -> RootIndex:
     indexes = {r: FileInfo(rank_index_name("model", r), 100 + r, f"{r:016x}") for r in (*range(7), *range(9, 300, 3))}
     documents = [FileInfo(document_name("trainer-state", r), r, f"{r:016x}") for r in range(300)]
     documents += [FileInfo("trainer-state.json", 5, SUM), FileInfo("other-dist-7.json", 5, SUM)]
-    tensors = {"a": TensorSpec("F32", (600,), Layout((Axis("shard", 300, 1),), (Cut(0, 0),)), ((0, 300),))}
+    tensors = {"a": TensorSpec("F32", (600,), Layout((Axis("shard", 300, 1),), (DimShard(0, 0),)), ((0, 300),))}
     return RootIndex("5afe" * 8, 300, {"model": Component(tensors, {}, indexes)}, {d.name: d for d in documents})
 
 

@@ -1,4 +1,4 @@
-"""Does a layout cut as torch cuts? Oracle: ``torch.chunk`` on tensors that hold their own indices."""
+"""A layout shards as torch does. Oracle: ``torch.chunk`` on tensors that hold their own indices."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import prod
 import pytest
 import torch
 
-from lightning_shardckpt.box import Box, Shape
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.layout import (
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.layout import (
     MAX_BLOCKS,
     MAX_RANKS,
     REPLICATED,
     Axis,
-    Cut,
+    DimShard,
     Holders,
     Layout,
     Part,
@@ -30,7 +30,7 @@ from lightning_shardckpt.layout import (
 )
 
 
-def mesh(*sizes: int, cuts: list[Cut], order: tuple[int, ...] | None = None) -> Layout:
+def mesh(*sizes: int, cuts: list[DimShard], order: tuple[int, ...] | None = None) -> Layout:
     """A row-major mesh."""
     axes = tuple(Axis(f"axis{i}", n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes))
     return Layout(axes, tuple(cuts), order)
@@ -38,22 +38,22 @@ def mesh(*sizes: int, cuts: list[Cut], order: tuple[int, ...] | None = None) -> 
 
 LAYOUTS: dict[str, tuple[Layout, int]] = {
     "replicated": (REPLICATED, 3),
-    "fsdp4": (mesh(4, cuts=[Cut(0, 0)]), 4),
-    "fsdp3": (mesh(3, cuts=[Cut(0, 0)]), 3),
-    "dim 1": (mesh(4, cuts=[Cut(0, 1)]), 4),
-    "hsdp 2x2": (mesh(2, 2, cuts=[Cut(1, 0)]), 4),
-    "fsdp x tp, other dims": (mesh(2, 3, cuts=[Cut(0, 0), Cut(1, 1)]), 6),
-    "fsdp over tp": (mesh(2, 2, cuts=[Cut(1, 0), Cut(0, 0)]), 4),
-    "fsdp3 over tp2": (mesh(3, 2, cuts=[Cut(1, 0), Cut(0, 0)]), 6),
-    "left to right": (mesh(2, 3, cuts=[Cut(0, 0), Cut(1, 0)]), 6),
-    "hsdp over tp": (mesh(2, 2, 2, cuts=[Cut(2, 0), Cut(1, 0)]), 8),
-    "three cuts of a dim": (mesh(2, 2, 2, cuts=[Cut(2, 0), Cut(1, 0), Cut(0, 0)]), 8),
-    "packed": (mesh(2, cuts=[Cut(0, 0, 3)]), 2),
-    "packed, fsdp": (mesh(2, 2, cuts=[Cut(1, 0, 3), Cut(0, 0)]), 4),
-    "packed twice": (mesh(2, 2, cuts=[Cut(0, 0, 2), Cut(1, 1, 3)]), 4),
-    "permuted": (mesh(2, 2, cuts=[Cut(1, 0), Cut(0, 1)], order=(3, 1, 0, 2)), 4),
-    "permuted replicas": (mesh(2, 2, cuts=[Cut(1, 0)], order=(3, 1, 0, 2)), 4),
-    "axis of size one": (mesh(1, 2, 1, cuts=[Cut(0, 0), Cut(1, 0), Cut(2, 1)]), 2),
+    "fsdp4": (mesh(4, cuts=[DimShard(0, 0)]), 4),
+    "fsdp3": (mesh(3, cuts=[DimShard(0, 0)]), 3),
+    "dim 1": (mesh(4, cuts=[DimShard(0, 1)]), 4),
+    "hsdp 2x2": (mesh(2, 2, cuts=[DimShard(1, 0)]), 4),
+    "fsdp x tp, other dims": (mesh(2, 3, cuts=[DimShard(0, 0), DimShard(1, 1)]), 6),
+    "fsdp over tp": (mesh(2, 2, cuts=[DimShard(1, 0), DimShard(0, 0)]), 4),
+    "fsdp3 over tp2": (mesh(3, 2, cuts=[DimShard(1, 0), DimShard(0, 0)]), 6),
+    "left to right": (mesh(2, 3, cuts=[DimShard(0, 0), DimShard(1, 0)]), 6),
+    "hsdp over tp": (mesh(2, 2, 2, cuts=[DimShard(2, 0), DimShard(1, 0)]), 8),
+    "three cuts of a dim": (mesh(2, 2, 2, cuts=[DimShard(2, 0), DimShard(1, 0), DimShard(0, 0)]), 8),
+    "packed": (mesh(2, cuts=[DimShard(0, 0, 3)]), 2),
+    "packed, fsdp": (mesh(2, 2, cuts=[DimShard(1, 0, 3), DimShard(0, 0)]), 4),
+    "packed twice": (mesh(2, 2, cuts=[DimShard(0, 0, 2), DimShard(1, 1, 3)]), 4),
+    "permuted": (mesh(2, 2, cuts=[DimShard(1, 0), DimShard(0, 1)], order=(3, 1, 0, 2)), 4),
+    "permuted replicas": (mesh(2, 2, cuts=[DimShard(1, 0)], order=(3, 1, 0, 2)), 4),
+    "axis of size one": (mesh(1, 2, 1, cuts=[DimShard(0, 0), DimShard(1, 0), DimShard(2, 1)]), 2),
 }
 SHAPES: list[Shape] = [(12, 6), (7, 5), (1, 3), (3, 1), (13, 2, 2), (0, 4), (5, 0)]
 
@@ -124,7 +124,7 @@ def test_the_shards_that_meet_a_box_are_found_without_trying_all(name: str) -> N
 
 
 def test_a_box_is_found_among_a_million_shards_at_once() -> None:
-    layout = mesh(1024, 1024, cuts=[Cut(1, 0), Cut(0, 0)])
+    layout = mesh(1024, 1024, cuts=[DimShard(1, 0), DimShard(0, 0)])
     found = list(shards_meeting(layout, (1 << 40, 8), Box((5 << 20, 0), ((5 << 20) + 1, 8))))
     assert found == [(0, 5)]
 
@@ -178,17 +178,17 @@ def test_replicas_of_a_permuted_mesh_are_those_at_its_positions() -> None:
         ([Axis("a", 2, 1), Axis("b", 2, 1)], [], None, "overlap"),
         ([Axis("a", 4, 1), Axis("b", 2, 2)], [], None, "overlap"),
         ([Axis("a", 2, 1), Axis("b", 2, 3)], [], None, "overlap"),
-        ([Axis("a", 2, 1)], [Cut(1, 0)], None, "along no axis"),
-        ([Axis("a", 2, 1)], [Cut(0, -1)], None, "of no dim"),
-        ([Axis("a", 2, 1)], [Cut(0, 0, 0)], None, "into no blocks"),
-        ([Axis("a", 2, 1)], [Cut(0, 0), Cut(0, 1)], None, "two cuts"),
-        ([Axis("a", 2, 1), Axis("b", 2, 2)], [Cut(0, 0, MAX_BLOCKS), Cut(1, 0, 2)], None, "blocks"),
+        ([Axis("a", 2, 1)], [DimShard(1, 0)], None, "along no axis"),
+        ([Axis("a", 2, 1)], [DimShard(0, -1)], None, "of no dim"),
+        ([Axis("a", 2, 1)], [DimShard(0, 0, 0)], None, "into no blocks"),
+        ([Axis("a", 2, 1)], [DimShard(0, 0), DimShard(0, 1)], None, "two cuts"),
+        ([Axis("a", 2, 1), Axis("b", 2, 2)], [DimShard(0, 0, MAX_BLOCKS), DimShard(1, 0, 2)], None, "blocks"),
         ([Axis("a", MAX_RANKS + 1, 1)], [], None, "ranks"),
         ([Axis("a", 2, 1)], [], (1, 1), "two positions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_layout_is_refused(axes: list[Axis], cuts: list[Cut], order: Shape | None, words: str) -> None:
+def test_what_is_no_layout_is_refused(axes: list[Axis], cuts: list[DimShard], order: Shape | None, words: str) -> None:
     with pytest.raises(FormatError, match=words):
         Layout(tuple(axes), tuple(cuts), order)
 

@@ -1,4 +1,4 @@
-"""Does everything get written once and found again? Oracle: the unsharded tensors, element by element."""
+"""Everything is written once and found again. Oracle: the unsharded tensors, element by element."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from math import prod
 
 import pytest
 
-from lightning_shardckpt import layout as layout_module
-from lightning_shardckpt import plan as plan_module
-from lightning_shardckpt.box import Shape, uncovered
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.header import DTYPE_BYTES
-from lightning_shardckpt.index import Component as IndexComponent
-from lightning_shardckpt.index import RootIndex, TensorSpec, root_to_json
-from lightning_shardckpt.layout import REPLICATED, Cut, Layout, Part, parts_of_rank
-from lightning_shardckpt.plan import (
+from lightning_shardckpt.format import layout as layout_module
+from lightning_shardckpt.format import plan as plan_module
+from lightning_shardckpt.format.box import Shape, uncovered
+from lightning_shardckpt.format.index import Component as IndexComponent
+from lightning_shardckpt.format.index import RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_to_json
+from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.plan import (
     SPLIT_BYTES,
     Piece,
     Tensors,
@@ -29,24 +29,25 @@ from lightning_shardckpt.plan import (
     split_into_files,
     table_digest,
 )
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.memory import MemoryStorage
-from tests import worlds
-from tests.worlds import mesh
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support import worlds
+from tests.support.worlds import mesh
 
 # Name -> layout of matrices, layout of everything else, ranks. Matrices are (out, in).
 TOPOLOGIES: dict[str, tuple[Layout, Layout, int]] = {
     "single": (REPLICATED, REPLICATED, 1),
     "ddp3": (REPLICATED, REPLICATED, 3),
-    **{f"fsdp{n}": (mesh(n, cuts=(Cut(0, 0),)), mesh(n, cuts=(Cut(0, 0),)), n) for n in (2, 3, 4, 8)},
-    "tp2 columns": (mesh(2, cuts=(Cut(0, 0),)), REPLICATED, 2),
-    "tp3 rows": (mesh(3, cuts=(Cut(0, 1),)), REPLICATED, 3),
-    "hsdp2x2": (mesh(2, 2, cuts=(Cut(1, 0),)), mesh(2, 2, cuts=(Cut(1, 0),)), 4),
-    "fsdp2xtp2": (mesh(2, 2, cuts=(Cut(1, 0), Cut(0, 0))), mesh(2, 2, cuts=(Cut(0, 0),)), 4),
-    "fsdp3xtp2 rows": (mesh(3, 2, cuts=(Cut(0, 0), Cut(1, 1))), mesh(3, 2, cuts=(Cut(0, 0),)), 6),
-    "hsdp2x2xtp2": (mesh(2, 2, 2, cuts=(Cut(2, 0), Cut(1, 0))), mesh(2, 2, 2, cuts=(Cut(1, 0),)), 8),
-    "packed tp2": (mesh(2, cuts=(Cut(0, 0, 3),)), REPLICATED, 2),
-    "permuted": (mesh(2, 2, cuts=(Cut(1, 0), Cut(0, 0)), order=(3, 1, 0, 2)), REPLICATED, 4),
+    **{f"fsdp{n}": (mesh(n, cuts=(DimShard(0, 0),)), mesh(n, cuts=(DimShard(0, 0),)), n) for n in (2, 3, 4, 8)},
+    "tp2 columns": (mesh(2, cuts=(DimShard(0, 0),)), REPLICATED, 2),
+    "tp3 rows": (mesh(3, cuts=(DimShard(0, 1),)), REPLICATED, 3),
+    "hsdp2x2": (mesh(2, 2, cuts=(DimShard(1, 0),)), mesh(2, 2, cuts=(DimShard(1, 0),)), 4),
+    "fsdp2xtp2": (mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0))), mesh(2, 2, cuts=(DimShard(0, 0),)), 4),
+    "fsdp3xtp2 rows": (mesh(3, 2, cuts=(DimShard(0, 0), DimShard(1, 1))), mesh(3, 2, cuts=(DimShard(0, 0),)), 6),
+    "hsdp2x2xtp2": (mesh(2, 2, 2, cuts=(DimShard(2, 0), DimShard(1, 0))), mesh(2, 2, 2, cuts=(DimShard(1, 0),)), 8),
+    "packed tp2": (mesh(2, cuts=(DimShard(0, 0, 3),)), REPLICATED, 2),
+    "permuted": (mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0)), order=(3, 1, 0, 2)), REPLICATED, 4),
 }
 MATRICES: dict[str, tuple[Shape, str]] = {
     "embed": ((257, 96), "F32"),  # large enough to be shared by its replicas
@@ -126,21 +127,21 @@ def test_a_reader_finds_the_very_boxes_that_the_writers_wrote(topology: str) -> 
 
 
 def test_a_pinned_tensor_is_written_by_its_lowest_holder() -> None:
-    layout = mesh(2, 2, cuts=(Cut(1, 0),))
+    layout = mesh(2, 2, cuts=(DimShard(1, 0),))
     tensors = {str(i): TensorSpec("F32", (1 << 20,), layout, ((4, 8),), True) for i in range(5)}
     writers = {p.writer for rank in range(8) for p in plan_save(tensors, rank)}
     assert writers == {4, 5}
 
 
 def test_holders_that_do_not_start_at_rank_0_write_their_own() -> None:
-    stage = mesh(4, cuts=(Cut(0, 0),))
+    stage = mesh(4, cuts=(DimShard(0, 0),))
     tensors = {"w": TensorSpec("F32", (8, 2), stage, ((4, 8),)), "e": TensorSpec("F32", (0,), stage, ((4, 8),))}
     wrote = {(p.key, p.writer): p.part.box.start for rank in range(12) for p in plan_save(tensors, rank)}
     assert wrote == {("w", 4): (0, 0), ("w", 5): (2, 0), ("w", 6): (4, 0), ("w", 7): (6, 0), ("e", 4): (0,)}
 
 
 def test_shards_with_unequal_numbers_of_replicas_are_still_written_once() -> None:
-    layout = mesh(4, 2, cuts=(Cut(1, 0),))
+    layout = mesh(4, 2, cuts=(DimShard(1, 0),))
     for shape in ((6, 3), (512, 512)):
         tensors = {"w": TensorSpec("F32", shape, layout, ((0, 3),)), "v": TensorSpec("F32", shape, layout, ((0, 3),))}
         for key in tensors:
@@ -150,8 +151,8 @@ def test_shards_with_unequal_numbers_of_replicas_are_still_written_once() -> Non
 
 def test_a_gap_is_named() -> None:
     tensors = {
-        "fits": TensorSpec("F32", (3, 2), mesh(4, cuts=(Cut(0, 0),)), ((0, 3),)),
-        "gap": TensorSpec("F32", (8, 2), mesh(4, cuts=(Cut(0, 0),)), ((0, 3),)),
+        "fits": TensorSpec("F32", (3, 2), mesh(4, cuts=(DimShard(0, 0),)), ((0, 3),)),
+        "gap": TensorSpec("F32", (8, 2), mesh(4, cuts=(DimShard(0, 0),)), ((0, 3),)),
     }
     with pytest.raises(FormatError, match=r"model: the boxes of 'gap', shape \(8, 2\), .*\(6, 0\)\.\.\(8, 2\)"):
         check_cover("model", tensors)
@@ -198,7 +199,7 @@ def test_replicas_share_the_writing_evenly(model: str, world: int) -> None:
 
 
 def test_hybrid_replicas_share_the_writing_evenly() -> None:
-    sizes = bytes_per_rank(MODELS["transformer"], mesh(2, 2, cuts=(Cut(1, 0),)), 4)
+    sizes = bytes_per_rank(MODELS["transformer"], mesh(2, 2, cuts=(DimShard(1, 0),)), 4)
     assert max(sizes) <= 1.2 * sum(sizes) / 4
 
 
@@ -257,9 +258,9 @@ def test_the_limit_may_be_smaller_than_any_tensor() -> None:
 def large(world: int, kind: str) -> dict[str, TensorSpec]:
     """1,000 tensors."""
     layouts = {
-        "fsdp": mesh(world, cuts=(Cut(0, 0),)),
-        "hsdp": mesh(world // 8, 8, cuts=(Cut(1, 0),)),
-        "fsdp x tp": mesh(world // 8, 8, cuts=(Cut(1, 0), Cut(0, 0))),
+        "fsdp": mesh(world, cuts=(DimShard(0, 0),)),
+        "hsdp": mesh(world // 8, 8, cuts=(DimShard(1, 0),)),
+        "fsdp x tp": mesh(world // 8, 8, cuts=(DimShard(1, 0), DimShard(0, 0))),
         "ddp": REPLICATED,
     }
     shapes = [(4096, 4096), (16384, 4096), (4096,), (32000, 4096)]
@@ -302,7 +303,7 @@ def test_planning_costs_the_same_in_every_world(kind: str) -> None:
         tensors = large(world, kind)
         rank = random.Random(world).randrange(world)
 
-        half = mesh(world // 2, cuts=(Cut(0, 0),))
+        half = mesh(world // 2, cuts=(DimShard(0, 0),))
 
         def load(tensors: Tensors = tensors, rank: int = rank // 2, half: Layout = half) -> None:
             chosen = choose_replicas(tensors)
@@ -330,7 +331,7 @@ def test_ranks_with_the_same_table_have_the_same_digest() -> None:
     others = [
         TensorSpec("F16", (4,), REPLICATED, ((0, 2),)),
         TensorSpec("F32", (4, 1), REPLICATED, ((0, 2),)),
-        TensorSpec("F32", (4,), mesh(2, cuts=(Cut(0, 0),)), ((0, 2),)),
+        TensorSpec("F32", (4,), mesh(2, cuts=(DimShard(0, 0),)), ((0, 2),)),
         TensorSpec("F32", (4,), REPLICATED, ((0, 2),), True),
     ]
     digests = [table_digest({"model": IndexComponent({**tensors, "a": other})}) for other in others]

@@ -1,4 +1,4 @@
-"""Parameters of other pipeline stages, as code between steps meets them; on one process, cut by hand."""
+"""Parameters of other pipeline stages, as code between steps meets them; on one process, split by hand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.absent import AbsentParameters
-from lightning_shardckpt.parallel.hollow import hollow, list_weights
-from lightning_shardckpt.parallel.stage_optimizer import show_all_stages, user_code
-from lightning_shardckpt.parallel.unknown import Unknown
+from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
+from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
+from lightning_shardckpt.parallel.pipeline.weightless import register_placeholders, weightless_copy
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
 class Net(nn.Module):
@@ -29,13 +29,13 @@ class Net(nn.Module):
 @pytest.fixture
 def stage() -> nn.Module:
     """The first of two stages: the second layer and the head are elsewhere, but for the weight that is tied."""
-    net, known = Net(), dict[int, Unknown]()
-    twins = {1: hollow(net.layers[1], "layers.1", torch.device("cpu"), known)}
-    head = hollow(net.head, "head", torch.device("cpu"), known)
-    hollow(net.embed, "embed", torch.device("cpu"), known)
+    net, known = Net(), dict[int, Placeholder]()
+    twins = {1: weightless_copy(net.layers[1], "layers.1", torch.device("cpu"), known)}
+    head = weightless_copy(net.head, "head", torch.device("cpu"), known)
+    weightless_copy(net.embed, "embed", torch.device("cpu"), known)
     net.layers[1], net.head = twins[1], head  # type: ignore[assignment]
     for twin in (net.layers[1], net.head):
-        list_weights(twin, {id(known[id(net.embed.weight)])})
+        register_placeholders(twin, {id(known[id(net.embed.weight)])})
     return net
 
 
@@ -77,13 +77,13 @@ def test_what_is_done_to_one_alone_is_done_elsewhere(change: str, stage: nn.Modu
 
 def test_a_function_of_lists_changes_those_that_are_here(stage: nn.Module) -> None:
     parameters = list(stage.parameters())
-    own = [p for p in parameters if not isinstance(p, Unknown)]
+    own = [p for p in parameters if not isinstance(p, Placeholder)]
     before = [p.detach().clone() for p in own]
     with torch.no_grad():
         torch._foreach_lerp_(parameters, [p * 0 for p in parameters], 0.5)
         norms = torch._foreach_norm(parameters)
     assert all(torch.equal(p, b * 0.5) for p, b in zip(own, before, strict=True))
-    assert [isinstance(n, Unknown) for n in norms] == [isinstance(p, Unknown) for p in parameters]
+    assert [isinstance(n, Placeholder) for n in norms] == [isinstance(p, Placeholder) for p in parameters]
     with pytest.raises(RuntimeError, match="same number of tensors"):
         torch._foreach_add(parameters, parameters[1:])
 
@@ -105,7 +105,7 @@ JOINT: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
 def test_what_needs_values_of_other_stages_is_refused_by_name(use: str, stage: nn.Module) -> None:
     parameters = list(stage.parameters())
     for parameter in parameters:
-        if isinstance(parameter, Unknown):
+        if isinstance(parameter, Placeholder):
             parameter.has_gradient = True
         else:
             parameter.grad = torch.ones_like(parameter)
@@ -121,7 +121,7 @@ def test_an_optimizer_steps_with_what_is_here_and_shows_hooks_all(stage: nn.Modu
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    own = [p for p in parameters if not isinstance(p, Unknown)]
+    own = [p for p in parameters if not isinstance(p, Placeholder)]
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 0]
     assert list(optimizer.state) == own
     with user_code():
@@ -155,7 +155,7 @@ def test_parameters_that_come_to_an_optimizer_later_are_split_too(stage: nn.Modu
 
 
 def test_memory_of_another_stage_is_noticed_at_the_next_step(stage: nn.Module) -> None:
-    places = [(n, None, p) if isinstance(p, Unknown) else (n, p, None) for n, p in stage.named_parameters()]
+    places = [(n, None, p) if isinstance(p, Placeholder) else (n, p, None) for n, p in stage.named_parameters()]
     absent = AbsentParameters(places, dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]  # not used
     absent.check_own()
     vector = nn.utils.parameters_to_vector(stage.parameters())

@@ -1,4 +1,4 @@
-"""Is a deferred model, replayed, bit-equal to the same code run eagerly under the same seed? Eager is the oracle."""
+"""A deferred model, replayed, is bit-equal to the same code run eagerly under the same seed, which is the oracle."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.parallel.deferred import DeferredInit
-from tests.pool import run_ranks
+from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from tests.support.pool import run_ranks
 
 Build = Callable[[], nn.Module]
 
@@ -330,9 +332,9 @@ def eager(build: Build) -> tuple[nn.Module, Tensor]:
     return build(), torch.get_rng_state()
 
 
-def deferred(build: Build) -> tuple[nn.Module, DeferredInit, Tensor]:
+def deferred(build: Build, tuning: Tuning = TUNING) -> tuple[nn.Module, DeferredInit, Tensor]:
     torch.manual_seed(1234)
-    context = DeferredInit()
+    context = DeferredInit(tuning)
     with context:
         model = build()
     return model, context, torch.get_rng_state()
@@ -376,19 +378,16 @@ def assert_same(model: nn.Module, oracle: nn.Module) -> None:
 
 
 @pytest.fixture(params=["cache", "no cache"])
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def tuning(request: pytest.FixtureRequest) -> Tuning:
     """Small models never leave the cache; without one, every operation computes its inputs from the log."""
-    if request.param == "no cache":
-        monkeypatch.setattr("lightning_shardckpt.parallel.oplog._CACHE_BYTES", 0)
-        monkeypatch.setattr("lightning_shardckpt.parallel.oplog._CACHE_OPERANDS", 0)
+    return TUNING if request.param == "cache" else replace(TUNING, replay_cache_bytes=0, replay_cache_operands=0)
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("name", BUILDS)
-def test_replayed_model_is_bit_equal_to_eager_construction(name: str) -> None:
+def test_replayed_model_is_bit_equal_to_eager_construction(name: str, tuning: Tuning) -> None:
     oracle, rng = eager(BUILDS[name])
-    model, context, rng_after = deferred(BUILDS[name])
+    model, context, rng_after = deferred(BUILDS[name], tuning)
     assert torch.equal(rng_after, rng)
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     assert set(names) - set(context.pending(model)) == REAL.get(name, set())
@@ -568,7 +567,7 @@ MEASURE = """
     from pathlib import Path
     import torch
     from torch import nn
-    from lightning_shardckpt.parallel.deferred import DeferredInit
+    from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 
     def peak_mb():
         lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
@@ -596,7 +595,7 @@ MEASURE = """
 def test_peak_memory_is_that_of_few_parameters() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE)], capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[3],
     )  # fmt: skip
     built_mb, replayed_mb = map(float, done.stdout.split())
     # the cache, one operation's tensors, and what the allocator has not yet returned, which varies; the model has 384

@@ -1,4 +1,4 @@
-"""Does a batch come back whole from its microbatches, and a result from its parts? `torch.cat` and slicing know."""
+"""A batch comes back whole from its microbatches, and a result from its parts. Oracles: `torch.cat`, slicing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.microbatch import join, samples_in, split_batch
+from lightning_shardckpt.parallel.pipeline.microbatch import join, samples_in, split_batch
 
 
 class Pair(NamedTuple):

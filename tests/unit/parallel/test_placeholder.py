@@ -1,6 +1,6 @@
-"""Is a tensor without a value told apart from a real one by nothing but its value?
+"""A tensor without a value is told apart from a real one by nothing but its value.
 
-Oracle: the same function on real tensors of the same shape, the original of a hollow copy, plain autograd.
+Oracle: the same function on real tensors of the same shape, the original of a weightless copy, plain autograd.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.hollow import hollow
-from lightning_shardckpt.parallel.unknown import Unknown, enter, first_unknown, in_pass, unknowns
+from lightning_shardckpt.parallel.pipeline.weightless import weightless_copy
+from lightning_shardckpt.parallel.tensors.graph_entry import enter
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_unknown, in_stage_run, unknowns
 
 CPU = torch.device("cpu")
 ORIGIN = "net.layers.3.weight"
@@ -36,16 +37,16 @@ Op = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _in_a_step() -> Iterator[None]:
     torch.manual_seed(0)
-    with in_pass():
+    with in_stage_run():
         yield
 
 
-def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> Unknown:
-    return Unknown.of(torch.empty(shape, dtype=dtype, device="meta"), ORIGIN, CPU)
+def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> Placeholder:
+    return Placeholder.of(torch.empty(shape, dtype=dtype, device="meta"), ORIGIN, CPU)
 
 
 def as_unknown(value: Any) -> Any:
-    return Unknown.like(value, ORIGIN, CPU) if isinstance(value, Tensor) else value
+    return Placeholder.like(value, ORIGIN, CPU) if isinstance(value, Tensor) else value
 
 
 def looks(value: Any) -> Any:
@@ -170,11 +171,11 @@ OPS: dict[str, Op] = {
 def test_a_result_differs_from_that_on_real_tensors_in_its_value_only(name: str) -> None:
     real, made = OPS[name](torch.rand(X)), OPS[name](unknown(*X))
     assert looks(made) == looks(real)
-    assert type(made) is type(real) or isinstance(made, Unknown)
+    assert type(made) is type(real) or isinstance(made, Placeholder)
     leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
     expected_known = {"broadcast_tensors": 1, "meshgrid": 0}.get(name, 0)
-    assert sum(not isinstance(leaf, Unknown) for leaf in leaves) <= expected_known
-    assert all(leaf.origin == ORIGIN for leaf in leaves if isinstance(leaf, Unknown))
+    assert sum(not isinstance(leaf, Placeholder) for leaf in leaves) <= expected_known
+    assert all(leaf.origin == ORIGIN for leaf in leaves if isinstance(leaf, Placeholder))
 
 
 IN_PLACE: dict[str, Op] = {
@@ -206,7 +207,7 @@ def test_assigning_to_a_part_of_an_unknown_tensor_leaves_it_unknown() -> None:
     x[0] = torch.ones(3, 4)
     x[torch.tensor([True, False])] = 0.0
     x[..., 1] += 2
-    assert isinstance(x, Unknown)
+    assert isinstance(x, Placeholder)
     assert x.shape == X
 
 
@@ -222,7 +223,7 @@ def test_sizes_are_ordinary_numbers() -> None:
 
 def test_a_module_of_known_weights_makes_unknown_of_unknown() -> None:
     assert looks(nn.Linear(4, 7)(unknown(*X))) == looks(nn.Linear(4, 7)(torch.rand(X)).detach())
-    assert isinstance(nn.MultiheadAttention(4, 2, batch_first=True)(*[unknown(*X)] * 3)[0], Unknown)
+    assert isinstance(nn.MultiheadAttention(4, 2, batch_first=True)(*[unknown(*X)] * 3)[0], Placeholder)
 
 
 FACTORIES: dict[str, Op] = {
@@ -341,7 +342,7 @@ def test_no_way_around_torch_functions_gives_a_number_that_looks_right(name: str
             made = SILENT[name](unknown(*X))
     except (TopologyError, RuntimeError, TypeError):
         return
-    assert isinstance(made, Unknown) or bool(made.isnan().all())
+    assert isinstance(made, Placeholder) or bool(made.isnan().all())
 
 
 # ── writing into real tensors ───────────────────────────────────────────────────────────────────────────────────────
@@ -369,7 +370,7 @@ WRITES: dict[str, Op] = {
 def test_a_fresh_tensor_that_something_unknown_is_written_into_is_unknown(name: str) -> None:
     x, before = torch.zeros(X), torch.zeros(X)
     WRITES[name](x, unknown(*X))
-    assert isinstance(x, Unknown)
+    assert isinstance(x, Placeholder)
     assert looks(x) == looks(before)
     with pytest.raises(TopologyError, match=ORIGIN):
         x.sum().item()
@@ -433,7 +434,7 @@ def test_writing_into_several_tensors_at_once_is_not_lost() -> None:
         torch.max(unknown(2, 3), 1, out=(first, second))
     except TopologyError:
         return
-    assert all(isinstance(one, Unknown) for one in (x, first, second))
+    assert all(isinstance(one, Placeholder) for one in (x, first, second))
 
 
 # ── becoming real ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -535,7 +536,7 @@ def test_what_was_done_in_place_before_does_not_stand_in_the_way() -> None:
     tainted: Any = torch.zeros(2, 3) * torch.ones(3, requires_grad=True)
     tainted.copy_(unknown(2, 3))
     for one in (x, tainted):
-        assert type(one) is Unknown
+        assert type(one) is Placeholder
         entry: Any = one.become(torch.ones(2, 3), requires_grad=True)
         torch.autograd.backward(one * 2, torch.ones(2, 3))
         assert torch.equal(entry.grad, torch.full((2, 3), 2.0))
@@ -543,7 +544,7 @@ def test_what_was_done_in_place_before_does_not_stand_in_the_way() -> None:
 
 def test_one_unknown_tensor_does_not_turn_into_another_of_the_same_origin() -> None:
     meta = torch.empty(2, 3, device="meta")
-    first, second = (Unknown.of(meta, ORIGIN, CPU) for _ in range(2))
+    first, second = (Placeholder.of(meta, ORIGIN, CPU) for _ in range(2))
     changed: Any = first
     changed += second
     assert changed is first
@@ -553,7 +554,7 @@ def test_one_unknown_tensor_does_not_turn_into_another_of_the_same_origin() -> N
 
 def test_a_change_of_shape_in_place_changes_one_tensor_only() -> None:
     meta = torch.empty(2, 3, device="meta")
-    first, second = (Unknown.of(meta, ORIGIN, CPU) for _ in range(2))
+    first, second = (Placeholder.of(meta, ORIGIN, CPU) for _ in range(2))
     first.t_()
     assert (first.shape, second.shape, meta.shape) == ((3, 2), (2, 3), (2, 3))
 
@@ -565,7 +566,7 @@ def test_unknown_tensors_are_found_in_structures_once_each() -> None:
     assert first_unknown([real, None, "a"]) is None
 
 
-# ── hollow copies ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── weightless copies ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Shared(nn.Module):
@@ -670,11 +671,11 @@ def _digest(module: nn.Module) -> Any:
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_hollow_copy_returns_the_shapes_of_its_original(name: str, training: bool) -> None:
+def test_a_weightless_copy_returns_the_shapes_of_its_original(name: str, training: bool) -> None:
     build, inputs = MODULES[name]
     module = build().train(training)
     before = _digest(module)
-    twin = hollow(module, "net.layer", CPU, {})
+    twin = weightless_copy(module, "net.layer", CPU, {})
 
     assert isinstance(twin, type(module))
     assert not list(twin.parameters())
@@ -698,8 +699,8 @@ def test_a_hollow_copy_returns_the_shapes_of_its_original(name: str, training: b
     assert first_unknown(twin(*args, **kwargs)) is not None
 
 
-def test_a_hollow_copy_can_be_looked_into() -> None:
-    twin: Any = hollow(Shared(), "net.ends", CPU, {})
+def test_a_weightless_copy_can_be_looked_into() -> None:
+    twin: Any = weightless_copy(Shared(), "net.ends", CPU, {})
     assert twin.options == {"width": 4}
     assert twin.nothing is None
     assert twin.embed.weight.shape == (7, 4)
@@ -708,20 +709,20 @@ def test_a_hollow_copy_can_be_looked_into() -> None:
     assert twin.embed.weight.origin == "net.ends.embed.weight"
     assert twin.scale.origin == "net.ends.scale"
     assert twin.out.in_features == 4
-    layers: Any = hollow(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), "net.layers", CPU, {})
+    layers: Any = weightless_copy(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), "net.layers", CPU, {})
     assert looks(layers[1](layers[0](torch.ones(1, 2)))) == looks(torch.ones(1, 4))
     assert looks(torch.ones(5, 2) @ layers[0].weight.T) == looks(torch.ones(5, 3))
     with pytest.raises(TopologyError, match=r"needs the value of net\.layers\.0\.bias"):
         layers[0].bias.sum().item()
 
 
-def test_a_hollow_copy_has_no_hooks_and_its_original_keeps_them() -> None:
+def test_a_weightless_copy_has_no_hooks_and_its_original_keeps_them() -> None:
     module: Any = nn.Linear(2, 2)
     calls: list[str] = []
     module.register_forward_pre_hook(lambda *_: calls.append("pre"))
     module.register_forward_hook(lambda *_: calls.append("post"))
     module.register_state_dict_pre_hook(lambda *_: calls.append("state"))
-    twin = hollow(module, "net", CPU, {})
+    twin = weightless_copy(module, "net", CPU, {})
     twin(torch.ones(1, 2))
     twin.state_dict()
     assert calls == []
@@ -733,4 +734,4 @@ def test_a_module_that_cannot_be_copied_is_an_error_that_says_why() -> None:
     module = nn.Linear(2, 2)
     module.lock = __import__("threading").Lock()
     with pytest.raises(TopologyError, match=r"net\.layers\.1 \(Linear\) is on another pipeline stage.*TypeError.*lock"):
-        hollow(module, "net.layers.1", CPU, {})
+        weightless_copy(module, "net.layers.1", CPU, {})

@@ -1,4 +1,4 @@
-"""Is every pipeline schedule an order that ranks can run, with the memory and the idle time that its name promises?
+"""Every pipeline schedule is an order that ranks can run, with the memory and the idle time that its name promises.
 
 Oracles: a simulator of its own, the published formulas, and the tables that torch builds for the same schedules.
 """
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as theirs
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.schedule import Op, Schedule, bubble_fraction, resolve_schedule
+from lightning_shardckpt.parallel.pipeline.schedule import Op, Schedule, bubble_fraction, resolve_schedule
 
 NAMES = [
     "gpipe",

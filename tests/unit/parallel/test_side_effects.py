@@ -1,4 +1,4 @@
-"""Is what a step leaves behind undone on this stage, and made again on another? A twin that ran the step knows."""
+"""What a step changes is undone on this stage, and made again on another. Oracle: a clone that ran the step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.effects import Memory
-from lightning_shardckpt.parallel.unknown import Unknown, in_pass
+from lightning_shardckpt.parallel.pipeline.side_effects import Memory
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, in_stage_run
 
 CPU = torch.device("cpu")
 
@@ -270,8 +270,8 @@ def test_state_that_something_unknown_was_written_into_gets_its_value_back(attri
     module: Any = Module()
     tensor = getattr(module, attribute)
     before, memory = tensor.clone(), Memory(parts(module))
-    unknown = Unknown.like(tensor, "net.embed", CPU)
-    with in_pass():
+    unknown = Placeholder.like(tensor, "net.embed", CPU)
+    with in_stage_run():
         if write == "+=":
             tensor += unknown
         elif write == "[:]":
@@ -289,6 +289,6 @@ def test_state_that_something_unknown_was_written_into_gets_its_value_back(attri
 def test_an_attribute_that_became_unknown_is_an_error_that_names_it() -> None:
     module: Any = Module()
     memory = Memory(parts(module))
-    module.losses.append(Unknown.like(torch.ones(2), "net.embed", CPU))
+    module.losses.append(Placeholder.like(torch.ones(2), "net.embed", CPU))
     with pytest.raises(TopologyError, match=r"losses.*net\.embed"):
         pickle.dumps(memory.changes())

@@ -1,4 +1,4 @@
-"""Does a backward in two parts make the gradients of an ordinary one? The ordinary one, in float64, is the oracle."""
+"""A backward in two parts makes the gradients of an ordinary one. Oracle: the ordinary one, in float64."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shardckpt.parallel.backward import Rest, backward_input, backward_weight
-from tests.pool import run_ranks
+from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward, backward_input, backward_weight
+from tests.support.pool import run_ranks
 
 WIDTH = 8
 
@@ -108,7 +108,7 @@ def run(
 ) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
     """Gradients of the inputs and of the parameters over all microbatches; ``late``: how many wait, None: ordinary."""
     torch.manual_seed(1)
-    rests: list[Rest] = []
+    rests: list[DeferredBackward] = []
     leaves = [[x.detach().clone().requires_grad_(x.requires_grad) for x in microbatch] for microbatch in inputs]
     for microbatch in leaves:
         outputs = [output for output in tensors(module(*microbatch)) if output.requires_grad]
@@ -312,7 +312,7 @@ def fully_sharded(late: int) -> list[str]:
     module.set_requires_gradient_sync(False)
     module.set_is_last_backward(False)
     module.set_reshard_after_backward(False)
-    rests: list[Rest] = []
+    rests: list[DeferredBackward] = []
     for x in data[torch.distributed.get_rank()][:-1]:
         leaf = x.clone().requires_grad_()
         output = module(leaf)

@@ -1,4 +1,4 @@
-"""Which stage owns what? Oracles: lists written out by hand, and brute force over all ways to cut."""
+"""Which stage owns what. Oracles: lists written out by hand, and brute force over all ways to split."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.stages import StagePlan, _balanced, plan_stages
-from tests.pipes import hugging_face
+from lightning_shardckpt.parallel.pipeline.stages import StagePlan, _balanced, plan_stages
+from tests.support.pipes import hugging_face
 
 WIDTH = 4
 

@@ -1,4 +1,7 @@
-"""Which stored tensor is which of the model? Oracles: torch's stack, cat and chunk, and names written out by hand."""
+"""Matching stored tensors to those of the model.
+
+Oracles: torch's stack, cat and chunk, and names written out by hand.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.foreign import ForeignTensors
-from lightning_shardckpt.formats.huggingface import open_file
-from lightning_shardckpt.formats.source import ForeignSource
-from lightning_shardckpt.pretrained.conversion import (
+from lightning_shardckpt.pretrained.hf_conversion import (
     UnsupportedError,
     chunks,
     concatenated,
     joined,
     stacked,
 )
-from lightning_shardckpt.pretrained.fitted import FittedSource
-from lightning_shardckpt.pretrained.fitting import Fit, fit, report
-from lightning_shardckpt.pretrained.names import renamed
-from lightning_shardckpt.sources import Target
+from lightning_shardckpt.pretrained.match import Match, fit, report
+from lightning_shardckpt.pretrained.matched_source import MatchedSource
+from lightning_shardckpt.sources.foreign_source import ForeignSource
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
+from lightning_shardckpt.sources.huggingface import open_file
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.model import WholeNames, tied_names
 
 
@@ -57,40 +60,15 @@ def root_of(**children: nn.Module) -> nn.Module:
     return root
 
 
-def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None, *, apart: bool = False) -> Fit:
+def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None, *, apart: bool = False) -> Match:
     """Of a file whose tensors are zero, or ``apart`` have different values."""
     values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
     whole = WholeNames(frozenset(module.state_dict()), tuple(map(tuple, tied_names(module))))
-    return fit(open_file(str(tmp_path / "w.safetensors")), module, whole, mapping)
+    return fit(open_file(str(tmp_path / "w.safetensors")), module, whole, KeyMapping.of(mapping))
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("mapping", "found"),
-    [
-        (None, {"a.w": "a.w", "b.w": "b.w", "x": "x"}),
-        ({"^a": "b", "^b": "a"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}),
-        ({r"^(.)\.": r"net.\1.", "w$": "weight"}, {"net.a.weight": "a.w", "net.b.weight": "b.w", "x": "x"}),
-        ({"^": "net."}, {"net.a.w": "a.w", "net.b.w": "b.w", "net.x": "x"}),
-        ({"x": None}, {"a.w": "a.w", "b.w": "b.w"}),
-        (lambda name: f"m.{name}" if "." in name else None, {"m.a.w": "a.w", "m.b.w": "b.w"}),
-        ({"": "-"}, {"-a-.-w": "a.w", "-b-.-w": "b.w", "-x": "x"}),
-    ],
-)
-def test_all_replacements_happen_at_once(mapping: Any, found: dict[str, str]) -> None:
-    assert renamed(["a.w", "b.w", "x"], mapping) == found
-
-
-def test_names_that_become_one_are_listed() -> None:
-    with pytest.raises(MismatchError, match=r"gives 1 names several times\n  c.w  of a.w, b.w"):
-        renamed(["a.w", "b.w"], {"^[ab]": "c"})
-    with pytest.raises(MismatchError, match=r"'\(' is no regular expression"):
-        renamed(["a.w"], {"(": ""})
-    with pytest.raises(MismatchError, match=r"makes 3 of 'a.w'"):
-        renamed(["a.w"], lambda name: 3)  # type: ignore[arg-type,return-value]
 
 
 BASE = ["transformer.h.0.w", "transformer.h.1.w"]
@@ -176,7 +154,7 @@ def parts(tmp_path: Path) -> tuple[ForeignSource, dict[str, Tensor]]:
 
 
 def read(source: ForeignSource, tensor: Any) -> Tensor:
-    target = Target("model", "x", torch.empty(tensor.shape), fresh=True)
+    target = ReadTarget("model", "x", torch.empty(tensor.shape), fresh=True)
     ForeignSource(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).fill([target])
     return target.tensor
 
@@ -226,8 +204,8 @@ def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live:
     safetensors.torch.save_file({"w": value}, tmp_path / "w.safetensors")
     source = open_file(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
-    fitting = FittedSource(source, Fit({"net.w": "w"}), {"net.w": tensor})
-    targets = [Target("model", "net.w", tensor, fresh=True)]
+    fitting = MatchedSource(source, Match({"net.w": "w"}), {"net.w": tensor})
+    targets = [ReadTarget("model", "net.w", tensor, fresh=True)]
     fitting.verify(targets)
     fitting.fill(targets)
     assert torch.equal(tensor, value.to(live))

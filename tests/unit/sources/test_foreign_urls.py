@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO, load, load_keys, metadata
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from tests import tiny
-from tests.pool import run_ranks
-from tests.stores import Bucket
+from tests.support import tiny
+from tests.support.pool import run_ranks
+from tests.support.stores import Bucket
 
 State = dict[str, Any]
 

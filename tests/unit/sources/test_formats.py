@@ -15,12 +15,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_shardckpt import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint as engine
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.formats.detect import FORMATS, recognised
-from lightning_shardckpt.formats.plain import PlainSource
-from lightning_shardckpt.regions import Region, fill
-from lightning_shardckpt.sources import Source, Target
+from lightning_shardckpt.sources.detect import FORMATS, recognised
+from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.transfer.file_filler import fill
+from lightning_shardckpt.transfer.regions import Region
 
 TENSORS = {
     "a.weight": torch.arange(35.0).reshape(5, 7),
@@ -37,7 +38,7 @@ def read(source: Source) -> dict[str, Tensor]:
     found = {}
     for key, spec in source.components()["model"].tensors.items():
         dtype = next(t.dtype for t in [*TENSORS.values(), torch.zeros(1)] if _name(t.dtype) == spec.dtype)
-        target = Target("model", key, torch.empty(spec.shape, dtype=dtype), fresh=True)
+        target = ReadTarget("model", key, torch.empty(spec.shape, dtype=dtype), fresh=True)
         source.verify([target])
         source.fill([target])
         found[key] = target.tensor
@@ -138,7 +139,7 @@ def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(FormatError, match=r"two versions of the weights: model.safetensors, and those of .*index.json"):
         opened(tmp_path)
     everything = (*FORMATS, FORMATS[0].__class__("a directory", os.path.isdir, FORMATS[0].open))
-    monkeypatch.setattr("lightning_shardckpt.formats.detect.FORMATS", everything)
+    monkeypatch.setattr("lightning_shardckpt.sources.detect.FORMATS", everything)
     with pytest.raises(FormatError, match="is a Hugging Face directory and a directory at once"):
         recognised(str(tmp_path))
 
@@ -147,7 +148,7 @@ def test_tensors_in_several_pieces_are_copied_by_torch(tmp_path: Path) -> None:
     base = torch.randn(6, 8)
     state = {"turned": base.t(), "overlaps": base[1:3], "every": base[:, ::2], "whole": base}
     torch.save(state, tmp_path / "x.pt")
-    source = PlainSource(str(tmp_path / "x.pt"))
+    source = TorchFileSource(str(tmp_path / "x.pt"))
     assert equal(read(source), state)
     with pytest.raises(FormatError, match=r"'turned', 'every' are not in the file in one piece"):
         _ = source.tensors
@@ -156,12 +157,12 @@ def test_tensors_in_several_pieces_are_copied_by_torch(tmp_path: Path) -> None:
 def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.zeros(1 << 20), "b": torch.ones(1 << 20)}, path)
-    source = PlainSource(str(path))
+    source = TorchFileSource(str(path))
     os.truncate(path, 5 << 20)
     with pytest.raises(CorruptionError, match=r"x.pt"):
         read(source)
     with pytest.raises(CorruptionError, match=r"x.pt'.* torch.load cannot read it"):
-        PlainSource(str(path))
+        TorchFileSource(str(path))
 
 
 def test_what_is_no_file_of_weights_says_so(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.look.inspect import inspect
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.read import Checkpoint
 from lightning_shardckpt.state.documents import checked, unpacked
-from lightning_shardckpt.state.huggingface import HuggingFace, packed
-from lightning_shardckpt.state.patterns import applied
-from lightning_shardckpt.storage.local import LocalStorage
-from lightning_shardckpt.verify import verify
+from lightning_shardckpt.state.hf_document import HuggingFace, packed
+from lightning_shardckpt.state.name_patterns import applied
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.tools.verify import verify
+from lightning_shardckpt.transfer.reader import Checkpoint
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}

@@ -1,4 +1,4 @@
-"""Does trainer state survive JSON? Oracle: the values themselves, types and all."""
+"""Trainer state survives JSON. Oracle: the values themselves, types and all."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.staging import TORCH_DTYPES
-from lightning_shardckpt.state.tree import INLINE_BYTES, Dropped, Encoder, decode, decode_small, encode_small
-from tests.pool import run_ranks
+from lightning_shardckpt.state.json_tree import INLINE_BYTES, Dropped, Encoder, decode, decode_small, encode_small
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from tests.support.pool import run_ranks
 
 
 def trip(value: Any) -> Any:
@@ -118,7 +118,7 @@ VALUES: list[Any] = [
     torch.tensor([1 + 2j]).conj(),
     random.Random(0).getstate(),
     {"numpy": dict(numpy.random.RandomState(0).get_state(legacy=False))},
-    torch.get_rng_state(),
+    torch.Generator().manual_seed(0).get_state(),
 ]
 
 
@@ -202,7 +202,7 @@ def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None
         encoder.check()
     lines = str(caught.value).splitlines()
     assert lines[1:-1] == [
-        "  callbacks/A/1: tests.test_tree.Custom",
+        "  callbacks/A/1: tests.unit.state.test_json_tree.Custom",
         "  callbacks/B/f: builtins.function",
         "  loops/0: builtins.function",
         "  loops/1/1: builtins.object",
@@ -230,9 +230,9 @@ def test_hyper_parameters_degrade_to_a_placeholder_again_and_again() -> None:
         kept = value["hyper_parameters"]["net"]
         assert value["hyper_parameters"]["lr"] == 0.1
         assert isinstance(kept, Dropped)
-        assert kept.type_name == "tests.test_tree.Custom"
+        assert kept.type_name == "tests.unit.state.test_json_tree.Custom"
         assert repr(kept).startswith(
-            "<not stored in the checkpoint: tests.test_tree.Custom <tests.test_tree.Custom object"
+            f"<not stored in the checkpoint: {Custom.__module__}.Custom <{Custom.__module__}.Custom object"
         )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_shardckpt.index import Component
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.model import Differences
-from lightning_shardckpt.state.optimizer import OptimizerLoad, StoredOptimizer, optimizer_leaves
+from lightning_shardckpt.state.optimizer import StoredOptimizer, optimizer_leaves
+from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.snapshot import specs_of
 
 WHOLE = ("a", "b", "c", "d", "e")

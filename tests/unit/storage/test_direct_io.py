@@ -1,4 +1,4 @@
-"""Do all bytes arrive on the way past the page cache? Oracle: the joined parts. Files on a disk, and in memory."""
+"""All bytes arrive on the way past the page cache. Oracle: the joined parts. Files on a disk, and in memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ import numpy
 import pytest
 import torch
 
-from lightning_shardckpt.checkpoint import load_full, save
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
+from lightning_shardckpt.checkpoint.checkpoint import load_full, save
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage import direct
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.local.direct_io import write_durably
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
-from tests.faults.inject import Fault, Interposer
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+from tests.sweeps.faults.inject import Fault, Interposer
 
 BLOCK, BUFFER, SMALL = 4096, 16384, 8192
+# files of some KB are written as large ones are
+SMALL_FILES = Tuning(disk_buffer_bytes=BUFFER, direct_io_bytes=SMALL, numpy_copy_bytes=BLOCK)
 RANDOM = numpy.random.default_rng(0).bytes(1 << 20)
 SIZES = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, SMALL - 1, SMALL, BUFFER - 1, BUFFER, BUFFER + 1, 5 * BUFFER + 7)
 
@@ -55,14 +59,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         found.rmdir()
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of some KB are written as large ones are."""
-    monkeypatch.setattr(direct, "_BUFFER_BYTES", BUFFER)
-    monkeypatch.setattr(direct, "_SMALL_BYTES", SMALL)
-    monkeypatch.setattr(direct, "_LARGE_BYTES", BLOCK)
-
-
 @pytest.fixture(autouse=True)
 def no_open_files() -> Iterator[None]:
     before = sorted(os.listdir("/proc/self/fd"))
@@ -70,16 +66,16 @@ def no_open_files() -> Iterator[None]:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def written(path: Path, parts: Any) -> bytes:
+def written(path: Path, parts: Any, tuning: Tuning = SMALL_FILES) -> bytes:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        direct.write_durably(file, parts)
+        write_durably(file, parts, tuning)
     finally:
         os.close(file)
     return path.read_bytes()
 
 
-def cut(sizes: Sequence[int], at: int = 0) -> list[Bytes]:
+def split(sizes: Sequence[int], at: int = 0) -> list[Bytes]:
     """Random parts; the memory of every second one begins at an odd address."""
     memory = numpy.frombuffer(RANDOM, numpy.uint8).copy()
     begin = 1 - memory.ctypes.data % 2 + at
@@ -98,29 +94,26 @@ def calls(interposer: Interposer) -> list[str]:
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_parts_of_all_sizes_arrive_whole(count: int, folder: Path) -> None:
     every = 7 if count == 3 else 1  # and no divisor of how many there are
     for sizes in itertools.islice(itertools.product(SIZES, repeat=count), 0, None, every):
-        parts = cut(sizes)
+        parts = split(sizes)
         assert written(folder / "a", iter(parts)) == b"".join(parts), sizes
         (folder / "a").unlink()
 
 
-@pytest.mark.usefixtures("small")
 def test_many_parts_of_all_addresses_arrive_whole(folder: Path) -> None:
-    parts = [part for at in range(64) for part in cut([at, 700, BLOCK + at], at)]
+    parts = [part for at in range(64) for part in split([at, 700, BLOCK + at], at)]
     assert written(folder / "a", parts) == b"".join(parts)
 
 
 @pytest.mark.parametrize("size", [(1 << 20) - 1, 1 << 20, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, (33 << 20) + 5])
 def test_one_part_of_any_size_arrives_whole(size: int, folder: Path) -> None:
     part = (RANDOM * 34)[:size]
-    assert written(folder / "a", [memoryview(part)]) == part
+    assert written(folder / "a", [memoryview(part)], TUNING) == part
 
 
-@pytest.mark.usefixtures("small")
 def test_only_what_is_large_and_aligned_goes_past_the_cache(tmp_path: Path) -> None:
     flags: list[tuple[int, bool]] = []
     pwrite = os.pwrite
@@ -133,12 +126,11 @@ def test_only_what_is_large_and_aligned_goes_past_the_cache(tmp_path: Path) -> N
         patch.setattr(os, "pwrite", seen)
         for name, size in {"a": SMALL - 1, "b": SMALL, "c": 2 * BUFFER + BLOCK + 3}.items():
             assert len(written(tmp_path / name, [RANDOM[:size]])) == size
-    if not any(direct for _, direct in flags):
+    if not any(is_direct for _, is_direct in flags):
         pytest.skip(f"the file system of {tmp_path} has no direct writes")
     assert flags == [(SMALL - 1, False), (SMALL, True), (BUFFER, True), (BUFFER, True), (BLOCK, True), (3, False)]
 
 
-@pytest.mark.usefixtures("small")
 def test_parts_are_dropped_when_they_are_copied(tmp_path: Path) -> None:
     alive: list[ref[numpy.ndarray]] = []
 
@@ -152,7 +144,6 @@ def test_parts_are_dropped_when_they_are_copied(tmp_path: Path) -> None:
     assert len(written(tmp_path / "a", parts())) == 50 * BLOCK
 
 
-@pytest.mark.usefixtures("small")
 def test_a_file_is_written_while_its_parts_are_made(tmp_path: Path) -> None:
     """No part after the first buffer is made before that buffer is on its way; and by another thread."""
     threads: list[int] = []
@@ -174,7 +165,6 @@ def test_a_file_is_written_while_its_parts_are_made(tmp_path: Path) -> None:
     assert threading.get_ident() not in threads
 
 
-@pytest.mark.usefixtures("small")
 def test_several_threads_write_files_of_their_own(folder: Path) -> None:
     contents = [RANDOM[i * 999 : i * 999 + 9 * BUFFER + i] for i in range(4)]
     found: dict[int, bytes] = {}
@@ -194,7 +184,6 @@ def test_several_threads_write_files_of_their_own(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.usefixtures("small")
 def test_a_child_that_is_forked_meanwhile_changes_nothing(folder: Path) -> None:
     """It has the memory of its parent, and writes a file of its own."""
     children: list[int] = []
@@ -216,7 +205,6 @@ def test_a_child_that_is_forked_meanwhile_changes_nothing(folder: Path) -> None:
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
 
 
-@pytest.mark.usefixtures("small")
 def test_without_another_thread_the_file_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,12 +212,12 @@ def test_without_another_thread_the_file_is_written_all_the_same(
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    assert written(tmp_path / "a", cut([5 * BUFFER + 9])) == b"".join(cut([5 * BUFFER + 9]))
+    assert written(tmp_path / "a", split([5 * BUFFER + 9])) == b"".join(split([5 * BUFFER + 9]))
 
 
 # ── refusals and errors ───────────────────────────────────────────────────────────────────────────────────────────
 
-PARTS = cut([1000, 3 * BUFFER, 7, BUFFER // 2])  # more buffers than there are, and an end that is not aligned
+PARTS = split([1000, 3 * BUFFER, 7, BUFFER // 2])  # more buffers than there are, and an end that is not aligned
 
 
 def ended(folder: Path, fault: Fault, parts: Any = PARTS) -> tuple[bytes | OSError, list[str]]:
@@ -251,12 +239,10 @@ def each_call(folder: Path, *names: str) -> list[int]:
     return [number for number, name in enumerate(made, 1) if name in names]
 
 
-@pytest.mark.usefixtures("small")
 def test_the_calls_of_a_file_are_the_same_every_time(folder: Path) -> None:
     assert len({tuple(ended(folder, Fault("errno"))[1]) for _ in range(20)}) == 1
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("what", ["fcntl", "pwrite"])
 def test_where_a_direct_write_is_refused_the_bytes_are_the_same(what: str, tmp_path: Path) -> None:
     numbers = each_call(tmp_path, what)
@@ -267,27 +253,24 @@ def test_where_a_direct_write_is_refused_the_bytes_are_the_same(what: str, tmp_p
         assert found == b"".join(PARTS) and "fsync" in made
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kind", ["short", "short from on"])
 def test_what_a_write_left_over_is_written(kind: Any, folder: Path) -> None:
     for number in each_call(folder, "pwrite"):
         assert ended(folder, Fault(kind, number))[0] == b"".join(PARTS)
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kind", ["errno", "sticky"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_every_error_is_raised_where_the_parts_come_from(kind: Any, code: int, folder: Path) -> None:
     for number in each_call(folder, "pwrite", "fsync"):
         found, made = ended(folder, Fault(kind, number, code))
         assert isinstance(found, OSError) and found.errno == code
-        assert made[number:] == []  # nothing is written or synced behind an error
+        assert made[number:] == []  # nothing is written or synced after an error
 
 
-@pytest.mark.usefixtures("small")
 def test_an_error_of_the_disk_stops_whoever_makes_the_parts(tmp_path: Path) -> None:
     def parts() -> Iterator[bytes]:
-        for _ in range(direct._BUFFERS + 2):  # so many may be made until the error is known
+        for _ in range(SMALL_FILES.disk_buffers + 2):  # so many may be made until the error is known
             yield bytes(BUFFER)
         pytest.fail("more is made, though nothing can be written")
 
@@ -306,7 +289,6 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
     draft.discard()
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 @pytest.mark.parametrize("after", [0, 1, 2, 9])
 def test_an_error_of_whoever_makes_the_parts_leaves_no_thread(
@@ -336,7 +318,6 @@ def until_in(thread: int, function: str) -> None:
     raise TimeoutError(function)
 
 
-@pytest.mark.usefixtures("small")
 def test_an_interrupt_while_the_disk_is_waited_for_leaves_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,10 +339,9 @@ def test_an_interrupt_while_the_disk_is_waited_for_leaves_no_thread(
     assert interrupted == ["_next_buffer", "wait"]
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("number", [None, 3])
 def test_no_buffer_is_kept(number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither behind a file nor behind an error, once that is forgotten."""
+    """Neither after a file nor after an error, once that is forgotten."""
     alive: WeakSet[mmap.mmap] = WeakSet()
 
     class Seen(mmap.mmap):
@@ -389,9 +369,10 @@ def state(step: int) -> dict[str, Any]:
 
 def saved(path: str, step: int, *, sync_files: bool) -> list[str]:
     """Save, and remove what was saved; the calls."""
-    storage, about = LocalStorage(sync_files=sync_files), About(step)
+    storage, about = LocalStorage(sync_files=sync_files), RunInfo(step)
     with Interposer(os.path.dirname(os.path.dirname(path))) as interposer:
-        save(path, lambda: snapshot(state(step)), ranks=Ranks.alone(), about=about, size_per_shard=1, storage=storage)
+        ranks, options = Ranks.alone(), SaveOptions(1)
+        save(path, lambda: snapshot(state(step)), ranks=ranks, about=about, options=options, storage=storage)
         assert torch.equal(load_full(path)["state_dict"]["a"], state(step)["state_dict"]["a"])
         storage.remove(path)
     return calls(interposer)

@@ -1,10 +1,9 @@
-"""What killed saves leave behind is found, told and deleted, and nothing else is."""
+"""What killed saves leave is found, told and deleted, and nothing else is."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
 import re
 import shutil
@@ -18,14 +17,17 @@ from typing import Any
 import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import leftovers, local, locks, outputs
-from lightning_shardckpt.storage.local import LocalDraft, LocalStorage
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local import leftovers
+from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.local.posix import locks_bind_everybody
 from lightning_shardckpt.storage.protocol import read_all
-from tests.pool import run_ranks
-from tests.test_storage import ID, LOCAL, OTHER_ID, beside, content, new_file, put
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.system.tuning import Tuning
+from tests.support.file_systems import OF_MANY_MACHINES, OF_ONE_MACHINE, WITHOUT_FLAGS
+from tests.support.pool import run_ranks
+from tests.unit.storage.test_storage import ID, LOCAL, LOCAL_WITHOUT_FLAGS, OTHER_ID, beside, content, new_file, put
 
-BIND_EVERYBODY = locks.bind_everybody
 NAMES = ("0123456789abcdef", "f" * 32)
 
 
@@ -34,14 +36,9 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "runs" / "step-1.ckpt")
 
 
-@pytest.fixture(autouse=True)
-def of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "bind_everybody", lambda directory: True)
-
-
-def begun(path: str, save_id: str = ID, **files: bytes) -> LocalDraft:
+def begun(path: str, save_id: str = ID, *, storage: LocalStorage = LOCAL, **files: bytes) -> LocalDraft:
     """A save that goes on in this process."""
-    draft = LOCAL.draft(path, save_id)
+    draft = storage.draft(path, save_id)
     draft.begin()
     for name, data in files.items():
         draft.write(name, [data])
@@ -60,9 +57,9 @@ def killed(work: Callable[[], object]) -> None:
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
-def saved(path: str, save_id: str = OTHER_ID) -> list[str]:
+def saved(path: str, save_id: str = OTHER_ID, storage: LocalStorage = LOCAL) -> list[str]:
     """The notes of a save."""
-    draft = begun(path, save_id, **{ROOT_NAME: save_id.encode()})
+    draft = begun(path, save_id, storage=storage, **{ROOT_NAME: save_id.encode()})
     draft.publish()
     return draft.notes
 
@@ -216,9 +213,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_save_succeeds(
     exchange: bool, name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(LOCAL, path, a=b"old")
-    if not exchange:
-        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
-    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""})
+    storage = LOCAL if exchange else LOCAL_WITHOUT_FLAGS
+    draft = begun(path, OTHER_ID, storage=storage, a=b"new", **{ROOT_NAME: b""})
     with monkeypatch.context() as patch:
         patch.setattr(os, name, refusing(errno.EPERM))
         draft.publish()
@@ -253,20 +249,18 @@ def test_another_error_of_a_lock_fails_the_save(path: str, monkeypatch: pytest.M
     assert os.listdir(os.path.dirname(path)) == []
 
 
-def test_where_other_machines_write_only_what_has_been_quiet_for_long_is_removed(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "bind_everybody", lambda directory: False)
+def test_where_other_machines_write_only_what_has_been_quiet_for_long_is_removed(path: str) -> None:
+    of_many = LocalStorage(file_system=OF_MANY_MACHINES)
     killed(lambda: begun(path, a=b"1", b=b"2"))
     (name,) = beside(path)
-    (note,) = saved(path)
+    (note,) = saved(path, storage=of_many)
     assert "another machine may be writing it" in note
     leftover, long_ago = os.path.join(os.path.dirname(path), name), time.time() - 7200
     os.utime(os.path.join(leftover, "a"), (long_ago, long_ago))
     os.utime(leftover, (long_ago, long_ago))
-    assert len(saved(path)) == 1 and beside(path) == [name]  # b is young
+    assert len(saved(path, storage=of_many)) == 1 and beside(path) == [name]  # b is young
     os.utime(os.path.join(leftover, "b"), (long_ago, long_ago))
-    (note,) = saved(path)
+    (note,) = saved(path, storage=of_many)
     assert note.startswith("removed the leftover") and beside(path) == []
 
 
@@ -294,27 +288,25 @@ MOUNTS = """\
     ],
 )
 def test_only_a_file_system_of_one_machine_has_locks_that_bind_everybody(
-    directory: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+    directory: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS, encoding="utf-8")
     monkeypatch.setattr(os.path, "realpath", lambda path: path)
-    monkeypatch.setattr(locks, "open", lambda *args, **kwargs: io.StringIO(MOUNTS), raising=False)
-    assert BIND_EVERYBODY(directory) == expected
+    assert locks_bind_everybody(directory, str(mounts)) == expected
 
 
-def test_locks_of_an_unknown_file_system_do_not_bind_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert BIND_EVERYBODY("/dev/shm") in (True, False)  # from the mounts of this machine
-    monkeypatch.setattr(locks, "open", refusing(errno.ENOENT), raising=False)
-    assert not BIND_EVERYBODY("/dev/shm")
+def test_locks_of_an_unknown_file_system_do_not_bind_everybody(tmp_path: Path) -> None:
+    assert locks_bind_everybody("/dev/shm") in (True, False)  # from the mounts of this machine
+    assert not locks_bind_everybody("/dev/shm", str(tmp_path / "nothing"))
 
 
-def test_a_stranger_who_holds_the_lock_of_the_parent_does_not_stop_a_save(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "WAIT_S", 0.0)
+def test_a_stranger_who_holds_the_lock_of_the_parent_does_not_stop_a_save(path: str) -> None:
+    impatient = LocalStorage(file_system=OF_ONE_MACHINE, tuning=Tuning(lock_wait_s=0.0))
     os.makedirs(os.path.dirname(path))
     held = os.open(os.path.dirname(path), os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    assert saved(path) == []
+    assert saved(path, storage=impatient) == []
     os.close(held)
 
 
@@ -354,19 +346,18 @@ def test_the_lock_of_the_parent_is_waited_for(path: str) -> None:
 
 @pytest.mark.parametrize("how", ["exchanged", "moved aside", "removed"])
 def test_what_is_being_read_stays_whole_and_is_deleted_later(
-    how: str, path: str, monkeypatch: pytest.MonkeyPatch
+    how: str, path: str
 ) -> None:
-    if how == "moved aside":
-        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
+    storage = LOCAL_WITHOUT_FLAGS if how == "moved aside" else LOCAL
     put(LOCAL, path, a=b"old", b=b"old")
     readers = [LOCAL.open(path) for _ in range(2)]
-    assert LOCAL.remove(path) == [] if how == "removed" else saved(path) == []
+    assert LOCAL.remove(path) == [] if how == "removed" else saved(path, storage=storage) == []
     assert len(beside(path)) == 1
     for reader in readers:
-        assert len(saved(path, "2" * 32)) == 0, "a lock of a reader is not one of a save"
+        assert len(saved(path, "2" * 32, storage)) == 0, "a lock of a reader is not one of a save"
         assert [read_all(reader, name) for name in ("a", "b")] == [b"old", b"old"]
         reader.close()
-    (note,) = saved(path, "3" * 32)
+    (note,) = saved(path, "3" * 32, storage)
     assert note.startswith("removed a checkpoint that was replaced or deleted, 3 files")
     assert beside(path) == []
 
@@ -415,8 +406,7 @@ def test_nothing_is_deleted_if_it_is_unknown_whether_the_new_name_is_durable(
 
 def test_the_old_one_comes_back_if_the_second_rename_fails(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put(LOCAL, path, a=b"old")
-    monkeypatch.setattr(local, "_exchange", lambda a, b: False)
-    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""})
+    draft = begun(path, OTHER_ID, storage=LOCAL_WITHOUT_FLAGS, a=b"new", **{ROOT_NAME: b""})
     rename = os.rename
 
     def failing(source: str, target: str) -> None:
@@ -439,15 +429,14 @@ def test_what_waits_aside_is_kept_until_the_new_one_is_published(
     in_place: str, exchange: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(LOCAL, path, a=b"old")
-    aside = local._aside(path)
+    aside = leftovers.aside_name(path)
     os.rename(path, aside)
     if in_place == "empty directory":
         os.mkdir(path)
     elif in_place == "dangling link":
         os.symlink("nowhere", path)
-    if not exchange:
-        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
-    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""})
+    storage = LOCAL if exchange else LOCAL_WITHOUT_FLAGS
+    draft = begun(path, OTHER_ID, storage=storage, a=b"new", **{ROOT_NAME: b""})
     published: list[bool] = []
     dispose = leftovers.dispose
 
@@ -463,7 +452,7 @@ def test_what_waits_aside_is_kept_until_the_new_one_is_published(
 
 def test_a_stale_checkpoint_aside_does_not_outlive_an_exchange(path: str) -> None:
     put(LOCAL, path, a=b"new")
-    shutil.copytree(path, local._aside(path))
+    shutil.copytree(path, leftovers.aside_name(path))
     assert saved(path) == []
     assert beside(path) == []
 
@@ -558,13 +547,13 @@ class LateStorage(LocalStorage):
 def load_late(directory: str, late: int, looks: int, before: str, visible_within_s: float) -> tuple[str, int]:
     import torch.distributed as dist
 
-    from lightning_shardckpt import opening
-    from lightning_shardckpt.ranks import Ranks
+    from lightning_shardckpt.distributed.ranks import Ranks
+    from lightning_shardckpt.sources import open_source
 
     rank = dist.get_rank()
     storage = LateStorage(looks if rank == late else 0, f"{directory}/{before}", visible_within_s)
     try:
-        with opening.opened(f"{directory}/new", ranks=Ranks.of_default_group(), storage=storage) as source:
+        with open_source.opened(f"{directory}/new", ranks=Ranks.of_default_group(), storage=storage) as source:
             return source.checkpoint.root.save_id, storage.opened  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", storage.opened
@@ -573,9 +562,10 @@ def load_late(directory: str, late: int, looks: int, before: str, visible_within
 def save_two(directory: str) -> None:
     import torch
 
-    from lightning_shardckpt.checkpoint import save
-    from lightning_shardckpt.ranks import Ranks
-    from lightning_shardckpt.saving import About
+    from lightning_shardckpt.checkpoint.checkpoint import save
+    from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+    from lightning_shardckpt.checkpoint.save_job import RunInfo
+    from lightning_shardckpt.distributed.ranks import Ranks
     from lightning_shardckpt.state.trainer import snapshot
 
     for number, name in enumerate(("old", "new")):
@@ -584,8 +574,8 @@ def save_two(directory: str) -> None:
             f"{directory}/{name}",
             lambda state=state: snapshot(state),  # type: ignore[misc]
             ranks=Ranks.alone(),
-            about=About(number),
-            size_per_shard=1,
+            about=RunInfo(number),
+            options=SaveOptions(1),
         )
 
 
@@ -644,12 +634,12 @@ def test_a_file_is_made_by_one_process_at_a_time_and_replaces_nothing(path: str)
 
 
 @pytest.mark.parametrize("flags", [True, False], ids=["renameat2", "rename"])
-def test_a_file_that_appears_meanwhile_is_not_replaced(flags: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not flags:
-        monkeypatch.setattr(outputs, "rename_at_once", lambda *args: False)
-        assert written(path + "2") == []
-        os.unlink(path + "2")
-    with pytest.raises(FileExistsError), new_file(path):
+def test_a_file_that_appears_meanwhile_is_not_replaced(flags: bool, path: str) -> None:
+    file_system = OF_ONE_MACHINE if flags else WITHOUT_FLAGS
+    with new_file(path + "2", file_system):
+        pass
+    os.unlink(path + "2")
+    with pytest.raises(FileExistsError), new_file(path, file_system):
         Path(path).write_bytes(b"thesis")
     assert Path(path).read_bytes() == b"thesis" and beside(path) == []
 
@@ -671,7 +661,9 @@ def test_all_that_a_save_found_is_one_warning(path: str) -> None:
     killed(lambda: [begun(path + name, a=b"1") for name in ("1", "2")])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ShardCkptIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}}, path)
-        ShardCkptIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}}, path)
+        for _ in range(2):
+            io = ShardCkptIO()
+            io.storage = StorageRouter(LOCAL)
+            io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, path)
     (warning,) = caught
     assert str(warning.message).count("removed the leftover of an unfinished save, 1 file, 1 B") == 2

@@ -1,4 +1,4 @@
-"""Checkpoints in stores: who wins, what is left and cleaned up, what a copy elsewhere is. See also test_storage."""
+"""Checkpoints in stores: who wins, what is left and cleaned up, what a copy elsewhere is."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ import fsspec
 import pytest
 import torch
 
-from lightning_shardckpt import ShardCkptIO, checkpoint, lazy
+from lightning_shardckpt import ShardCkptIO, lazy
+from lightning_shardckpt.checkpoint import checkpoint
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.index import ROOT_NAME, RootIndex, root_from_json, root_to_json
-from lightning_shardckpt.latest import resolved
-from lightning_shardckpt.look.inspect import inspect
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.read import Checkpoint
-from lightning_shardckpt.saving import About
-from lightning_shardckpt.sources import ShardedSource, Target
+from lightning_shardckpt.format.index import ROOT_NAME, RootIndex
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
+from lightning_shardckpt.sources.source import ReadTarget, ShardedSource
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.places import Places, is_url, storage_of
-from lightning_shardckpt.storage.prefixed import PrefixedReader
-from lightning_shardckpt.storage.protocol import Draft
-from lightning_shardckpt.storage.remote import RemoteReader
-from lightning_shardckpt.storage.turns import one_per_machine
-from lightning_shardckpt.verify import verify
-from tests import tiny
-from tests.pool import run_ranks
-from tests.stores import IMPATIENT, Bucket
-from tests.test_latest import trainer
-from tests.test_storage import ID, OTHER_ID, root_of
+from lightning_shardckpt.storage.local.locks import one_per_machine
+from lightning_shardckpt.storage.protocol import Draft, Reader, read_all
+from lightning_shardckpt.storage.remote.remote_storage import RemoteReader
+from lightning_shardckpt.storage.router import StorageRouter, is_url, storage_of
+from lightning_shardckpt.strategy.ckpt_path import resolved
+from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.tools.verify import verify
+from lightning_shardckpt.transfer.reader import Checkpoint
+from tests.support import tiny
+from tests.support.pool import run_ranks
+from tests.support.stores import IMPATIENT, Bucket
+from tests.system.test_ckpt_path import trainer
+from tests.unit.storage.test_storage import ID, OTHER_ID, root_of
 
 THIRD_ID = "2" * 32
 OPTIMIZERS = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
 
 
 @pytest.fixture
-def places(s3: Bucket) -> Places:
-    return Places(storage_options=s3.options, patience=IMPATIENT)
+def places(s3: Bucket) -> StorageRouter:
+    return StorageRouter(storage_options=s3.options, retry_policy=IMPATIENT)
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def url(tmp_path: Path) -> str:
 
 def save(url: str, value: float, step: int = 1, **options: Any) -> list[str]:
     state = {"state_dict": {"a": torch.full((5_000,), value)}, "optimizer_states": OPTIMIZERS, "global_step": step}
-    common: dict[str, Any] = {"ranks": Ranks.alone(), "about": About(step), "size_per_shard": 1, **options}
+    common: dict[str, Any] = {"ranks": Ranks.alone(), "about": RunInfo(step), "options": SaveOptions(1), **options}
     return checkpoint.save(url, lambda: snapshot(state), **common)
 
 
@@ -62,7 +64,7 @@ def load(url: str, **options: Any) -> float:
     return float(checkpoint.load_full(url, **options)["state_dict"]["a"].unique())
 
 
-def draft(places: Places, url: str, save_id: str, **files: bytes) -> Draft:
+def draft(places: StorageRouter, url: str, save_id: str, **files: bytes) -> Draft:
     """A save that is ready to be published."""
     found = places.draft(url, save_id)
     found.begin()
@@ -72,7 +74,7 @@ def draft(places: Places, url: str, save_id: str, **files: bytes) -> Draft:
 
 
 @pytest.mark.slow
-def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(places: Places, s3: Bucket) -> None:
+def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(places: StorageRouter, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     for before in (None, THIRD_ID):
         if before is not None:
@@ -87,7 +89,7 @@ def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(place
         assert s3.listed() == []
 
 
-def test_a_save_to_a_path_that_is_removed_meanwhile_fails(places: Places, s3: Bucket) -> None:
+def test_a_save_to_a_path_that_is_removed_meanwhile_fails(places: StorageRouter, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     draft(places, url, ID).publish()
     second = draft(places, url, OTHER_ID, a=b"2")
@@ -98,7 +100,7 @@ def test_a_save_to_a_path_that_is_removed_meanwhile_fails(places: Places, s3: Bu
     assert s3.listed() == []
 
 
-def test_a_save_whose_files_another_one_deleted_is_not_committed(places: Places, s3: Bucket) -> None:
+def test_a_save_whose_files_another_one_deleted_is_not_committed(places: StorageRouter, s3: Bucket) -> None:
     """Nothing was there when it began, and nothing is there when it ends: the condition alone would hold."""
     url = s3.url("a.ckpt")
     first, second = draft(places, url, ID, a=b"1"), draft(places, url, OTHER_ID)
@@ -110,7 +112,7 @@ def test_a_save_whose_files_another_one_deleted_is_not_committed(places: Places,
     assert s3.listed() == []
 
 
-def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(places: Places, s3: Bucket) -> None:
+def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(places: StorageRouter, s3: Bucket) -> None:
     url, dead = s3.url("runs", "a.ckpt"), THIRD_ID[:16]
     s3.put(f"runs/a.ckpt/{dead}-model-dist-00000-shard-00001.safetensors", b"x" * 2048)
     s3.begin_upload(f"runs/a.ckpt/{dead}-model-dist-00001-shard-00001.safetensors")
@@ -127,7 +129,7 @@ def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(places
 
 
 def test_a_store_that_can_not_compare_keeps_what_may_be_of_a_running_save(tmp_path: Path) -> None:
-    url, places = f"another:/{tmp_path}/a.ckpt", Places()
+    url, places = f"another:/{tmp_path}/a.ckpt", StorageRouter()
     running = draft(places, url, ID, a=b"1")
     assert save(url, 1.0) == [
         f"left 1 file of unfinished saves at {url!r}, 1 B: this store can't tell whether another process is "
@@ -142,7 +144,7 @@ def test_a_store_that_can_not_compare_keeps_what_may_be_of_a_running_save(tmp_pa
 
 
 @pytest.mark.parametrize("what", ["an object", "objects of somebody"])
-def test_what_is_not_ours_is_never_replaced(what: str, places: Places, s3: Bucket) -> None:
+def test_what_is_not_ours_is_never_replaced(what: str, places: StorageRouter, s3: Bucket) -> None:
     key = "a.ckpt" if what == "an object" else "a.ckpt/thesis.tex"
     s3.put(key)
     with pytest.raises(FileExistsError, match=r"a\.ckpt.*use another path"):
@@ -152,7 +154,7 @@ def test_what_is_not_ours_is_never_replaced(what: str, places: Places, s3: Bucke
     assert s3.listed() == [key]
 
 
-def test_what_lies_beside_and_below_a_checkpoint_stays(places: Places, s3: Bucket) -> None:
+def test_what_lies_beside_and_below_a_checkpoint_stays(places: StorageRouter, s3: Bucket) -> None:
     draft(places, s3.url("run"), ID, a=b"1").publish()
     draft(places, s3.url("run/epoch=1.ckpt"), THIRD_ID, a=b"1").publish()
     s3.put("run/config.yaml")
@@ -195,7 +197,7 @@ def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: st
     """As what is on a GPU: a verified load of live tensors must not fetch everything twice from far away."""
     value = torch.arange(60_000.0).view(200, 300)
     state = {"state_dict": {"a": value, "b": value + 1}, "global_step": 1}
-    checkpoint.save(url, lambda: snapshot(state), ranks=Ranks.alone(), about=About(), size_per_shard=1)
+    checkpoint.save(url, lambda: snapshot(state), ranks=Ranks.alone(), about=RunInfo(), options=SaveOptions(1))
     reads = list[int]()
 
     class Counting(RemoteReader):
@@ -203,11 +205,19 @@ def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: st
             reads.append(len(target) if "shard" in name else 0)
             super().read_into(name, offset, target)
 
-    found = Checkpoint(storage_of(url), url)
-    assert isinstance(found.reader, PrefixedReader) and isinstance(found.reader._reader, RemoteReader)
-    found.reader._reader.__class__ = Counting
+    storage = storage_of(url)
+    really_open = storage.open
+
+    def open_counting(path: str) -> Reader:
+        found = really_open(path)
+        assert isinstance(found, RemoteReader)
+        found.__class__ = Counting
+        return found
+
+    storage.open = open_counting  # type: ignore[method-assign]
+    found = Checkpoint(storage, url)
     live = {"a": torch.zeros(300, 200).t(), "b": torch.zeros(200, 300)}
-    targets = [Target("model", key, tensor) for key, tensor in live.items()]
+    targets = [ReadTarget("model", key, tensor) for key, tensor in live.items()]
     source = ShardedSource(found)
     source.verify(targets)
     assert not any(tensor.any() for tensor in live.values())
@@ -235,8 +245,19 @@ def test_the_tools_take_urls(url: str) -> None:
         inspect(url.removesuffix("/a.ckpt"))
 
 
+def test_a_download_outlives_its_clones_which_threads_close_at_any_time(url: str, tmp_path: Path) -> None:
+    save(url, 1.0)
+    reader = StorageRouter(pre_download=tmp_path / "cache").open(url)
+    (name,) = [name for name in reader.names() if name.endswith("model-dist-00000-shard-00001.safetensors")]
+    clone, other = reader.clone(), reader.clone()
+    expected = read_all(clone, name)
+    clone.close()
+    assert read_all(other, name) == read_all(reader, name) == expected
+    reader.close()
+
+
 def test_a_download_is_kept_and_used_again(url: str, tmp_path: Path) -> None:
-    cached = Places(pre_download=tmp_path / "cache")
+    cached = StorageRouter(pre_download=tmp_path / "cache")
     save(url, 1.0)
     assert load(url, storage=cached) == 1.0
     fs = fsspec.filesystem("memory")
@@ -254,7 +275,7 @@ def test_a_download_is_kept_and_used_again(url: str, tmp_path: Path) -> None:
 
 UPLOAD = """
 import os, sys
-from lightning_shardckpt.storage.turns import one_per_machine
+from lightning_shardckpt.storage.local.locks import one_per_machine
 for i in range(50):
     with one_per_machine():
         os.mkdir("inside")
@@ -265,14 +286,14 @@ for i in range(50):
 
 def test_processes_of_a_machine_take_turns(tmp_path: Path) -> None:
     command = [sys.executable, "-c", UPLOAD]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     others = [subprocess.Popen([*command, str(number)], cwd=tmp_path, env=env) for number in range(2)]
     assert [other.wait(60) for other in others] == [0, 0]  # mkdir would fail if two were in
     assert len(os.listdir(tmp_path)) == 100
 
 
 def test_an_upload_waits_for_its_turn(url: str) -> None:
-    throttled = Places(throttle_uploads=True).draft(url, ID)
+    throttled = StorageRouter(throttle_uploads=True).draft(url, ID)
     throttled.begin()
     seen = list[str]()
 
@@ -361,7 +382,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         storage_of("s3://bucket/a")
 
 
-def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, places: Places) -> None:
+def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, places: StorageRouter) -> None:
     with pytest.raises(FileNotFoundError, match="bucket"):
         save(f"{s3.url()}-not/a.ckpt", 1.0, storage=places)
     with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt"):

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shardckpt import checkpoint, lazy
+from lightning_shardckpt import lazy
+from lightning_shardckpt.checkpoint import checkpoint
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.saving import About
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage import s3 as s3_module
-from lightning_shardckpt.storage.places import Places
-from tests.stores import IMPATIENT, Asked, Bucket, Harm, Proxy
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.system.tuning import Tuning
+from tests.support.stores import IMPATIENT, Asked, Bucket, Harm, Proxy
 
 FIRST, SECOND = 1.0, 2.0
 
@@ -29,23 +31,23 @@ def proxy(s3_port: int) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def places(s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Places:
+def places(s3: Bucket, proxy: Proxy) -> StorageRouter:
     """The bucket behind the proxy; large objects go in parts, which are small here."""
-    monkeypatch.setattr(s3_module, "_PART_BYTES", 5 << 20)  # S3's least
     options = replace(s3, port=proxy.port).options | {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
-    return Places(storage_options=options, patience=IMPATIENT)
+    tuning = Tuning(upload_part_bytes=5 << 20)  # S3's least
+    return StorageRouter(storage_options=options, retry_policy=IMPATIENT, tuning=tuning)
 
 
-def save(places: Places, url: str, value: float) -> list[str]:
+def save(places: StorageRouter, url: str, value: float) -> list[str]:
     """A checkpoint of 12 MB, whose tensors are all of one value."""
     state = {"state_dict": {"a": torch.full((3_000_000,), value), "b": torch.full((3,), value)}, "global_step": 1}
-    about = About(int(value))
+    about = RunInfo(int(value))
     return checkpoint.save(
-        url, lambda: snapshot(state), ranks=Ranks.alone(), about=about, size_per_shard=100, storage=places
+        url, lambda: snapshot(state), ranks=Ranks.alone(), about=about, options=SaveOptions(100), storage=places
     )
 
 
-def load(places: Places, url: str) -> float:
+def load(places: StorageRouter, url: str) -> float:
     """The value of all tensors."""
     found = checkpoint.load_full(url, storage=places)["state_dict"]
     values = {float(tensor.min()) for tensor in found.values()} | {float(tensor.max()) for tensor in found.values()}
@@ -77,7 +79,7 @@ def rest_is_slow(cases: Iterable[tuple[str, ...]], *quick: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", rest_is_slow(((kind,) for kind in PASSING), "answer lost"))
-def test_a_save_survives_what_passes(kind: str, places: Places, proxy: Proxy, s3: Bucket) -> None:
+def test_a_save_survives_what_passes(kind: str, places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)
     calm = len(proxy.asked)
@@ -111,7 +113,7 @@ FAILING = [
 
 @pytest.mark.parametrize(("kind", "before"), FAILING)
 def test_a_save_that_fails_leaves_what_was_there(
-    kind: str, before: str, places: Places, proxy: Proxy, s3: Bucket
+    kind: str, before: str, places: StorageRouter, proxy: Proxy, s3: Bucket
 ) -> None:
     url = s3.url("a.ckpt")
     if before == "something":
@@ -134,7 +136,9 @@ def test_a_save_that_fails_leaves_what_was_there(
 
 
 @pytest.mark.slow
-def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(places: Places, proxy: Proxy, s3: Bucket) -> None:
+def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(
+    places: StorageRouter, proxy: Proxy, s3: Bucket
+) -> None:
     url = s3.url("a.ckpt")
     proxy.harm = first_times(501, 1, lambda asked: asked.method == "PUT" and asked.is_root)
     for value in (FIRST, SECOND):
@@ -147,7 +151,7 @@ def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(places: Place
 @pytest.mark.parametrize(
     "kind", [503, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "truncate", "stall"))]
 )
-def test_a_load_survives_what_passes(kind: Any, places: Places, proxy: Proxy, s3: Bucket) -> None:
+def test_a_load_survives_what_passes(kind: Any, places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)
     proxy.forget()
@@ -155,7 +159,7 @@ def test_a_load_survives_what_passes(kind: Any, places: Places, proxy: Proxy, s3
     assert load(places, url) == FIRST
 
 
-def test_a_load_reads_hardly_more_than_it_needs(places: Places, proxy: Proxy, s3: Bucket) -> None:
+def test_a_load_reads_hardly_more_than_it_needs(places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)
     proxy.forget()
@@ -168,7 +172,7 @@ def test_a_load_reads_hardly_more_than_it_needs(places: Places, proxy: Proxy, s3
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_what_is_not_permitted_is_said_at_once(method: str, places: Places, proxy: Proxy, s3: Bucket) -> None:
+def test_what_is_not_permitted_is_said_at_once(method: str, places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)
     proxy.forget()
@@ -178,7 +182,7 @@ def test_what_is_not_permitted_is_said_at_once(method: str, places: Places, prox
     assert len(proxy.asked) <= 3
 
 
-def test_an_object_that_always_comes_short_is_an_error(places: Places, proxy: Proxy, s3: Bucket) -> None:
+def test_an_object_that_always_comes_short_is_an_error(places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(places, url, FIRST)
     proxy.forget()

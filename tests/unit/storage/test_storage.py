@@ -1,4 +1,4 @@
-"""Does every place keep its promises? One suite for all backends; then what only a file system can do wrong."""
+"""Every backend keeps the promises of the protocol; then what only a file system can do wrong."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from pathlib import Path
 import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.index import ROOT_NAME
-from lightning_shardckpt.storage import leftovers, local
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local import leftovers
+from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
+from lightning_shardckpt.storage.local.local_reader import OPEN_FILES
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_at_once
 from lightning_shardckpt.storage.memory import MemoryStorage
-from lightning_shardckpt.storage.outputs import LocalOutputs
-from lightning_shardckpt.storage.places import Places
-from lightning_shardckpt.storage.prefixed import PrefixedReader, prefix_of
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
-from tests.stores import IMPATIENT
+from lightning_shardckpt.storage.remote.prefix import PrefixedReader, prefix_of
+from lightning_shardckpt.storage.router import StorageRouter
+from tests.support.file_systems import OF_ONE_MACHINE, WITHOUT_FLAGS
+from tests.support.stores import IMPATIENT
 
 ID, OTHER_ID = "0" * 32, "1" * 32
 
@@ -72,7 +75,7 @@ def storage(request: pytest.FixtureRequest) -> Storage:
         found: Storage = request.param()
         return found
     options = {"storage_options": request.getfixturevalue("s3").options} if request.param == "s3" else {}
-    return Places(patience=IMPATIENT, **options)
+    return StorageRouter(retry_policy=IMPATIENT, **options)
 
 
 @pytest.fixture
@@ -156,7 +159,7 @@ def test_a_discarded_draft_leaves_nothing(storage: Storage, path: str) -> None:
 def test_a_range_is_read_into_the_memory_that_is_given(storage: Storage, path: str) -> None:
     put(storage, path, a=bytes(range(100)))
     reader: Reader = storage.open(path)
-    if reader.is_far:
+    if reader.high_latency:
         reader = PrefixedReader(reader, prefix_of(ID))
     target = bytearray(b"." * 10)
     reader.read_into("a", 90, memoryview(target)[2:7])
@@ -184,29 +187,29 @@ def test_removing_removes(storage: Storage, path: str) -> None:
 
 # ── a file system ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-LOCAL = LocalStorage()
+LOCAL = LocalStorage(file_system=OF_ONE_MACHINE)
+LOCAL_WITHOUT_FLAGS = LocalStorage(file_system=WITHOUT_FLAGS)
 
 
-def new_file(path: str) -> AbstractContextManager[tuple[int, list[str]]]:
+def new_file(path: str, file_system: FileSystem = OF_ONE_MACHINE) -> AbstractContextManager[tuple[int, list[str]]]:
     """A file that appears at the end of the context, as consolidate writes it: its descriptor."""
-    return LocalOutputs().file(path, 0, overwrite=False)
+    return LocalOutputs(file_system).file(path, 0, overwrite=False)
 
 
-@pytest.fixture(params=["exchange", "no exchange"])
-def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=[LOCAL, LOCAL_WITHOUT_FLAGS], ids=["exchange", "no exchange"])
+def swapping(request: pytest.FixtureRequest) -> LocalStorage:
     """A file system that exchanges two names in one step, and one that cannot."""
-    if request.param == "no exchange":
-        monkeypatch.setattr(local, "_exchange", lambda a, b: False)
-    return str(request.param)
+    found: LocalStorage = request.param
+    return found
 
 
 def beside(path: str) -> list[str]:
     return sorted(name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path))
 
 
-def test_publishing_over_a_checkpoint_leaves_nothing_beside_it(path: str, swap: str) -> None:
-    put(LOCAL, path, a=b"1", gone=b"")
-    put(LOCAL, path, OTHER_ID, a=b"2")
+def test_publishing_over_a_checkpoint_leaves_nothing_beside_it(path: str, swapping: LocalStorage) -> None:
+    put(swapping, path, a=b"1", gone=b"")
+    put(swapping, path, OTHER_ID, a=b"2")
     assert content(LOCAL, path) == {"a": b"2", ROOT_NAME: root_of(OTHER_ID)}
     assert beside(path) == []
 
@@ -215,10 +218,10 @@ def test_this_file_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "in a").touch()
-    assert local._exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert rename_at_once(str(tmp_path / "a"), str(tmp_path / "b"), EXCHANGE)
     assert os.listdir(tmp_path / "b") == ["in a"]
     with pytest.raises(FileNotFoundError, match="exchanging"):
-        local._exchange(str(tmp_path / "a"), str(tmp_path / "c"))
+        rename_at_once(str(tmp_path / "a"), str(tmp_path / "c"), EXCHANGE)
 
 
 @pytest.mark.parametrize("crash_at", [1, 2])
@@ -226,8 +229,7 @@ def test_a_crash_between_the_two_renames_leaves_the_old_one_readable(
     crash_at: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(LOCAL, path, a=b"old")
-    monkeypatch.setattr(local, "_exchange", lambda a, b: False)
-    draft = LOCAL.draft(path, OTHER_ID)
+    draft = LOCAL_WITHOUT_FLAGS.draft(path, OTHER_ID)
     draft.begin()
     draft.write(ROOT_NAME, [b"new"])
     draft.write("a", [b"new"])
@@ -254,7 +256,7 @@ def test_a_crash_between_the_two_renames_leaves_the_old_one_readable(
 
 def test_a_checkpoint_that_was_moved_aside_can_be_removed(path: str) -> None:
     put(LOCAL, path)
-    os.rename(path, local._aside(path))
+    os.rename(path, leftovers.aside_name(path))
     assert ROOT_NAME in content(LOCAL, path)
     LOCAL.remove(path)
     assert os.listdir(os.path.dirname(path)) == []
@@ -262,7 +264,7 @@ def test_a_checkpoint_that_was_moved_aside_can_be_removed(path: str) -> None:
 
 def test_a_removed_checkpoint_does_not_come_back_from_aside(path: str) -> None:
     put(LOCAL, path)
-    shutil.copytree(path, local._aside(path))  # as if publish had been killed before its last line
+    shutil.copytree(path, leftovers.aside_name(path))  # as if publish had been killed before its last line
     LOCAL.remove(path)
     with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
         LOCAL.open(path)
@@ -270,7 +272,7 @@ def test_a_removed_checkpoint_does_not_come_back_from_aside(path: str) -> None:
 
 def test_what_waits_aside_is_never_taken_for_another_path(path: str) -> None:
     put(LOCAL, path)
-    os.rename(path, local._aside(path))
+    os.rename(path, leftovers.aside_name(path))
     with pytest.raises(CheckpointNotFoundError):
         LOCAL.open(path + "2")
 
@@ -278,7 +280,7 @@ def test_what_waits_aside_is_never_taken_for_another_path(path: str) -> None:
 def test_no_temporary_name_looks_like_a_checkpoint_to_lightning(path: str) -> None:
     draft = LOCAL.draft(path, ID)
     draft.begin()
-    names = [*beside(path), *map(os.path.basename, (local._aside(path), leftovers.doomed_name(path)))]
+    names = [*beside(path), *map(os.path.basename, (leftovers.aside_name(path), leftovers.doomed_name(path)))]
     assert len(names) == 3
     for name in names:
         assert name.startswith(".") and not name.startswith("last")
@@ -290,21 +292,21 @@ def link(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
-def test_saving_to_a_link_replaces_the_link_and_keeps_what_it_names(path: str, swap: str) -> None:
+def test_saving_to_a_link_replaces_the_link_and_keeps_what_it_names(path: str, swapping: LocalStorage) -> None:
     other = os.path.join(os.path.dirname(path), "other.ckpt")
-    put(LOCAL, other, a=b"other")
+    put(swapping, other, a=b"other")
     os.symlink("other.ckpt", path)
-    put(LOCAL, path, OTHER_ID, a=b"new")
+    put(swapping, path, OTHER_ID, a=b"new")
     assert not os.path.islink(path)
     assert (content(LOCAL, path)["a"], content(LOCAL, other)["a"]) == (b"new", b"other")
     assert beside(path) == ["other.ckpt"]
 
 
-def test_saving_to_a_dangling_link_replaces_it(path: str, swap: str) -> None:
+def test_saving_to_a_dangling_link_replaces_it(path: str, swapping: LocalStorage) -> None:
     link(Path(path), "nowhere")
     with pytest.raises(CheckpointNotFoundError, match="a link to 'nowhere', which is gone"):
         LOCAL.open(path)
-    put(LOCAL, path)
+    put(swapping, path)
     assert ROOT_NAME in content(LOCAL, path)
     assert beside(path) == []
 
@@ -317,9 +319,9 @@ def test_a_checkpoint_is_read_through_a_link(path: str) -> None:
     assert content(LOCAL, path)["a"] == b"1"
 
 
-def test_saving_into_an_empty_directory_replaces_it(path: str, swap: str) -> None:
+def test_saving_into_an_empty_directory_replaces_it(path: str, swapping: LocalStorage) -> None:
     os.makedirs(path)
-    put(LOCAL, path)
+    put(swapping, path)
     assert ROOT_NAME in content(LOCAL, path)
     assert beside(path) == []
 
@@ -389,25 +391,25 @@ def test_more_files_than_a_process_may_open_are_read(path: str) -> None:
         reader.close()
 
 
-def test_a_twin_shares_the_files_that_are_open_and_outlives_its_elder(path: str) -> None:
+def test_a_clone_shares_the_files_that_are_open_and_outlives_its_original(path: str) -> None:
     put(LocalStorage(), path, a=b"first", b=b"second")
-    elder = LocalStorage().open(path)
-    assert elder.size("a") == 5
-    twin = elder.twin()
+    original = LocalStorage().open(path)
+    assert original.size("a") == 5
+    clone = original.clone()
     os.unlink(f"{path}/a")  # by name it could not be opened any more
-    assert read_all(twin, "a") == b"first"
-    elder.close()
-    assert [read_all(twin, name) for name in "ab"] == [b"first", b"second"]
-    twin.close()
+    assert read_all(clone, "a") == b"first"
+    original.close()
+    assert [read_all(clone, name) for name in "ab"] == [b"first", b"second"]
+    clone.close()
 
 
-def test_twins_read_at_once_while_each_closes_files_for_others(path: str) -> None:
-    files = {f"f{i}": os.urandom(50 + i) for i in range(local._OPEN_FILES + 40)}
+def test_clones_read_at_once_while_each_closes_files_for_others(path: str) -> None:
+    files = {f"f{i}": os.urandom(50 + i) for i in range(OPEN_FILES + 40)}
     put(LocalStorage(), path, **files)
-    elder = LocalStorage().open(path)
+    original = LocalStorage().open(path)
 
     def read(seed: int) -> bool:
-        reader, draw = elder.twin() if seed else elder, random.Random(seed)
+        reader, draw = original.clone() if seed else original, random.Random(seed)
         names = [draw.choice(list(files)) for _ in range(3000)]
         try:
             return all(read_all(reader, name) == files[name] for name in names)
@@ -417,7 +419,7 @@ def test_twins_read_at_once_while_each_closes_files_for_others(path: str) -> Non
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(read, range(4)))
-    elder.close()
+    original.close()
 
 
 def test_files_that_a_reader_opened_are_closed(path: str) -> None:
@@ -487,7 +489,8 @@ def test_only_regular_files_are_opened(kind: str, name: str, path: str, monkeypa
 
 SAVE = f"""
 import errno, os, sys
-from lightning_shardckpt.storage.local import LocalStorage
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_at_once
 path, old, new = sys.argv[1], b"o" * 300_000, b"n" * 900_000
 def put(save_id, content):
     draft = LocalStorage().draft(path, save_id)
@@ -516,7 +519,7 @@ print("as it should be")
 
 
 def run(script: str, path: str, *command: str) -> None:
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [*command, sys.executable, "-c", script, path], env=env, capture_output=True, text=True, timeout=60
     )

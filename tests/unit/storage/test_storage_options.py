@@ -1,4 +1,4 @@
-"""Do tools and functions reach a store that only their options name? A server that speaks S3, and no environment."""
+"""Tools and functions reach a store that only their options name: a server that speaks S3, and no environment."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 import lightning_shardckpt
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.look.diff import diff
-from lightning_shardckpt.look.explain import explain
-from lightning_shardckpt.look.inspect import inspect
-from lightning_shardckpt.look.map import write_map
-from lightning_shardckpt.verify import verify
-from tests.pool import ROOT
-from tests.stores import Bucket
+from lightning_shardckpt.tools.diff import diff
+from lightning_shardckpt.tools.explain import explain
+from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.tools.map import write_map
+from lightning_shardckpt.tools.verify import verify
+from tests.support.pool import ROOT
+from tests.support.stores import Bucket
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_every_tool_takes_them(
 
 def test_values_are_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Any]()
-    monkeypatch.setattr("lightning_shardckpt.look.inspect.show", lambda *args, **more: seen.append(more) or "")
+    monkeypatch.setattr("lightning_shardckpt.tools.inspect.show", lambda *args, **more: seen.append(more) or "")
     arguments = ["anon=true", "key=AKIA07", 'config_kwargs={"read_timeout": 5}']
     assert main(["inspect", "s3://b/a", *(f"--storage_options.{one}" for one in arguments)]) == 0
     expected = {"anon": True, "key": "AKIA07", "config_kwargs": {"read_timeout": 5}}

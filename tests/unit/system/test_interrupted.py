@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from lightning_shardckpt import load, load_keys, save, save_async, wait
+from lightning_shardckpt.api import _ALONE
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.functional import _ALONE
-from lightning_shardckpt.storage.local import LocalDraft
-from lightning_shardckpt.verify import verify
-from tests.pool import ROOT
+from lightning_shardckpt.storage.local.local_storage import LocalDraft
+from lightning_shardckpt.tools.verify import verify
+from tests.support.pool import ROOT
 
 _START = threading.Thread.start
 
@@ -38,7 +38,7 @@ def step_at(path: Path) -> int:
 
 
 @pytest.mark.parametrize("later_ms", [0, 1, 3, 10, 30])
-def test_an_interrupt_behind_the_hand_over_to_the_writer_does_not_touch_what_it_writes(
+def test_an_interrupt_after_the_hand_over_to_the_writer_does_not_touch_what_it_writes(
     later_ms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a"
@@ -67,7 +67,7 @@ def test_an_interrupt_before_it_leaves_the_old_checkpoint_and_no_draft(
     def interrupted(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("lightning_shardckpt.saving.copy_all", interrupted)
+    monkeypatch.setattr("lightning_shardckpt.checkpoint.save_job.copy_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_async(path, {"m": model(), "step": 2}, overwrite=True)
     wait()
@@ -95,7 +95,7 @@ def test_without_another_thread_a_save_is_written_before_training_goes_on(
     assert second.done() and step_at(tmp_path / "2") == 2
 
 
-def saves_behind_a_fork(folder: str) -> None:
+def saves_after_a_fork(folder: str) -> None:
     """A process without ranks is forked while its parent writes; both save."""
     gate, write = threading.Event(), LocalDraft.write
 
@@ -119,19 +119,19 @@ def saves_behind_a_fork(folder: str) -> None:
 
 
 def test_a_forked_process_saves_what_is_its_own_and_leaves_the_rest_to_its_parent(tmp_path: Path) -> None:
-    code = f"from tests.test_interrupted import saves_behind_a_fork; saves_behind_a_fork({str(tmp_path)!r})"
+    code = f"from tests.unit.system.test_interrupted import saves_after_a_fork; saves_after_a_fork({str(tmp_path)!r})"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("save_behind", [save, save_async])
-def test_a_save_behind_an_asynchronous_one_to_the_same_path_waits_for_it(
-    save_behind: Callable[..., object], tmp_path: Path
+@pytest.mark.parametrize("save_after", [save, save_async])
+def test_a_save_after_an_asynchronous_one_to_the_same_path_waits_for_it(
+    save_after: Callable[..., object], tmp_path: Path
 ) -> None:
     for step in range(5):
         save_async(tmp_path / "a", {"m": model(), "step": -1}, overwrite=True)
-        save_behind(tmp_path / "a", {"m": model(), "step": step}, overwrite=True)
+        save_after(tmp_path / "a", {"m": model(), "step": step}, overwrite=True)
         wait()
         assert step_at(tmp_path / "a") == step
 

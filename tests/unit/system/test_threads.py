@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
-from lightning_shardckpt import background
-from lightning_shardckpt.background import Background
-from lightning_shardckpt.ranks import Ranks
-from lightning_shardckpt.staging import HostMemory
-from lightning_shardckpt.threads import Done, NoThreadError, start
-from tests.pool import run_ranks
+from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.staging import HostMemory
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.system.threads import Done, NoThreadError, start
+from tests.support.pool import run_ranks
 
 _PATIENCE_S = 1.0
-_CHECKS = {"RESUME", "CALL", "JUMP_BACKWARD"}  # behind these Python (3.11) lets signal handlers run
+_CHECKS = {"RESUME", "CALL", "JUMP_BACKWARD"}  # after these Python (3.11) lets signal handlers run
 
 
 def is_interrupted(done: Any, number: int) -> bool:
@@ -137,11 +136,14 @@ def saved_by_a_handler(order: list[str]) -> list[str]:
     saves = list[Future[list[str]]]()
     signal.signal(signal.SIGUSR1, lambda number, frame: saves.append(save(order[1])))
 
-    def interrupted(*threads: threading.Thread) -> None:
-        signal.raise_signal(signal.SIGUSR1)
-        start(*threads)
+    really_start = threading.Thread.start
 
-    background.start = interrupted  # type: ignore[attr-defined]
+    def interrupted(thread: threading.Thread) -> None:
+        if not saves:
+            signal.raise_signal(signal.SIGUSR1)
+        really_start(thread)
+
+    threading.Thread.start = interrupted  # type: ignore[method-assign]
     saves.append(save(order[0]))
     writer.drain()
     assert all(one.done() for one in saves)

@@ -1,9 +1,9 @@
-"""Do the bytes come back, no others, and never changed ones? Oracle: the tensors' bytes, and a reader that counts."""
+"""The bytes come back, no others, and never changed ones. Oracle: the tensors' bytes, and a reader that counts."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 from math import prod
 from typing import get_args
@@ -11,20 +11,25 @@ from typing import get_args
 import numpy
 import pytest
 
-from lightning_shardckpt.box import Box
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError, StateError
-from lightning_shardckpt.fetch import fetch
-from lightning_shardckpt.header import MAX_JSON_BYTES, block_checksums, checksum, decode
-from lightning_shardckpt.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec, rank_index_from_json, root_from_json
-from lightning_shardckpt.layout import REPLICATED, Cut, Layout, Part, parts_of_rank
-from lightning_shardckpt.plan import plan_save
-from lightning_shardckpt.read import Checkpoint
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.checksum import block_checksums, checksum
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec
+from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
+from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
+from lightning_shardckpt.format.plan import plan_save
+from lightning_shardckpt.format.safetensors_header import parse_header
+from lightning_shardckpt.format.shard_header import save_id_of
+from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.storage.memory import MemoryReader, MemoryStorage
-from lightning_shardckpt.write import MB, block_bytes, plan_files, write_component
-from tests import worlds
-from tests.worlds import PATH, SAVE_ID, mesh, untargeted
+from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.transfer.fetch import fetch
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.writer import MB, block_bytes, plan_files, write_component
+from tests.support import worlds
+from tests.support.worlds import PATH, SAVE_ID, mesh, untargeted
 
-FSDP = {n: mesh(n, cuts=(Cut(0, 0),)) for n in (1, 2, 3, 4, 5, 8)}
+FSDP = {n: mesh(n, cuts=(DimShard(0, 0),)) for n in (1, 2, 3, 4, 5, 8)}
 
 
 @dataclass
@@ -37,7 +42,7 @@ class Counting:
     def size(self, name: str) -> int:
         return self.inner.size(name)
 
-    is_far = False
+    high_latency = False
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         self.reads.append((name, offset, len(target)))
@@ -46,7 +51,7 @@ class Counting:
     def names(self) -> list[str]:
         return self.inner.names()
 
-    def twin(self) -> Counting:
+    def clone(self) -> Counting:
         return Counting(self.inner, self.reads)
 
     def close(self) -> None:
@@ -87,8 +92,9 @@ def test_files_hold_what_their_header_and_the_index_say() -> None:
             content = files[shard_file.name]
             length = 8 + int.from_bytes(content[:8], "little")
             assert (len(content), checksum(content[:length])) == (shard_file.nbytes, shard_file.checksum)
-            stored, save_id = decode(content[8:length], "")
-            assert save_id == SAVE_ID
+            header = parse_header(content[:length], "")
+            stored = header.tensors
+            assert save_id_of(header) == SAVE_ID
             for key, (entry,) in index.shards.items():
                 data = content[entry.begin : entry.begin + entry.nbytes]
                 expected = worlds.content(worlds.whole(key, tensors[key])[worlds.at(entry.box)])
@@ -203,7 +209,7 @@ def test_a_part_is_verified_by_the_blocks_that_it_touches() -> None:
 def test_a_column_is_read_in_a_few_large_reads() -> None:
     shape = (512, 512)
     storage = saved({"w": spec(shape, FSDP[4], 4)}, 4)
-    columns = mesh(4, cuts=(Cut(0, 1),))
+    columns = mesh(4, cuts=(DimShard(0, 1),))
     with Checkpoint(storage, PATH) as checkpoint:
         reader: Counting = checkpoint.reader  # type: ignore[assignment]
         found = worlds.load(checkpoint, "w", columns, 3, "unverified")
@@ -215,23 +221,26 @@ def test_a_column_is_read_in_a_few_large_reads() -> None:
 @pytest.mark.parametrize("how", get_args(worlds.How))
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 40))])
 def test_regions_windows_blocks_and_gaps_of_any_size_meet(
-    seed: int, how: worlds.How, monkeypatch: pytest.MonkeyPatch
+    seed: int, how: worlds.How
 ) -> None:
     draw = random.Random(seed)
-    for name, sizes in {
-        "WINDOW": (4500, 9000, 1 << 20),
-        "DIRECT": (1, 64, 1 << 20),
-        "GAP": (0, 7, 500, 1 << 20),
-    }.items():
-        monkeypatch.setattr(f"lightning_shardckpt.fetch._{name}_BYTES", draw.choice(sizes))
-    monkeypatch.setattr("lightning_shardckpt.fetch._PART_BYTES", draw.choice((100, 1 << 20)))
-    monkeypatch.setattr("lightning_shardckpt.fetch._THREADED_BYTES", draw.choice((0, 1 << 20)))
-    monkeypatch.setattr("lightning_shardckpt.fetch.own_cores", lambda: seed % 2 + 1)
+    tuning = replace(
+        TUNING,
+        read_window_bytes=draw.choice((4500, 9000, 1 << 20)),
+        direct_read_bytes=draw.choice((1, 64, 1 << 20)),
+        row_gap_bytes=draw.choice((0, 7, 500, 1 << 20)),
+        read_part_bytes=draw.choice((100, 1 << 20)),
+    )
+    threads = seed % 2 + draw.randint(1, 2)
     dims = draw.randint(1, 4)
     shape = tuple(draw.randint(1, {1: 20000, 2: 160, 3: 30, 4: 13}[dims]) for _ in range(dims))
     dtype = draw.choice(("U8", "BF16", "F32", "F64", "C128"))
-    layouts = [FSDP[2], FSDP[3], *(mesh(k, cuts=(Cut(0, d, b),)) for k in (2, 3) for d in range(dims) for b in (1, 2))]
-    layouts += [mesh(2, 2, cuts=(Cut(0, a), Cut(1, b))) for a in range(dims) for b in range(dims)]
+    layouts = [
+        FSDP[2],
+        FSDP[3],
+        *(mesh(k, cuts=(DimShard(0, d, b),)) for k in (2, 3) for d in range(dims) for b in (1, 2)),
+    ]
+    layouts += [mesh(2, 2, cuts=(DimShard(0, a), DimShard(1, b))) for a in range(dims) for b in range(dims)]
     written, wanted = draw.choice(layouts), draw.choice(layouts)
     world = prod(axis.size for axis in written.axes)
     tensors = {"w": spec(shape, written, world, dtype), "v": spec((5, *shape), FSDP[1], world, dtype)}
@@ -241,7 +250,7 @@ def test_regions_windows_blocks_and_gaps_of_any_size_meet(
 
     def load(rank: int, key: str) -> bool:
         with Checkpoint(storage, PATH) as checkpoint:
-            found = worlds.load(checkpoint, key, wanted, rank, how)
+            found = worlds.load(checkpoint, key, wanted, rank, how, tuning, threads)
         return found.tobytes() == expected[rank, key].tobytes()
 
     assert all(load(rank, key) for rank, key in expected)
@@ -291,7 +300,7 @@ def test_pieces_of_one_box_may_be_asked_for_in_any_order(how: worlds.How) -> Non
 
 def test_parts_that_interleave_in_one_box_are_all_verified() -> None:
     shape = (48, 3072)
-    layout = mesh(2, cuts=(Cut(0, 1, 3),))  # a packed projection, cut along its columns
+    layout = mesh(2, cuts=(DimShard(0, 1, 3),))  # a packed projection, cut along its columns
     storage = saved({"w": spec(shape, FSDP[1], 1)}, 1)
     (name,) = (name for name in storage.checkpoints[PATH] if name.endswith("safetensors"))
     intact = storage.checkpoints[PATH][name]

@@ -1,0 +1,74 @@
+"""Load a checkpoint as one dict of whole tensors on one device. Not collective."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.serialization import MAP_LOCATION
+
+from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.compat.pytree import map_tensors
+from lightning_shardckpt.sources.paths import is_safetensors
+from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.router import StorageRouter
+
+
+def is_torch_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a plain file that ``torch.load`` is to read."""
+    return os.path.isfile(path) and not is_safetensors(os.fspath(path))
+
+
+def load_whole(
+    path: str,
+    map_location: MAP_LOCATION = None,
+    *,
+    optimizers: bool = True,
+    verify: bool = True,
+    weights_only: bool = True,
+    storage: Storage | None = None,
+) -> dict[str, Any]:
+    """Return a checkpoint as Lightning's dict, as ``checkpoint.load_full`` does, on a device; or a plain file's dict.
+
+    Args:
+        path: a checkpoint, or a file of ``torch.save``.
+        map_location: the device; the CPU by default. For a file of ``torch.save``, as in ``torch.load``.
+        optimizers: whether their state is read.
+        verify: whether to compare checksums.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``.
+        storage: where ``path`` is; by default what it says, a path of the file system or a URL.
+
+    Raises:
+        TypeError: for a ``map_location`` that is no device, and a checkpoint that is no file of ``torch.save``.
+    """
+    if is_torch_file(path):
+        plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
+        return plain
+    device, places = device_of(map_location), storage or StorageRouter()
+    found = engine.load_full(path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=places)
+    return moved_to(found, device)
+
+
+def device_of(map_location: object) -> torch.device:
+    """Return the device that a ``map_location`` names; None is the CPU.
+
+    Raises:
+        TypeError: for a function or a dict, since nothing here was on a device when it was stored.
+    """
+    if map_location is None or isinstance(map_location, str | int | torch.device):
+        return torch.device("cpu" if map_location is None else map_location)
+    raise TypeError(
+        f"map_location is a device, such as 'cpu' or 'cuda:0', got {map_location!r}: a sharded checkpoint does not "
+        "record devices that could be mapped"
+    )
+
+
+def moved_to(found: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a checkpoint dict with all its tensors on a device; what was one tensor stays one."""
+    there: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return there.setdefault(id(tensor), tensor.to(device)) if tensor.device != device else tensor
+
+    return map_tensors(move, found)

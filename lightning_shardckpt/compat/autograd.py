@@ -1,0 +1,21 @@
+"""Nodes of the autograd graph that accumulate gradients.
+
+Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+def accumulated_leaf(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node accumulates; None for other nodes.
+
+    Relies on the name of the nodes that torch makes for leaves, and on their attribute ``variable``.
+    """
+    if node.name() != "torch::autograd::AccumulateGrad":
+        return None
+    return cast(Tensor, cast(Any, node).variable)

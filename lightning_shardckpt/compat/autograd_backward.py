@@ -1,0 +1,43 @@
+"""Ask the engine of autograd about the backward that runs, and the graph about its nodes.
+
+Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that runs in this thread has done everything else.
+
+    Relies on ``queue_callback``, which DistributedDataParallel and FSDP use.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def returns_gradient_of(leaf: Tensor) -> bool:
+    """Return, in a hook of a leaf, whether ``torch.autograd.grad`` asks for its gradient, which is then not
+    accumulated.
+
+    Relies on ``_will_engine_execute_node`` refusing to answer for leaves then, and only then.
+    """
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def is_result_of(tensor: Tensor, function: type[torch.autograd.Function]) -> bool:
+    """Return whether a tensor with history was returned by ``function.apply``."""
+    return isinstance(tensor.grad_fn, function._backward_cls)
+
+
+def saves_elsewhere() -> bool:
+    """Return whether ``saved_tensors_hooks`` are active in this thread: those of checkpointing, of offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,0 +1,41 @@
+"""A DTensor's local tensor and spec, and the placement of a dim that is sharded twice.
+
+Checked with torch 2.13. ``DTensor.to_local`` and ``DTensor.from_local`` record history and check shapes over all ranks;
+what is here does neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+StridedShard = _StridedShard
+"""The shard of a dim that inner axes split into ``split_factor`` parts before: FSDP over tensor parallelism."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: a DTensor's local tensor itself, without history; a plain one as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
+"""The mesh, the placements and the global shape, strides and dtype of a DTensor, in one hashable value.
+
+No ``def``: optimizers ask thousands of times in a step.
+"""
+
+
+def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over the memory of ``local``, without history. No communication, no checks."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+
+
+def replace_local(tensor: DTensor, other: DTensor) -> None:
+    """Make a DTensor have the local tensor and the spec of another one; its own tensor fields stay as they are."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec

@@ -1,0 +1,91 @@
+"""Private names of Lightning Fabric: how it starts processes, reduces, moves optimizers and guards the backward.
+
+Checked with Lightning 2.6.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import wrappers
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """The launcher that starts the same script once for each local process; its methods are those of ``_Launcher``."""
+
+
+class BackwardSyncControl(_BackwardSyncControl):
+    """The interface for ``fabric.no_backward_sync``: ``no_backward_sync(module, enabled)``, which returns a context."""
+
+
+def init_process_group(
+    environment: ClusterEnvironment, device: torch.device, *, backend: str | None, timeout_s: float
+) -> str:
+    """Make the default process group, where there is none yet, and return its backend. Collective over the world.
+
+    Relies on ``_init_dist_connection``, which also destroys the group when the process ends.
+
+    Args:
+        environment: knows address, rank and world size.
+        device: of this process.
+        backend: of torch.distributed; by default Lightning's for the device.
+        timeout_s: of collectives.
+    """
+    chosen: str = backend or _get_default_process_group_backend_for_device(device)
+    bound = device if device.type != "cpu" else None
+    _init_dist_connection(environment, chosen, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    return chosen
+
+
+def reduced(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
+    """Return a tensor reduced over a group, as Lightning spells operations: "mean" by default for None.
+
+    Relies on ``_sync_ddp_if_available``. Collective: every rank of ``group`` must call it.
+    """
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the state of an optimizer to a device, but for what optimizers keep on the CPU.
+
+    Relies on ``_optimizer_to_device``.
+    """
+    _optimizer_to_device(optimizer, device)
+
+
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of the sampler and of the batch sampler's sampler of a loader, if they have it.
+
+    Relies on ``_set_sampler_epoch``.
+    """
+    _set_sampler_epoch(loader, epoch)
+
+
+@contextmanager
+def backward_allowed() -> Generator[None, None, None]:
+    """Allow backward passes in this context, which Fabric refuses outside ``fabric.backward``.
+
+    Relies on the flag ``_in_fabric_backward`` of ``lightning.fabric.wrappers``, which its backward hooks look at.
+    """
+    before, wrappers._in_fabric_backward = wrappers._in_fabric_backward, True
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before

@@ -1,0 +1,184 @@
+"""Private names of Lightning's fit loop: its loaders, when it stops and validates, and how it restarts.
+
+Checked with Lightning 2.6.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.loop import _Loop
+
+EndBatch = Callable[[], None]
+
+
+class LoggedMeta(Protocol):
+    """The arguments that ``self.log`` got for a metric."""
+
+    name: str
+    on_epoch: bool
+
+
+# ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders that training draws from; none before Lightning has asked for them.
+
+    Relies on ``_FitLoop._combined_loader``.
+    """
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def cycles_loaders(trainer: pl.Trainer) -> bool:
+    """Return whether a shorter loader begins again while a longer one goes on
+    (``CombinedLoader(mode="max_size_cycle")``).
+
+    Relies on ``CombinedLoader._mode``.
+    """
+    loader = trainer.fit_loop._combined_loader
+    return loader is not None and "cycle" in loader._mode
+
+
+def begin_loaders(trainer: pl.Trainer) -> None:
+    """Let the loaders of training begin now, if Lightning has set them up.
+
+    Relies on ``_FitLoop._data_fetcher``, whose ``iter`` is what draws first.
+    """
+    if trainer.fit_loop._data_fetcher is not None:
+        iter(trainer.fit_loop._data_fetcher)
+
+
+# ── progress ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_last_batch(trainer: pl.Trainer) -> bool:
+    """Return whether the present batch is the last one of its epoch.
+
+    Relies on ``_TrainingEpochLoop._num_ready_batches_reached``.
+    """
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def ends_within_epoch(trainer: pl.Trainer) -> bool:
+    """Return whether the run ends after the present batch, although the epoch has more of them.
+
+    Relies on ``_FitLoop._can_stop_early``, which says whether ``min_epochs`` and ``min_steps`` are reached.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if is_last_batch(trainer):
+        return False
+    out_of_steps = loop.max_steps != -1 and loop.global_step >= loop.max_steps
+    return out_of_steps or trainer.received_sigterm or (trainer.should_stop and fit._can_stop_early)
+
+
+def would_validate(trainer: pl.Trainer, fetcher: Any) -> bool:
+    """Return whether a validation would follow the present batch if the run did not end.
+
+    Relies on ``_TrainingEpochLoop._should_check_val_fx``, which says yes for every run that stops.
+
+    Args:
+        trainer: in ``on_advance_end`` of a batch.
+        fetcher: what the loop draws batches from.
+    """
+    stops, trainer.should_stop = trainer.should_stop, False
+    try:
+        return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher))
+    finally:
+        trainer.should_stop = stops
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Return whether optimizers do not step for the present batch.
+
+    Relies on ``_TrainingEpochLoop._should_accumulate``.
+    """
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def logged_in_training(trainer: pl.Trainer) -> list[LoggedMeta]:
+    """Return what training steps of this epoch have logged.
+
+    Relies on ``_TrainingEpochLoop._results``.
+    """
+    return [metric.meta for metric in trainer.fit_loop.epoch_loop._results.values()]
+
+
+def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:
+    """Replace what the training loop does after a batch's last callback: validate, log and count. Returns the undo.
+
+    Lightning has no hook there. Relies on ``_TrainingEpochLoop.on_advance_end``, called with the data fetcher.
+
+    Args:
+        trainer: whose loop it is.
+        around: gets the fetcher and what calls the original.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop.on_advance_end
+
+    def on_advance_end(fetcher: Any) -> None:
+        around(fetcher, lambda: original(fetcher))
+
+    loop.on_advance_end = on_advance_end  # type: ignore[method-assign,assignment]  # of one loop
+
+    def undo() -> None:
+        loop.__dict__.pop("on_advance_end", None)
+
+    return undo
+
+
+# ── restarts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_plateaus_now(trainer: pl.Trainer, epoch: int) -> None:
+    """Step the schedulers that wait for a metric at the end of an epoch.
+
+    Relies on ``update_lr_schedulers``, which goes by ``epoch_progress.current.completed`` for their frequency.
+
+    Args:
+        trainer: whose metrics for callbacks they read.
+        epoch: the number of the epoch that is over.
+    """
+    trainer.fit_loop.epoch_progress.current.completed = epoch
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+
+def let_plateaus_step(trainer: pl.Trainer) -> None:
+    """Let the epoch that a restarted run finishes step the schedulers that wait for a metric, which Lightning omits.
+
+    Relies on ``_FitLoop._restarting``, of this loop alone, which asks it for nothing else once training has started.
+    """
+    trainer.fit_loop._restarting = False
+
+
+def set_loaders_begun(trainer: pl.Trainer, begun: bool) -> None:
+    """Say whether the loaders have begun for the next epoch; else Lightning begins them when it begins the epoch.
+
+    Relies on ``_FitLoop._resuming_from_checkpoint``.
+    """
+    trainer.fit_loop._resuming_from_checkpoint = begun
+
+
+def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
+    """Make Lightning begin an epoch as a run does that has just finished one.
+
+    By itself, where there is a ``max_steps``, it takes up the epoch that is over, for one more batch or none. Relies on
+    ``_batches_that_stepped`` and the setter of ``_Loop.restarting``, beside public progress counters.
+
+    Args:
+        trainer: whose loops have loaded their state.
+        epochs: so many were begun.
+        ended: whether the last one was over for Lightning, too, when it was saved.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    for progress, before in ((fit.epoch_progress.current, epochs), (fit.epoch_progress.total, None)):
+        done = progress.started if before is None else before  # type: ignore[attr-defined]  # its subclass
+        progress.ready = progress.started = progress.processed = progress.completed = done  # type: ignore[attr-defined]
+    if not ended:
+        loop._batches_that_stepped += 1  # the last batch of an epoch always steps, and is counted after its hooks
+    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter says True if there is a max_steps
+    for each in (fit, loop, loop.val_loop):
+        each.reset_restart_stage()

@@ -1,0 +1,200 @@
+"""Private names of Lightning's Trainer: how it restores, hears signals, knows metrics and names directories.
+
+Checked with Lightning 2.6.6.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+
+Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """The launcher that starts the same script once for each local process; its methods are those of ``_Launcher``."""
+
+
+# ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def migrated(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict as the installed version of Lightning writes it.
+
+    Relies on ``_pl_migrate_checkpoint``, which goes by the key ``pytorch-lightning_version``.
+    """
+    return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
+
+
+def constructed(
+    cls: type[Loadable], checkpoint: dict[str, Any], *, strict: bool | None, **hyper_parameters: Any
+) -> Loadable:
+    """Return a module with the hyper-parameters, weights and hooks of a checkpoint dict.
+
+    Relies on ``_load_state``, the second half of ``load_from_checkpoint``.
+
+    Args:
+        cls: the class to construct.
+        checkpoint: Lightning's dict, whose tensors are on the device for the module.
+        strict: whether all names must match; None is the module's ``strict_loading``.
+        hyper_parameters: that replace the stored ones.
+    """
+    options = {"strict": strict} if issubclass(cls, pl.LightningModule) else {}
+    load: Any = _load_state  # typed for one kind of class at a time
+    found: Loadable = load(cls, checkpoint, **options, **hyper_parameters)
+    return found
+
+
+def assigned_path(trainer: pl.Trainer) -> str | os.PathLike[str] | None:
+    """Return ``trainer.ckpt_path`` where the user has assigned it; None where Lightning or a call's argument did.
+
+    Relies on ``_CheckpointConnector._user_managed``, which the setter of ``Trainer.ckpt_path`` sets.
+    """
+    connector = trainer._checkpoint_connector
+    return connector._ckpt_path if connector._user_managed else None
+
+
+def is_path_assigned(trainer: pl.Trainer) -> bool:
+    """Return whether the user has assigned ``trainer.ckpt_path``; relies on what ``assigned_path`` does."""
+    return bool(trainer._checkpoint_connector._user_managed)
+
+
+def requeued_path(trainer: pl.Trainer) -> str | None:
+    """Return the newest ``hpc_ckpt_*`` in ``default_root_dir``, from which a requeued SLURM job goes on.
+
+    Relies on ``_CheckpointConnector._hpc_resume_path``.
+    """
+    return trainer._checkpoint_connector._hpc_resume_path
+
+
+def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:
+    """Load a checkpoint and restore the datamodule, the model and callbacks from it, as Lightning does before a fit.
+
+    Relies on ``_CheckpointConnector._restore_modules_and_callbacks``, which loads by ``Strategy.load_checkpoint``.
+    """
+    trainer._checkpoint_connector._restore_modules_and_callbacks(path)
+
+
+def keep_loaded_groups(callback: BaseFinetuning) -> None:
+    """Keep BaseFinetuning from making param groups anew at ``on_fit_start``, which undoes loaded hyper-parameters.
+
+    Relies on its flag ``_restarting``.
+    """
+    callback._restarting = False
+
+
+def save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    """Return the directory, or URL, where a ModelCheckpoint is going to save; it may not exist yet.
+
+    Relies on ``ModelCheckpoint.__resolve_ckpt_dir``; ``dirpath`` is None until the callback is set up.
+    """
+    return os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]  # mangled
+
+
+# ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sigterm_handler_before(trainer: pl.Trainer) -> Callable[[int, Any], object] | None:
+    """Return what handled SIGTERM before the Trainer's handler, which it calls, too; None if that is no function.
+
+    Relies on ``_SignalConnector._original_handlers``.
+    """
+    found: Any = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+    return found if callable(found) else None
+
+
+def receive_sigterm(trainer: pl.Trainer) -> None:
+    """Make the Trainer raise SIGTERMException after the present batch, as if its own handler had heard a SIGTERM.
+
+    Relies on ``_SignalConnector.received_sigterm``, which ``Trainer.received_sigterm`` returns.
+    """
+    trainer._signal_connector.received_sigterm = True
+
+
+# ── modules and metrics ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def set_device(module: torch.nn.Module, device: torch.device) -> None:
+    """Make a LightningModule and the Metrics in it say that they are on a device, without moving anything.
+
+    Relies on ``_update_properties``, which ``LightningModule.to`` calls.
+    """
+    _update_properties(module, device=device)
+
+
+def syncs_batch_norms(strategy: ParallelStrategy) -> bool:
+    """Return whether the Trainer was given ``sync_batchnorm=True``.
+
+    Relies on ``Strategy._layer_sync``, which the Trainer sets.
+    """
+    return strategy._layer_sync is not None
+
+
+def forget_optimizers(strategy: ParallelStrategy) -> None:
+    """Empty the lists of optimizers and schedulers of a strategy, so that an earlier run leaves nothing.
+
+    Relies on ``Strategy._reset_optimizers_and_schedulers``, which ``Strategy.setup_optimizers`` does not call.
+    """
+    strategy._reset_optimizers_and_schedulers()
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
+    """Make ``LightningModule.device_mesh`` return a mesh.
+
+    Relies on the attribute ``_device_mesh``, which ModelParallelStrategy sets.
+    """
+    module._device_mesh = mesh
+
+
+def validated_metrics(trainer: pl.Trainer) -> Mapping[str, Any]:
+    """Return the metrics for callbacks that the validation that is ending has logged, without those of training.
+
+    Relies on ``_LoggerConnector.metrics``; ``Trainer.callback_metrics`` adds those of the epoch before.
+    """
+    return trainer._logger_connector.metrics["callback"]
+
+
+def put_callback_metrics(trainer: pl.Trainer, metrics: Mapping[str, Any]) -> None:
+    """Make schedulers that step by a metric find it, as if it had been logged.
+
+    Relies on ``_LoggerConnector._callback_metrics``.
+    """
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def wrap_actions(profiler: Profiler, around: Callable[[str], AbstractContextManager[object]]) -> Callable[[], None]:
+    """Run every hook and callback of a Trainer inside a context; returns what undoes it.
+
+    Lightning runs all of them under ``profiler.profile``, by names such as ``[LightningModule]TinyLM.on_fit_start``.
+
+    Args:
+        profiler: the Trainer's, whose method is replaced.
+        around: makes the context, from the name.
+    """
+    original = profiler.profile
+
+    @contextmanager
+    def profile(action_name: str) -> Generator[Any, None, None]:
+        with original(action_name) as found, around(action_name):
+            yield found
+
+    profiler.profile = profile  # type: ignore[method-assign]  # undone by what is returned
+
+    def undo() -> None:
+        profiler.__dict__.pop("profile", None)
+
+    return undo

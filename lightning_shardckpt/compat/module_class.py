@@ -1,0 +1,128 @@
+"""Change what live modules, and the classes of modules and parameters, do: mixed-in classes, hooks, constructors.
+
+Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put ``mixin`` in front of the class of one module, as FSDP does; its name and its module stay.
+
+    Relies on ``__class__`` being assignable for classes of the same memory layout.
+    """
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+class WithoutState(nn.Module):
+    """A module to `mix_in` that neither gives nor takes any state, and stays on its device.
+
+    Relies on ``state_dict``, ``load_state_dict`` and ``to`` of any module calling these methods of its parts.
+    """
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        pass
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        pass
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return self
+
+    def get_extra_state(self) -> Any:
+        return nn.Module.get_extra_state(self)
+
+    def set_extra_state(self, state: Any) -> None:
+        return nn.Module.set_extra_state(self, state)
+
+
+def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own children by name, in order of registration, to be read and assigned."""
+    return module._modules
+
+
+def unregister_tensors(module: nn.Module) -> None:
+    """Make parameters and buffers of a module ordinary attributes."""
+    for registered in (module._parameters, module._buffers):
+        for name, value in list(registered.items()):
+            if value is not None:
+                del registered[name]
+                module.__dict__[name] = value
+    module._non_persistent_buffers_set.clear()
+
+
+def convert_tensors(root: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by what ``convert`` makes of it, as ``to`` does. Ties are broken."""
+    root._apply(convert)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run after the module's own forward."""
+    return bool(module._forward_hooks)
+
+
+def result_hooks(module: nn.Module) -> frozenset[int]:
+    """The ids of the handles of a module's hooks that see results or gradients: forward, backward, backward-pre."""
+    return frozenset((*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks))
+
+
+def any_global_hook() -> bool:
+    """Return whether there is a hook of all modules, as ``register_module_forward_hook`` makes."""
+    return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]  # torch's
+
+
+def clear_hooks(module: nn.Module) -> None:
+    """Remove all hooks of a module: of forward, backward and state dicts.
+
+    Relies on the dicts of hooks being attributes with ``_hooks`` in their names.
+    """
+    for name, hooks in vars(module).items():
+        if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
+            hooks.clear()
+
+
+@contextmanager
+def parameters_made_of(replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, ``nn.Parameter(data)`` in this thread becomes ``nn.Parameter(replace(data))``.
+
+    Replaces ``nn.Parameter.__new__`` for all threads, and passes the others on.
+    """
+    original, thread = nn.Parameter.__new__, threading.get_ident()
+
+    def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+        return original(cls, replace(data) if threading.get_ident() == thread else data, requires_grad)
+
+    nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = staticmethod(original)  # type: ignore[method-assign]
+
+
+@contextmanager
+def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Inside, ``call`` gets each module that this thread makes by copy.deepcopy or unpickling, which register nothing.
+
+    Replaces ``nn.Module.__setstate__`` for all threads, and passes the others on.
+    """
+    original, thread = nn.Module.__setstate__, threading.get_ident()
+
+    def setstate(module: nn.Module, state: dict[str, Any]) -> None:
+        original(module, state)  # type: ignore[no-untyped-call]
+        if threading.get_ident() == thread:
+            call(module)
+
+    nn.Module.__setstate__ = setstate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setstate__ = original  # type: ignore[method-assign]

@@ -1,0 +1,77 @@
+"""Names below the public API for tensor subclasses: dispatch, parameters, hooks, versions and memory.
+
+Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context in which ``__torch_function__`` of subclasses is not called in this thread: they act as Tensors."""
+
+with_torch_function = torch._C._EnableTorchFunction
+"""A context inside of `without_torch_function` in which ``__torch_function__`` is called again."""
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a class: functions act as on Tensors, and return those."""
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor of another class."""
+    tensor._is_param = True
+
+
+def is_marked_as_parameter(tensor: Tensor) -> bool:
+    """Return whether `mark_as_parameter` was called for this tensor."""
+    return getattr(tensor, "_is_param", False)
+
+
+def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
+    """The hooks of ``register_hook``, by id of their handle, in the dict that the handles remove them from; or None."""
+    return leaf._backward_hooks
+
+
+def accumulation_hooks(leaf: Tensor) -> dict[int, Any] | None:
+    """Return the hooks of ``register_post_accumulate_grad_hook``, like `gradient_hooks`."""
+    found: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
+    return found
+
+
+def set_gradient_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
+    """Let a leaf have these hooks of gradients; handles of another tensor's remove them from here, too."""
+    leaf._backward_hooks = hooks
+
+
+def set_accumulation_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
+    """Let a leaf have these hooks that run after a gradient was accumulated, like `set_gradient_hooks`."""
+    leaf._post_accumulate_grad_hooks = hooks
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the memory of a tensor was changed in place, by it or by a view; ``data`` counts apart."""
+    return tensor._version
+
+
+def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """A context whose changes of ``tensor`` do not count: autograd does not see that a saved tensor was changed."""
+    return _unsafe_preserve_version_counter(tensor)
+
+
+def memory_id(tensor: Tensor) -> int:
+    """A number of the storage of a plain strided tensor, equal for all tensors over it, also on the meta device.
+
+    It may be used again once the storage is freed.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Return whether other tensors have its memory: views, also those of inference mode, ``data`` and ``detach()``."""
+    storage = tensor.untyped_storage()  # the tensor and this object make 2
+    return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)

@@ -1,0 +1,25 @@
+"""Private names of optimizers: what they do besides torch's own ``state_dict`` and ``load_state_dict``.
+
+Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+
+def saves_in_its_own_way(optimizer: Optimizer) -> bool:
+    """Return whether ``state_dict()`` may have other entries than torch's: the method is overridden, or has hooks after
+    it.
+
+    Relies on ``_optimizer_state_dict_post_hooks``, where ``register_state_dict_post_hook`` puts them.
+    """
+    return type(optimizer).state_dict is not Optimizer.state_dict or bool(optimizer._optimizer_state_dict_post_hooks)
+
+
+def has_load_hooks(optimizer: Optimizer) -> bool:
+    """Return whether functions run before or after ``load_state_dict``.
+
+    Relies on the dicts of ``register_load_state_dict_pre_hook`` and ``register_load_state_dict_post_hook``.
+    """
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)

@@ -1,0 +1,88 @@
+"""FQNs without the traces of wrappers, and patterns of FQNs. Pure: strings only.
+
+Checkpoints and tensor-parallel plans speak of a module as it was before torch.compile, activation checkpointing or
+FSDP1 wrapped it. PEFT puts a model below ``base_model.model``, a module that gets an adapter below ``base_layer``, and
+one that is trained as a whole below ``original_module``, beside a copy for each adapter in ``modules_to_save``. Source:
+PEFT 0.21, ``utils/save_and_load.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_PEFT_MODEL = re.compile(r"(^|\.)base_model\.model(?=\.|$)")
+_PEFT_LAYERS = re.compile(r"(^|\.)(token_adapter|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+
+
+def clean_fqn(name: str) -> str:
+    """Return a name as registered without the components that wrappers add. Adapters of PEFT stay in it.
+
+    >>> clean_fqn("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'net.layers.0.weight'
+    """
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def base_fqn(name: str) -> str:
+    """Return the FQN that a module or tensor had before PEFT wrapped the model and some of its modules.
+
+    The module that an adapter trains as a whole begins as a copy, so it has the name of what it is a copy of. What an
+    adapter adds had none; its name loses the parts of wrappers all the same.
+
+    >>> base_fqn("model.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+    'model.model.layers.0.self_attn.q_proj.weight'
+    >>> base_fqn("base_model.model.lm_head.modules_to_save.default.weight"), base_fqn("net.bias")
+    ('lm_head.weight', 'net.bias')
+    """
+    return without_peft_layers(_PEFT_MODEL.sub("", name, count=1))
+
+
+def without_peft_layers(name: str) -> str:
+    """Return the FQN from before PEFT wrapped modules; ``base_model.model`` stays.
+
+    >>> without_peft_layers("q_proj.base_layer.weight"), without_peft_layers("head.modules_to_save.default.weight")
+    ('q_proj.weight', 'head.weight')
+    """
+    return _PEFT_LAYERS.sub("", name).removeprefix(".")
+
+
+def names_peft_layers(pattern: str) -> bool:
+    """Return whether a name or pattern has components that PEFT's layers add.
+
+    >>> names_peft_layers("layers.*.q_proj.base_layer"), names_peft_layers("layers.*.q_proj")
+    (True, False)
+    """
+    return _PEFT_LAYERS.search(pattern) is not None
+
+
+def matching_fqns(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names that match: ``*`` is any part of one component, ``**`` any number of components.
+
+    >>> matching_fqns(["a", "a.b", "a.b.c"], "a.*"), matching_fqns(["a", "a.b", "a.b.c"], "**.c")
+    (['a.b'], ['a.b.c'])
+    """
+    regex = fqn_regex(pattern)
+    return [name for name in names if regex.fullmatch(name)]
+
+
+def fqn_regex(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression that matches what a pattern of FQNs means."""
+    pieces = {"**": ".*", "*": "[^.]*"}
+    return re.compile("".join(pieces.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern)))
+
+
+def shared_names(named: Iterable[tuple[str, object]]) -> list[tuple[str, ...]]:
+    """Return the clean FQNs of each object that has several, in order of registration; such as those of tied tensors.
+
+    >>> a, b = object(), object()
+    >>> shared_names([("x", a), ("y", b), ("_orig_mod.z", a)])
+    [('x', 'z')]
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in named:
+        names.setdefault(id(value), []).append(clean_fqn(name))
+    return [tuple(found) for found in names.values() if len(found) > 1]

@@ -1,0 +1,118 @@
+"""Values of the format: what a dtype, a shape, a size, a name or a checksum may be.
+
+Whatever comes from a file passes through one of these checks before it is used. A message quotes a bounded part of a
+wrong value, since whoever wrote the file chose its length.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.format.box import Shape
+
+DTYPE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    "C128": 16,
+}
+"""Bytes per element of every dtype that a checkpoint can hold. C128 is ours: stored as pairs of F64."""
+
+MAX_NDIM = 64  # as in numpy and torch
+SAVE_ID_LENGTH = 32
+_SAVE_ID_PATTERN = re.compile(rf"[0-9a-f]{{{SAVE_ID_LENGTH}}}")
+_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{16}")
+_HEX_PATTERN = re.compile(r"[0-9a-f]*")
+
+_BOUNDED = reprlib.Repr()
+_BOUNDED.maxlevel = 4
+_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = _BOUNDED.maxset = _BOUNDED.maxfrozenset = 20
+_BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 250
+
+
+def shown(value: Any) -> str:
+    """The start of a value's repr, for a message: whoever wrote the file chose its length."""
+    nested = isinstance(value, list | tuple | dict | set | frozenset) and any(
+        isinstance(item, list | tuple | dict | set | frozenset)
+        for item in (value.values() if isinstance(value, dict) else value)
+    )
+    text = _BOUNDED.repr(value) if nested else repr(value)  # what refers to itself again and again has no end
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def check_size(value: Any) -> int:
+    """``value``, which must be an integer from 0 to 2^63 - 1."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise FormatError(f"{shown(value)} is not a size")
+    return value
+
+
+def check_shape(value: Any) -> Shape:
+    """``value``, a list of at most 64 lengths, as a tuple."""
+    shape = tuple(map(check_size, value))
+    if len(shape) > MAX_NDIM:
+        raise FormatError(f"{len(shape)} dims, more than {MAX_NDIM}")
+    return shape
+
+
+def bytes_in(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of a tensor. Lengths of 0 don't make the others harmless: strides are computed from them, too."""
+    if prod(n or 1 for n in shape) * DTYPE_BYTES[dtype] >= 1 << 63:
+        raise FormatError(f"{dtype} {tuple(shape)} has more than 2^63 bytes")
+    return prod(shape) * DTYPE_BYTES[dtype]
+
+
+def check_save_id(value: Any) -> str:
+    """``value``, which must be 32 hexadecimal digits."""
+    if not isinstance(value, str) or not _SAVE_ID_PATTERN.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not a save id")
+    return value
+
+
+def check_dtype(value: Any) -> str:
+    """``value``, which must be the name of a dtype of the format."""
+    if value not in DTYPE_BYTES:
+        raise FormatError(f"unknown dtype {shown(value)}")
+    return str(value)
+
+
+def check_file_name(value: Any) -> str:
+    """``value``, which must be a base name that leads nowhere else."""
+    if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not a file name that a checkpoint may use")
+    return value
+
+
+def check_digest(value: Any) -> str:
+    """``value``, which must be 16 hexadecimal digits."""
+    if not isinstance(value, str) or not _DIGEST_PATTERN.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not a checksum")
+    return value
+
+
+def check_digests(values: Any) -> tuple[str, ...]:
+    """``values``, a list of checksums, as a tuple; as fast as there are many of them."""
+    digests = tuple(values)
+    are_long_enough = set(map(type, digests)) <= {str} and set(map(len, digests)) <= {16}
+    if are_long_enough and _HEX_PATTERN.fullmatch("".join(digests)):
+        return digests
+    return tuple(map(check_digest, digests))
+
+
+def check_text(value: Any) -> str:
+    """``value``, which must be a string that UTF-8 can hold: JSON can escape half a character."""
+    if not isinstance(value, str):
+        raise FormatError(f"{shown(value)} is not text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise FormatError(f"{shown(value)} is not text that UTF-8 can hold") from None
+    return value

@@ -1,1 +1,0 @@
-"""Checkpoints of other formats as sources of tensors. None runs code of theirs."""

@@ -1,0 +1,100 @@
+"""``load_from_checkpoint``: construct a LightningModule or LightningDataModule from a sharded checkpoint.
+
+Lightning's own method of that name asks no CheckpointIO, so it cannot read these.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_shardckpt.checkpoint.whole_load import device_of, load_whole
+from lightning_shardckpt.checkpoint_io import as_of_a_trainer
+from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed, migrated
+from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.state.documents import FROZEN
+from lightning_shardckpt.state.json_tree import Dropped
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.system.pending_saves import drain_all
+
+_LISTED = 20
+
+
+def load_from_checkpoint(
+    cls: type[Loadable],
+    checkpoint_path: str | os.PathLike[str],
+    *,
+    map_location: torch.device | str | int | None = None,
+    strict: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    pre_download: str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> Loadable:
+    """Return a module with the hyper-parameters and weights of a checkpoint, on one device, in this process alone.
+
+    What ``LightningModule.load_from_checkpoint`` does for a file, for a sharded checkpoint of any topology. Waits for
+    asynchronous saves of this process. Frozen parameters that a checkpoint of adapters leaves out stay as the module
+    was constructed, in ``__init__`` or ``configure_model``.
+
+    Args:
+        cls: the class to construct.
+        checkpoint_path: the checkpoint.
+        map_location: the device for the module; the CPU by default.
+        strict: whether all names must match; by default as the module's ``strict_loading`` says.
+        storage_options: for URLs, see ``ShardCkptIO``.
+        pre_download: for URLs, see ``ShardCkptIO``.
+        kwargs: hyper-parameters that replace the stored ones.
+
+    Raises:
+        StateError: if a hyper-parameter could not be stored and is not given.
+        MismatchError: listing what is missing although the checkpoint does not leave it out, for one of adapters.
+    """
+    drain_all()
+    path, device = os.fspath(checkpoint_path), device_of(map_location)
+    if os.path.isfile(path):
+        where: Any = path
+        return cls.load_from_checkpoint(where, map_location=device, strict=strict, **kwargs)  # type: ignore[return-value]
+    places = StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    checkpoint = load_whole(path, device, optimizers=False, storage=places)
+    checkpoint = migrated(as_of_a_trainer(checkpoint, path, fitting=False), path)
+    hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    hyper.update(kwargs)
+    lost = {name: value for name, value in hyper.items() if isinstance(value, Dropped)}
+    if lost:
+        raise StateError(
+            f"checkpoint {path!r} does not hold the hyper-parameter(s) {lost} of {cls.__name__}; "
+            f"pass them: load_from_checkpoint({cls.__name__}, path, {', '.join(f'{name}=…' for name in lost)})"
+        )
+    if FROZEN not in checkpoint or not issubclass(cls, pl.LightningModule):
+        return constructed(cls, checkpoint, strict=strict, **kwargs)
+    left_out = checkpoint.pop(FROZEN)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found keys that are (in the model state dict but not|not in the model)")
+        module = constructed(cls, checkpoint, strict=False, **kwargs)
+    assert isinstance(module, pl.LightningModule)
+    _check_adapters(module, checkpoint, left_out, path, strict)
+    return module
+
+
+def _check_adapters(
+    module: pl.LightningModule,
+    checkpoint: Mapping[str, Any],
+    left_out: Mapping[str, object],
+    path: str,
+    strict: bool | None,
+) -> None:
+    """Compare names with a checkpoint that has no frozen parameters: those that it left out may be missing."""
+    live = {clean_fqn(name) for name in module.state_dict()}
+    stored = {clean_fqn(name) for name in checkpoint["state_dict"]}
+    problems = [f"{name}  in model only" for name in sorted(live - stored - left_out.keys())]
+    problems += [f"{name}  in checkpoint only" for name in sorted((stored | left_out.keys()) - live)]
+    if problems and (module.strict_loading if strict is None else strict):
+        listed = "\n  ".join(problems[:_LISTED])
+        name = type(module).__name__
+        raise MismatchError(f"cannot load {path!r} into {name}: {len(problems)} differences\n  {listed}")

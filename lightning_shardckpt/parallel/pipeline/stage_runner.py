@@ -1,0 +1,164 @@
+"""Run a rank's part of a schedule: its stages' forward and backward passes, in order, with messages to its neighbours.
+
+After a failure a rank goes on with its list, so that nobody waits for it: it discards what it receives, and sends word
+of the failure in place of each result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
+from lightning_shardckpt.parallel.pipeline.microbatch import copied
+from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
+from lightning_shardckpt.parallel.pipeline.schedule import Op, Schedule
+from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
+from lightning_shardckpt.parallel.pipeline.stages import StagePlan
+from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
+from lightning_shardckpt.parallel.sharding.random_streams import seeded_rng
+from lightning_shardckpt.parallel.tensors.step_cache import step_cache
+
+
+class StageRunner:
+    """Runs operations of this rank's stages.
+
+    Args:
+        group: the ranks of the pipeline.
+        rank: this one's among them.
+        split_backward: whether the gradients of weights may be put off where the schedule says so.
+    """
+
+    def __init__(
+        self,
+        gates: Gates,
+        plan: StagePlan,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        rank: int,
+        device: torch.device,
+        *,
+        split_backward: bool,
+    ) -> None:
+        self._gates, self._plan, self._split_backward = gates, plan, split_backward
+        self._transport = Transport(schedule, group, rank, device)
+        self._last = schedule.stages - 1
+
+    def run_stage(self, run: StageRun, step: Callable[[], Any]) -> None:
+        """Run ``step`` as one stage does."""
+        with step_cache():
+            self._gates.run(run, step)
+
+    def flush(self) -> None:
+        """Wait until all messages have arrived. Call when every peer has received what it is going to."""
+        self._transport.flush()
+
+    def run(
+        self, state: StepState, operations: Sequence[Op], *, first: Callable[[StepState], None] | None = None
+    ) -> None:
+        """Run ``first``, then the operations in order.
+
+        Raises:
+            Exception: the first failure, when all operations are done or discarded.
+        """
+        failure: Exception | None = None
+        try:
+            if first is not None:
+                first(state)
+        except Exception as error:
+            failure = error
+        for op in operations:
+            if failure is not None:
+                self._discard(op)
+                continue
+            try:
+                if op.kind == "forward":
+                    self._forward_one(state, op)
+                elif op.kind == "backward_weight":
+                    self._finish_weights(state, [(op.stage, op.microbatch)])
+                else:
+                    self._backward_one(state, op)
+            except Exception as error:
+                failure = error
+                self._send(op, None)
+        if failure is not None:
+            self._transport.flush()
+            raise failure
+        self._finish_weights(state, list(state.rests))
+
+    def _discard(self, op: Op) -> None:
+        with suppress(PeerFailed):
+            if op.kind == "forward" and op.stage > 0:
+                self._transport.receive("forward", op.stage - 1, op.microbatch)
+            elif op.kind in ("backward", "backward_input") and op.stage < self._last:
+                self._transport.receive("backward", op.stage, op.microbatch)
+        self._send(op, None)
+
+    def _send(self, op: Op, message: Message | None) -> None:
+        if op.kind == "forward" and op.stage < self._last:
+            self._transport.send("forward", op.stage, op.microbatch, message)
+        elif op.kind in ("backward", "backward_input") and op.stage > 0:
+            self._transport.send("backward", op.stage - 1, op.microbatch, message)
+
+    def _forward_one(self, state: StepState, op: Op) -> None:
+        stage, microbatch = op.stage, op.microbatch
+        start, stop = self._plan.ranges[stage]
+        received = self._transport.receive("forward", stage - 1, microbatch) if stage > 0 else Message({})
+        incoming = received.tensors
+        whole = stage == self._last and state.whole_steps
+        carry = state.carries[stage]
+        run = StageRun("run", start, stop, whole=whole, carry=carry, incoming=incoming, random=received.facts)
+        share = state.shares[microbatch]
+        with seeded_rng(state.seed + microbatch):
+            self.run_stage(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
+        outputs = run.outputs
+        if whole:
+            loss = state.step.loss(run.returned)
+            if loss is None:
+                raise TopologyError(
+                    f'{state.step.name} returned no loss for a microbatch; use pipeline_loss="batch" to skip a batch'
+                )
+            state.outputs.append((run.returned, share))
+            outputs = [loss]
+        if state.step.train or stage == self._last:
+            entered = dict(zip(sorted(incoming), run.entered, strict=True))
+            state.stored[stage, microbatch] = StashedForward(entered, outputs)
+        tensors = zip(carry, outputs, strict=False)
+        facts = (run.random_left,) if state.draws else ()
+        self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, facts))
+
+    def _backward_one(self, state: StepState, op: Op) -> None:
+        stage, microbatch = op.stage, op.microbatch
+        stored = state.stored.pop((stage, microbatch))
+        gradients: list[Tensor | None]
+        if stage < self._last:
+            received = self._transport.receive("backward", stage, microbatch).tensors
+            gradients = [received[p][0] if p in received else None for p in state.carries[stage]]
+        elif state.whole_steps:
+            assert state.scale is not None
+            gradients = [state.scale.double() * state.shares[microbatch]]
+        else:
+            gradients = state.gradients[microbatch]
+        pairs = [(o, g) for o, g in zip(stored.outputs, gradients, strict=True) if o.requires_grad and g is not None]
+        if pairs:  # else the loss does not depend on this part
+            outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
+            tokens = [entry.token for entry in stored.entered.values() if entry is not None]
+            if op.kind == "backward_input" and self._split_backward and tokens:
+                state.rests[stage, microbatch] = backward_input(outputs, grads, tokens)
+            else:
+                torch.autograd.backward(outputs, grads)
+        entered = {p: entry.grad for p, entry in stored.entered.items() if entry is not None}
+        tensors = {p: (grad, False) for p, grad in entered.items() if grad is not None}
+        self._send(op, Message(tensors))
+
+    def _finish_weights(self, state: StepState, places: Sequence[tuple[int, int]]) -> None:
+        for place in places:
+            rest = state.rests.pop(place, None)  # nothing, if all of the backward ran at once
+            if rest is not None:
+                backward_weight(rest)

@@ -1,0 +1,45 @@
+"""The point where activations of other pipeline stages enter the autograd graph of this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shardckpt.compat.tensor_subclass import keep_version
+
+
+class GraphEntry:
+    """The point where a received activation enters the autograd graph of a stage.
+
+    Attributes:
+        token: an empty leaf that the activation depends on.
+        grad: the activation's gradient, once a backward came by.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.token = torch.empty(0, device=device, requires_grad=True)
+        self.grad: Tensor | None = None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, token: Tensor, entry: GraphEntry) -> Tensor:
+        ctx.entry = entry
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        ctx.entry.grad = grad if ctx.entry.grad is None else ctx.entry.grad + grad
+        return None, torch.empty_like(ctx.entry.token), None
+
+
+def enter(value: Tensor) -> GraphEntry:
+    """Make ``value`` itself depend on an entry. Not a leaf, so that user code may change it in place; not a copy."""
+    entry = GraphEntry(value.device)
+    # Also where the first use is under no_grad; and checkpoint may have saved it for backward already.
+    with torch.enable_grad(), keep_version(value):
+        _Enter.apply(value, entry.token, entry)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return entry

@@ -1,0 +1,91 @@
+"""Tensor memory as host bytes, and the stored names of dtypes.
+
+A contiguous CPU tensor is its own host memory. Everything else passes through one host copy of the piece at hand,
+so that the extra memory is bounded by the largest piece. The CUDA path is plain ``Tensor.to``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.system.page_memory import prefer_huge_pages
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def dtype_name(tensor: torch.Tensor, what: str) -> str:
+    """The stored name of a tensor's dtype; ``what`` names the tensor in the error.
+
+    Raises:
+        StateError: for a dtype or a tensor layout that the format does not hold.
+    """
+    local = getattr(tensor, "_local_tensor", tensor)
+    if hasattr(type(local), "__tensor_flatten__"):  # its values are in other tensors; it has no memory to read
+        kind = f"{type(local).__module__}.{type(local).__qualname__}"
+        raise StateError(
+            f"{what}: a {kind} is made of other tensors, and can be stored as a parameter, a buffer or in the state of "
+            "an optimizer only. Return the tensors inside, or tensor.dequantize(), from the state_dict that holds it."
+        )
+    name = DTYPES.get(tensor.dtype)
+    if name is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        known = sorted(DTYPES.values())
+        found = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"
+        raise StateError(f"{what}: a {found} cannot be stored; only dense ones of {known}")
+    if tensor.is_meta:
+        raise StateError(f"{what}: the tensor is on the meta device, it has no values to store")
+    return name
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Row-major bytes of a tensor, without a copy where its memory already is that. Keeps the memory alive."""
+    if is_host_memory(tensor):
+        return bytes_of(tensor)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return bytes_of(tensor.to("cpu").contiguous())
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The writable memory of a contiguous CPU tensor."""
+    nbytes = tensor.nbytes
+    if nbytes == 0:
+        return memoryview(bytearray())
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # the view refers to `memory`, which must keep the tensor
+    return memoryview(memory).cast("B")
+
+
+def new_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor like a local one, without values; for much memory of the host, of huge pages where there are some."""
+    found = torch.empty_like(local, dtype=dtype, requires_grad=False)
+    if found.is_cpu:
+        prefer_huge_pages(found.data_ptr(), found.nbytes)
+    return found
+
+
+def is_host_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``bytes_of`` can give the tensor's own memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,37 @@
+"""Turn a live module and its optimizers into the targets of a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.pretrained.matched_source import fitted_to
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
+from lightning_shardckpt.state.module_io import parameter_names
+from lightning_shardckpt.state.peft_modules import adapter_tensors
+from lightning_shardckpt.system.gc_pause import gc_paused
+
+
+@gc_paused()
+def module_targets(
+    module: nn.Module, state_dict: Mapping[str, Any], optimizers: Sequence[Optimizer] | None, whole: WholeNames
+) -> LoadTargets:
+    """Return what a load fills: the tensors of a state dict, and the state of optimizers.
+
+    Args:
+        module: whose state dict it is.
+        state_dict: with live tensors, which are filled in place.
+        optimizers: of the module's parameters; None to load weights only.
+        whole: names over all pipeline stages.
+    """
+    leaves, _ = model_leaves({k: v for k, v in state_dict.items() if not is_value(k, v)}, module, whole)
+    extra_state = frozenset(clean_fqn(k) for k, v in state_dict.items() if is_value(k, v))
+    adapters = adapter_tensors(module, leaves.tensors)
+    fitting = partial(fitted_to, module=module, live=leaves, whole=whole)
+    return LoadTargets(leaves, extra_state, optimizers, parameter_names(module, whole), whole, adapters, fitting)

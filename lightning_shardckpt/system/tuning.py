@@ -1,0 +1,73 @@
+"""Sizes and times that depend on the machine, in one frozen value.
+
+Functions that need one take ``tuning: Tuning = TUNING``; there is no global state, and nothing is read from the
+environment. None of these values changes what is stored: a checkpoint that was written with one ``Tuning`` is read with
+any other. Limits of the format, of S3 or of another program are no tuning and stay where they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Sizes in bytes, times in seconds and numbers of threads; the defaults were measured or are explained here."""
+
+    # ── reading tensors from shards ──
+    read_window_bytes: int = 4 << 20  # of one read with checksums: still in the cache when they are computed
+    high_latency_window_bytes: int = 8 << 20  # the same where a read takes a round trip over a network
+    read_part_bytes: int = 16 << 20  # of one read without checksums
+    direct_read_bytes: int = 64 << 10  # so much is read into its place, less goes through a window
+    high_latency_direct_bytes: int = 4 << 20  # where every request is waited for and billed: neighbours together
+    row_gap_bytes: int = 16 << 10  # between two rows: reading so much is no slower than another call
+    unread_row_gap_bytes: int = 512  # the same in files that are not in the page cache yet
+    threaded_read_bytes: int = 32 << 20  # a second thread is not worth it for less
+    high_latency_threads: int = 16  # where the network is what is waited for
+    held_bytes: int = 24 << 20  # how much a load may hold between verifying it and putting it into its place
+    held_tensor_bytes: int = 64 << 10  # the largest tensor that is held: a larger one is sooner read a second time
+
+    # ── filling large files: exports and consolidation ──
+    fill_window_bytes: int = 4 << 20  # of each thread, twice; less stays in a cache, more takes fewer calls
+    fill_threads: int = 4  # one at a time can write to a file, and that is about half of the work
+    span_bytes: int = 1 << 20  # of one read: hashed and written while the caches still have it
+
+    # ── writing files ──
+    disk_buffers: int = 3  # between the CPU and the disk: one being filled, one being written, one ready for either
+    disk_buffer_bytes: int = 8 << 20  # of each
+    direct_io_bytes: int = 1 << 20  # a file that is smaller gains nothing from O_DIRECT
+    numpy_copy_bytes: int = 64 << 10  # from here on a copy with numpy, which lets other threads run, is worth the call
+
+    # ── object stores ──
+    upload_part_bytes: int = 8 << 20  # S3's least is 5 MiB
+    upload_max_parts: int = 9_900  # of an object, of which parts grow to stay below it; S3 takes 10,000
+    upload_threads: int = 4  # each with a part in memory
+    stream_block_bytes: int = 16 << 20  # of a file that is written through fsspec, other than to S3
+    download_window_bytes: int = 8 << 20
+    download_threads: int = 8
+
+    # ── ranks and other processes ──
+    lock_wait_s: float = 5.0  # for a lock that is held for moments only
+    turn_wait_s: float = 3600.0  # for another process of this machine that uploads, or downloads the same file
+    leftover_quiet_s: float = 3600.0  # what a machine that locks don't reach left untouched so long is of a dead save
+    host_look_s: float = 1.0  # between two looks of a waiting rank at the processes of its host
+    roll_call_s: float = 10.0  # a collective of training that failed on one rank fails on the others within this time
+    rank_grace_s: float = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
+    rank_poll_s: float = 0.0005  # between the first looks of a rank into the store
+    rank_longest_poll_s: float = 0.003  # between later ones; more if there are many ranks
+    exception_meeting_s: float = 10.0  # ranks that got the same exception come to save within this time of each other
+    farewell_s: float = 2.0  # rank 0 waits so long for the others to hear of an error
+
+    # ── replicas that share what they read ──
+    shared_read_bytes: int = 16 << 20  # replicas that would read less each gain nothing by sharing it
+    shared_piece_bytes: int = 4 << 20  # of a tensor that replicas share out: two pieces both read a block at their edge
+    exchange_buffer_bytes: int = 2 << 20  # of one round, over all ranks of a group; gloo is no faster with more
+    gpu_exchange_buffer_bytes: int = 32 << 20
+
+    # ── deferred init ──
+    replay_cache_bytes: int = 64 << 20  # real memory that is kept while ops are replayed, unless one op needs more
+    replay_cache_operands: int = 3  # ... then so many times the largest storage used lately, as trunc_normal_ needs
+
+
+TUNING = Tuning()
+"""The default everywhere."""

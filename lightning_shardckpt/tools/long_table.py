@@ -1,0 +1,42 @@
+"""Tables of which only the first rows are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lightning_shardckpt.system.text import count_text, table
+
+_Item = TypeVar("_Item")
+
+
+def long_table(
+    header: Sequence[str],
+    items: Sequence[_Item],
+    row: Callable[[_Item], Sequence[str]],
+    *,
+    limit: int | None,
+    noun: str = "",
+    hint: str = "--all lists them",
+    right: Sequence[str] = ("size",),
+) -> str:
+    """Return a table of the first items, with a last line that counts the others and says how to see them.
+
+    >>> print(long_table(("file", "size"), range(3), lambda i: (f"f{i}", f"{i} B"), limit=1, noun="file"))
+    file  size
+    f0     0 B
+    … and 2 more files: --all lists them
+
+    Args:
+        header: the names of the columns.
+        items: what the rows are of.
+        row: makes the cells of one item; called for those that are shown.
+        limit: number of rows; None for all.
+        noun: what an item is, in the singular.
+        hint: how to see the others.
+        right: the columns that are aligned to the right.
+    """
+    text = table(header, [row(item) for item in items[:limit]], right)
+    more = 0 if limit is None else max(len(items) - limit, 0)
+    counted = count_text(more, f"more {noun}") if noun else f"{more:,} more"
+    return f"{text}\n… and {counted}: {hint}" if more else text

@@ -1,0 +1,1 @@
+"""What tests stand on: the pool of ranks, small models and their twins, stores, hosts, worlds."""

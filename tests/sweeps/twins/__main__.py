@@ -1,0 +1,73 @@
+"""Run all cases, or some, on one topology: ``python -m tests.sweeps.twins TOPOLOGY [NAME …]``. Takes minutes.
+
+``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support.pool import run_ranks
+from tests.sweeps.twins.run import (
+    CASES,
+    TOPOLOGIES,
+    Found,
+    difference,
+    difference_of_stages,
+    fits,
+    run,
+    twins,
+    twins_resumed,
+)
+
+
+def main(topology: str, *names: str) -> int:
+    """The number of cases that differ from their twins, or end with an error."""
+    if topology == "resumed":
+        return sum(_tell(name, *_resumed(name)) for name in names or CASES)
+    chosen = [name for name in names or CASES if fits(CASES[name], topology)]
+    (expected,) = run_ranks(1, twins, chosen, init_process_group=False, timeout_s=600)
+    return sum(
+        _tell(
+            name,
+            [rank[name] for rank in run_ranks(TOPOLOGIES[topology][0], run, [name], topology, timeout_s=120)],
+            expected[name],
+            stages=topology == "pp2",
+        )
+        for name in chosen
+    )
+
+
+def _resumed(name: str) -> tuple[Sequence[Found], Found]:
+    """The ranks, and their twin; those that saved, if they ended with an error."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        (alone,) = run_ranks(1, twins, [name], folder, init_process_group=False, timeout_s=120)
+        ranks = [rank[name] for rank in run_ranks(2, run, [name], "fsdp2", folder, timeout_s=120)]
+        if any(found.error for found in (alone[name], *ranks)):
+            return ranks, alone[name]
+        (expected,) = run_ranks(1, twins_resumed, [name], folder, init_process_group=False, timeout_s=120)
+        world = TOPOLOGIES["replicas"][0]
+        resumed = run_ranks(world, run, [name], "replicas", folder, True, timeout_s=120)
+        return [rank[name] for rank in resumed], expected[name]
+
+
+def _tell(name: str, ranks: Sequence[Found], expected: Found, *, stages: bool = False) -> bool:
+    """Print whether a case is as its twin; returns whether it is not."""
+    tolerance = CASES[name].tolerance
+    if expected.error:
+        found = {expected.error}
+    elif stages and not any(rank.error for rank in ranks):
+        found = {difference_of_stages(ranks, expected, tolerance)}
+    else:
+        found = {difference(rank, expected, tolerance) for rank in ranks}
+    what = "as on one process" if found == {""} else " | ".join(text.partition("\n")[0] for text in found)
+    print(f"{name:28} {what}", flush=True)
+    return found != {""}
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]) > 0)

@@ -1,0 +1,1 @@
+"""Tests of whole runs: Trainer, Fabric, commands, examples, the documentation."""

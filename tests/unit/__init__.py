@@ -1,0 +1,1 @@
+"""Single-process tests, by the rooms of the package."""

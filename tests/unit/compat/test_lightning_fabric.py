@@ -1,0 +1,88 @@
+"""What Fabric keeps to itself still means what we take it for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.wrappers import _FabricModule
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_shardckpt.compat import lightning_fabric as compat
+from tests.support.pool import run_ranks
+
+
+def backends() -> list[str]:
+    device, environment = torch.device("cpu"), LightningEnvironment()
+    made = [compat.init_process_group(environment, device, backend=None, timeout_s=30) for _ in range(2)]
+    return [*made, dist.get_backend()]
+
+
+def test_a_process_group_is_made_once() -> None:
+    assert run_ranks(1, backends, init_process_group=False) == [["gloo"] * 3]
+
+
+def reductions() -> list[float]:
+    value, world = torch.tensor(float(dist.get_rank() + 1)), dist.group.WORLD
+    assert world is not None
+    return [compat.reduced(value.clone(), world, op).item() for op in ("mean", "sum", dist.ReduceOp.MAX)]
+
+
+def test_tensors_are_reduced_as_lightning_spells_it() -> None:
+    assert run_ranks(2, reductions) == [[1.5, 3.0, 2.0]] * 2
+
+
+def test_optimizer_state_moves_but_for_the_steps() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    compat.optimizer_to_device(optimizer, torch.device("meta"))
+    state = optimizer.state[weight]
+    assert state["exp_avg"].device.type == "meta" and weight.device.type == "cpu"
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    data: Any = list(range(8))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    compat.set_sampler_epoch(DataLoader(data, sampler=sampler), 5)
+    assert sampler.epoch == 5
+
+
+class OwnBackward(SingleDeviceStrategy):
+    """Fabric lets backward passes run anywhere under strategies that have no backward of their own."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        super().backward(*args, **kwargs)
+
+
+def test_a_backward_is_allowed_only_within() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=OwnBackward())
+    model = fabric.setup_module(torch.nn.Linear(2, 1))
+    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+        model(torch.ones(1, 2)).sum().backward()
+    with compat.backward_allowed():
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_fabric_asks_the_backward_sync_control() -> None:
+    asked: list[bool] = []
+
+    class Control(compat.BackwardSyncControl):
+        def no_backward_sync(self, module: Any, enabled: bool) -> Any:
+            asked.append(enabled)
+            return torch.no_grad()
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    model = _FabricModule(torch.nn.Linear(2, 1), fabric.strategy)
+    fabric.strategy._backward_sync_control = Control()
+    with fabric.no_backward_sync(model):
+        assert not torch.is_grad_enabled()
+    assert asked == [True]

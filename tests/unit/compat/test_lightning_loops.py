@@ -1,0 +1,165 @@
+"""What the fit loop keeps to itself still means what we take it for, on one process with Lightning's own strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt.compat import lightning_loops as compat
+from tests.unit.compat.test_lightning_trainer import Asks, Logs, trainer
+
+
+def batches(count: int) -> DataLoader[Any]:
+    return DataLoader(RandomDataset(32, count))
+
+
+def test_loaders_are_those_that_training_draws_from(tmp_path: Path) -> None:
+    loader = batches(2)
+    before = Asks("setup", lambda run: compat.train_loaders(run))
+    during = Asks("on_train_start", lambda run: (compat.train_loaders(run), compat.cycles_loaders(run)))
+    trainer(tmp_path, before, during).fit(BoringModel(), loader)
+    assert before.found == [[]] and during.found == [([loader], True)]  # Lightning's default mode cycles
+
+
+class Pairs(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_a_shorter_loader_may_cycle(tmp_path: Path) -> None:
+    asks = Asks("on_train_start", compat.cycles_loaders)
+    for mode in ("max_size_cycle", "min_size"):
+        trainer(tmp_path, asks).fit(Pairs(), CombinedLoader([batches(2), batches(4)], mode))  # type: ignore[arg-type]
+    assert asks.found == [True, False]
+
+
+def test_loaders_begin_when_they_are_told(tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    class Counts(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            begun.append(1)
+            return super().__iter__()
+
+    count = Asks("on_train_start", lambda run: (begun.clear(), compat.begin_loaders(run), len(begun))[2])
+    trainer(tmp_path, count).fit(BoringModel(), Counts(RandomDataset(32, 4)))
+    assert count.found == [1]
+
+
+def test_where_an_epoch_and_a_run_end(tmp_path: Path) -> None:
+    asks = Asks("on_train_batch_end", lambda run: (compat.is_last_batch(run), compat.ends_within_epoch(run)))
+    trainer(tmp_path, asks, max_steps=5, limit_val_batches=0).fit(BoringModel(), batches(3))
+    assert asks.found == [(False, False), (False, False), (True, False), (False, False), (False, True)]
+
+
+def test_whether_optimizers_step(tmp_path: Path) -> None:
+    asks = Asks("on_train_batch_end", compat.is_accumulating)
+    trainer(tmp_path, asks, accumulate_grad_batches=2).fit(BoringModel(), batches(4))
+    assert asks.found == [True, False, True, False]
+
+
+def test_what_was_logged_in_training(tmp_path: Path) -> None:
+    asks = Asks("on_train_batch_end", lambda run: [(m.name, m.on_epoch) for m in compat.logged_in_training(run)])
+    trainer(tmp_path, asks, max_steps=1).fit(Logs(), batches(2))
+    assert asks.found == [[("trained", False)]]
+
+
+def test_the_end_of_a_batch_can_be_wrapped_where_a_validation_is_foreseen(tmp_path: Path) -> None:
+    found: list[tuple[bool, bool]] = []
+    undone: list[Any] = []
+
+    def watch(run: pl.Trainer) -> None:
+        def around(fetcher: Any, original: compat.EndBatch) -> None:
+            validates = compat.would_validate(run, fetcher)
+            before = validations.found.copy()
+            original()
+            found.append((validates, validations.found != before))
+
+        undone.append(compat.wrap_batch_end(run, around))
+
+    validations = Asks("on_validation_start", lambda run: run.global_step)
+    run = trainer(tmp_path, Asks("on_train_start", watch), validations, max_steps=4, val_check_interval=2)
+    run.fit(BoringModel(), batches(4))
+    assert found == [(False, False), (True, True), (False, False), (True, True)]
+    undone[0]()
+    assert "on_advance_end" not in vars(run.fit_loop.epoch_loop)
+
+
+def test_a_run_that_stops_would_not_validate_though_lightning_does(tmp_path: Path) -> None:
+    found: list[bool] = []
+
+    def stop(run: pl.Trainer) -> None:
+        run.should_stop = True
+        found.append(compat.would_validate(run, run.fit_loop._data_fetcher))
+        found.append(run.should_stop)
+
+    trainer(tmp_path, Asks("on_train_batch_end", stop), max_steps=4).fit(BoringModel(), batches(4))
+    assert found == [False, True]
+
+
+class Plateau(BoringModel):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validated"}}
+
+
+class LogsAndPlateaus(Plateau, Logs): ...
+
+
+def rates(run: pl.Trainer) -> list[float]:
+    return [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+
+
+def test_plateaus_step_when_they_are_told(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=1, max_steps=-1)
+    run.fit(LogsAndPlateaus(), batches(2), batches(1))
+    before = rates(run)
+    compat.step_plateaus_now(run, 0)  # the same value again: no better
+    assert (before, rates(run)) == ([1.0], [0.5])
+
+
+def resumed(tmp_path: Path, *callbacks: pl.Callback, at: str, epochs: int) -> pl.Trainer:
+    path = tmp_path / f"{at}.ckpt"
+
+    def save(run: pl.Trainer) -> None:
+        if run.current_epoch == 0 and run.global_step == 2:
+            run.save_checkpoint(path)
+
+    trainer(tmp_path, Asks(at, save), max_epochs=1, max_steps=-1).fit(LogsAndPlateaus(), batches(4), batches(1))
+    run = trainer(tmp_path, *callbacks, max_epochs=epochs, max_steps=-1)
+    run.fit(LogsAndPlateaus(), batches(4), batches(1), ckpt_path=str(path), weights_only=False)
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_restarted_epoch_steps_its_plateaus_only_if_it_is_let(tmp_path: Path) -> None:
+    steps = []
+    for lets in (False, True):
+        let = Asks("on_train_start", compat.let_plateaus_step if lets else lambda run: None)
+        run = resumed(tmp_path, let, at="on_train_batch_end", epochs=1)
+        steps.append(run.lr_scheduler_configs[0].scheduler.last_epoch)
+    assert steps == [0, 1]
+
+
+def test_a_run_begins_the_next_epoch_as_if_it_had_finished_the_last_one(tmp_path: Path) -> None:
+    path, epochs = tmp_path / "a.ckpt", Asks("on_train_epoch_start", lambda run: run.current_epoch)
+    save = Asks("on_train_epoch_end", lambda run: run.save_checkpoint(path))
+    trainer(tmp_path, save, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(BoringModel(), batches(3))
+
+    def go_on(run: pl.Trainer) -> None:
+        compat.begin_next_epoch(run, 1, ended=False)
+        compat.set_loaders_begun(run, False)
+
+    steps = Asks("on_train_batch_start", lambda run: run.fit_loop.epoch_loop.batch_idx)
+    options = {"max_steps": 6, "limit_val_batches": 0}
+    run = trainer(tmp_path, Asks("on_train_start", go_on), epochs, steps, **options)
+    run.fit(BoringModel(), batches(3), ckpt_path=str(path), weights_only=False)
+    assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6

@@ -1,0 +1,213 @@
+"""What the Trainer keeps to itself still means what we take it for, on one process with Lightning's own strategy."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shardckpt.compat import lightning_trainer as compat
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+    "limit_val_batches": 1,
+    "num_sanity_val_steps": 0,
+}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_strategy_knows_whether_batch_norms_are_to_be_synchronized(asked: bool) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", sync_batchnorm=asked, logger=False)
+    assert isinstance(trainer.strategy, ParallelStrategy)
+    assert compat.syncs_batch_norms(trainer.strategy) is asked
+
+
+def test_a_strategy_forgets_its_optimizers() -> None:
+    strategy = DDPStrategy()
+    strategy.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])]
+    assert strategy.optimizers
+    compat.forget_optimizers(strategy)
+    assert strategy.optimizers == [] and strategy.lr_scheduler_configs == []
+
+
+class Asks(pl.Callback):
+    """Calls a function at a hook, and keeps what it returns."""
+
+    def __init__(self, hook: str, ask: Any) -> None:
+        self.found: list[Any] = []
+        setattr(self, hook, lambda trainer, *args, **kwargs: self.found.append(ask(trainer)))
+
+
+def trainer(tmp_path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    defaults = {**QUIET, "max_steps": 2, "default_root_dir": tmp_path, "enable_checkpointing": False}
+    return pl.Trainer(**{**defaults, **options}, callbacks=list(callbacks))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    run = trainer(tmp_path)
+    run.fit(BoringModel())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    return str(tmp_path / "a.ckpt")
+
+
+class WithSize(BoringModel):
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_module_is_constructed_with_hyper_parameters_and_weights() -> None:
+    weights = {"layer.weight": torch.full((2, 32), 3.0), "layer.bias": torch.zeros(2)}
+    checkpoint = {"state_dict": weights, "hyper_parameters": {"size": 5}, "hparams_name": "kwargs"}
+    found = compat.constructed(WithSize, checkpoint, strict=True)
+    assert found.hparams["size"] == 5 and torch.equal(found.layer.weight, weights["layer.weight"])
+    with pytest.raises(RuntimeError, match=r"layer\.bias"):
+        compat.constructed(WithSize, {**checkpoint, "state_dict": {}}, strict=True)
+
+
+def test_an_old_checkpoint_is_migrated() -> None:
+    old = {"pytorch-lightning_version": "1.0.0", "state_dict": {}, "epoch": 1, "global_step": 2}
+    found = compat.migrated(old, "a.ckpt")
+    assert found["pytorch-lightning_version"] == lightning.__version__ and "loops" in found
+
+
+def test_the_path_is_the_one_that_the_user_has_assigned(tmp_path: Path, saved: str) -> None:
+    run = trainer(tmp_path)
+    assert (compat.assigned_path(run), compat.is_path_assigned(run)) == (None, False)
+    run.ckpt_path = saved
+    assert (compat.assigned_path(run), compat.is_path_assigned(run)) == (saved, True)
+    asks = Asks("setup", compat.assigned_path)
+    trainer(tmp_path, asks, max_steps=2).test(BoringModel(), ckpt_path=saved, verbose=False)
+    assert asks.found == [None]  # what a call was given does not count
+
+
+def test_a_requeued_job_has_a_path(tmp_path: Path, saved: str) -> None:
+    run = trainer(tmp_path)
+    assert compat.requeued_path(run) is None
+    (tmp_path / "hpc_ckpt_3.ckpt").write_bytes(Path(saved).read_bytes())
+    assert compat.requeued_path(run) == str(tmp_path / "hpc_ckpt_3.ckpt")
+
+
+def test_modules_and_callbacks_are_restored(tmp_path: Path, saved: str) -> None:
+    stored = torch.load(saved, weights_only=True)["state_dict"]
+    same = Asks("on_fit_start", lambda run: torch.equal(run.lightning_module.layer.weight, stored["layer.weight"]))
+
+    def restore(run: pl.Trainer) -> None:
+        run.strategy.model = run.lightning_module
+        compat.restore_modules_and_callbacks(run, saved)
+
+    trainer(tmp_path, Asks("setup", restore), same, max_steps=1).fit(BoringModel())
+    assert same.found == [True]
+
+
+class Freezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None: ...
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None: ...
+
+
+def test_param_groups_that_were_loaded_are_kept(tmp_path: Path) -> None:
+    found = []
+    for keeps in (False, True):
+        callback, module = Freezes(), BoringModel()
+        callback.load_state_dict({"internal_optimizer_metadata": {0: []}})
+        optimizer = torch.optim.SGD(module.parameters(), lr=7.0)
+        run = trainer(tmp_path)
+        run.strategy.optimizers = [optimizer]
+        if keeps:
+            compat.keep_loaded_groups(callback)
+        callback.on_fit_start(run, module)
+        found.append(len(optimizer.param_groups))
+    assert found == [0, 1]
+
+
+def test_a_model_checkpoint_says_where_it_will_save(tmp_path: Path) -> None:
+    run = trainer(tmp_path, enable_checkpointing=True)
+    assert compat.save_directory(ModelCheckpoint(), run) == str(tmp_path / "checkpoints")
+    assert compat.save_directory(ModelCheckpoint(tmp_path / "there"), run) == str(tmp_path / "there")
+
+
+def test_a_sigterm_ends_the_run_after_the_batch(tmp_path: Path) -> None:
+    before = Asks("on_train_start", compat.sigterm_handler_before)
+    tell = Asks("on_train_batch_start", compat.receive_sigterm)
+    heard: list[int] = []
+    original = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        run = trainer(tmp_path, before, tell, max_steps=5)
+        with pytest.raises(SystemExit):
+            run.fit(BoringModel())
+    finally:
+        signal.signal(signal.SIGTERM, original)
+    assert run.global_step == 1
+    before.found[0](signal.SIGTERM, None)
+    assert heard[-1] == signal.SIGTERM
+
+
+def test_a_module_says_its_device_and_mesh() -> None:
+    module = BoringModel()
+    compat.set_device(module, torch.device("meta"))
+    assert module.device == torch.device("meta") and module.layer.weight.device.type == "cpu"
+    mesh = object.__new__(DeviceMesh)
+    compat.set_device_mesh(module, mesh)
+    assert module.device_mesh is mesh
+
+
+class Logs(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("trained", 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("validated", 2.0)
+        return super().validation_step(batch, batch_idx)
+
+
+def test_the_metrics_of_a_validation_are_known_and_others_can_be_put(tmp_path: Path) -> None:
+    validated = Asks("on_validation_epoch_end", lambda run: dict(compat.validated_metrics(run)))
+    run = trainer(tmp_path, validated, limit_train_batches=2)
+    run.fit(Logs())
+    assert {**validated.found[0]} == {"validated": 2.0}
+    compat.put_callback_metrics(run, {"more": torch.tensor(3.0)})
+    assert run.callback_metrics["more"] == 3 and run.callback_metrics["trained"] == 1
+
+
+def test_hooks_and_callbacks_run_in_a_context_until_it_is_undone(tmp_path: Path) -> None:
+    names: list[str] = []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        names.append(name)
+        yield
+
+    run = trainer(tmp_path, Asks("on_train_start", lambda run: None), max_steps=1)
+    undo = compat.wrap_actions(run.profiler, around)
+    run.fit(BoringModel())
+    assert any(n.startswith("[LightningModule]BoringModel.on_train_start") for n in names)
+    assert any(n.startswith("[Callback]Asks.on_train_start") for n in names)
+    undo()
+    names.clear()
+    run.fit(BoringModel())
+    assert names == []
+
+
+def test_the_launcher_starts_the_script_again() -> None:
+    launcher = compat.ScriptLauncher
+    assert callable(launcher.launch) and callable(launcher.kill)
+    assert launcher._call_children_scripts is not None

@@ -1,0 +1,55 @@
+"""Collectives are watched in one thread and one block; objects travel as bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shardckpt.compat.pipelining import pickled, unpickled, watched_collectives
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD  # type: ignore[misc]  # it is there between the two
+    dist.destroy_process_group()
+
+
+def test_collectives_are_watched_with_their_group_inside_only(alone: dist.ProcessGroup) -> None:
+    seen: list[tuple[str, Any]] = []
+    original = dist.all_reduce
+    with watched_collectives(lambda name, group: seen.append((name, group))):
+        dist.all_reduce(torch.ones(1))
+        dist.broadcast(torch.ones(1), 0, alone)
+        dist.barrier(group=alone)
+        other = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+        other.start()
+        other.join()
+    dist.all_reduce(torch.ones(1))
+    assert dist.all_reduce is original
+    assert seen == [("all_reduce", None), ("broadcast", alone), ("barrier", alone)]
+
+
+def test_an_error_of_the_watcher_stops_the_collective_and_everything_is_restored(alone: dist.ProcessGroup) -> None:
+    def refuse(name: str, group: Any) -> None:
+        raise ValueError(name)
+
+    tensor, original = torch.ones(1), dist.all_reduce
+    with pytest.raises(ValueError, match="all_reduce"), watched_collectives(refuse):
+        dist.all_reduce(tensor)
+    assert dist.all_reduce is original
+
+
+def test_an_object_comes_back_from_its_bytes(alone: dist.ProcessGroup) -> None:
+    value = {"a": [1, "two"], "b": torch.arange(3)}
+    content, count = pickled(value, alone, torch.device("cpu"))
+    assert (content.dtype, count.dtype, count.item()) == (torch.uint8, torch.int64, content.numel())
+    padded = torch.cat([content, torch.zeros(5, dtype=torch.uint8)])
+    found = unpickled(padded, count, alone)
+    assert found["a"] == value["a"] and torch.equal(found["b"], torch.arange(3))

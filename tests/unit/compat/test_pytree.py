@@ -1,0 +1,41 @@
+"""Nested structures are flattened as the pipeline and the deferred construction expect."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import torch
+
+from lightning_shardckpt.compat.pytree import map_tensors, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def test_containers_are_walked_in_order_and_other_objects_are_leaves() -> None:
+    tensor, thing = torch.zeros(2), object()
+    tree = {"b": [tensor, (1, None)], "a": Pair(thing, "text")}
+    leaves, spec = tree_flatten(tree)
+    assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in (tensor, 1, None, thing, "text")]
+    assert tree_leaves(tree) == leaves
+    assert tree_unflatten(leaves, spec) == tree
+    assert isinstance(tree_unflatten(leaves, spec)["a"], Pair)
+
+
+def test_equal_structures_have_equal_hashable_specs() -> None:
+    one, other = (tree_flatten(({"x": [value]}, {}))[1] for value in (1, 2))
+    assert one == other and hash(one) == hash(other)
+    assert one != tree_flatten(({"y": [1]}, {}))[1]
+
+
+def test_map_keeps_the_structure() -> None:
+    assert tree_map(lambda leaf: leaf * 2, {"a": [1, (2,)]}) == {"a": [2, (4,)]}
+
+
+def test_tensors_are_replaced_and_containers_keep_their_types() -> None:
+    other = object()
+    tree = OrderedDict(a=[torch.ones(2), other], b=Pair((torch.zeros(1),), "text"), c=torch.nn.Parameter(torch.ones(1)))
+    found = map_tensors(lambda tensor: tensor + 1, tree)
+    assert isinstance(found, OrderedDict) and isinstance(found["b"], Pair)
+    assert found["a"][0].tolist() == [2, 2] and found["a"][1] is other
+    assert found["b"].first[0].tolist() == [1] and found["b"].second == "text" and found["c"].tolist() == [2]
+    assert tree["a"][0].tolist() == [1, 1]

@@ -1,0 +1,122 @@
+"""Dispatch, parameters, hooks, versions and memory of tensors, as `compat.tensor_subclass` names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shardckpt.compat.tensor_subclass import (
+    NO_TORCH_FUNCTION,
+    accumulation_hooks,
+    gradient_hooks,
+    is_marked_as_parameter,
+    keep_version,
+    mark_as_parameter,
+    memory_id,
+    set_accumulation_hooks,
+    set_gradient_hooks,
+    shares_memory,
+    version_of,
+    with_torch_function,
+    without_torch_function,
+)
+
+
+class Counted(Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Counted.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Plain(Tensor):
+    __torch_function__ = NO_TORCH_FUNCTION
+
+
+def calls_of_an_addition() -> int:
+    before = Counted.calls
+    torch.add(torch.ones(2).as_subclass(Counted), 1)
+    return Counted.calls - before
+
+
+def test_torch_function_is_off_and_on_again_inside() -> None:
+    assert calls_of_an_addition() == 1
+    with without_torch_function():
+        assert calls_of_an_addition() == 0
+        with with_torch_function():
+            assert calls_of_an_addition() == 1
+        assert calls_of_an_addition() == 0
+    assert calls_of_an_addition() == 1
+
+
+def test_a_class_without_torch_function_gives_tensors() -> None:
+    assert type(torch.ones(2).as_subclass(Plain) + 1) is Tensor
+
+
+def test_a_marked_tensor_is_a_parameter_of_its_class() -> None:
+    tensor = torch.ones(2).as_subclass(Plain)
+    assert not isinstance(tensor, nn.Parameter) and not is_marked_as_parameter(tensor)
+    mark_as_parameter(tensor)
+    assert isinstance(tensor, nn.Parameter) and is_marked_as_parameter(tensor)
+    module = nn.Module()
+    module.weight = tensor  # type: ignore[assignment]  # the metaclass of Parameter says that it is one
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+
+
+def test_hooks_are_found_by_id_and_move_with_their_handles() -> None:
+    seen: list[str] = []
+    old, new = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert not gradient_hooks(old) and not accumulation_hooks(old)
+    first = old.register_hook(lambda gradient: seen.append("gradient"))
+    second = old.register_post_accumulate_grad_hook(lambda leaf: seen.append("accumulated"))
+    hooks, after = gradient_hooks(old), accumulation_hooks(old)
+    assert hooks is not None and list(hooks) == [first.id]
+    assert after is not None and list(after) == [second.id]
+    set_gradient_hooks(new, hooks)
+    set_accumulation_hooks(new, after)
+    new.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+    first.remove()
+    second.remove()
+    new.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+
+
+def test_changes_in_place_count_and_can_be_left_out() -> None:
+    tensor = torch.ones(4)
+    view, before = tensor[:2], version_of(tensor)
+    view.add_(1)
+    assert version_of(tensor) == version_of(view) == before + 1
+    tensor.data.add_(1)
+    assert version_of(tensor) == before + 1
+    with keep_version(tensor):
+        tensor.add_(1)
+    assert version_of(tensor) == before + 1
+    assert tensor.tolist() == [4, 4, 3, 3]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_memory_has_one_number(device: str) -> None:
+    tensor, other = torch.empty(4, device=device), torch.empty(4, device=device)
+    assert memory_id(tensor) == memory_id(tensor[1:]) == memory_id(tensor.detach()) != memory_id(other)
+
+
+def test_memory_is_shared_as_long_as_another_tensor_has_it() -> None:
+    tensor = torch.ones(4)
+    assert not shares_memory(tensor)
+    other = tensor.detach()
+    assert shares_memory(tensor) and shares_memory(other)
+    del other
+    assert not shares_memory(tensor)
+    assert shares_memory(tensor[:2])
+    with torch.inference_mode():
+        known = torch.ones(4)
+        view = known[:2]
+    assert shares_memory(known)
+    del view
+    assert not shares_memory(known)

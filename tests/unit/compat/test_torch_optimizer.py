@@ -1,0 +1,48 @@
+"""An optimizer's own ways of saving and loading are seen, however they got there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+
+from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, saves_in_its_own_way
+
+
+class Own(SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mine": 1}
+
+
+def made(kind: type[SGD] = SGD) -> SGD:
+    return kind([torch.zeros(2, requires_grad=True)], lr=0.1)
+
+
+def test_an_optimizer_of_torch_has_no_own_way() -> None:
+    assert not saves_in_its_own_way(made()) and not has_load_hooks(made())
+
+
+def test_a_method_or_a_hook_that_adds_entries_is_seen() -> None:
+    assert saves_in_its_own_way(made(Own))
+    optimizer = made()
+
+    def add(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "mine": 1}
+
+    handle = optimizer.register_state_dict_post_hook(add)
+    assert "mine" in optimizer.state_dict() and saves_in_its_own_way(optimizer)
+    handle.remove()
+    assert "mine" not in optimizer.state_dict() and not saves_in_its_own_way(optimizer)
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_of_loading_are_seen(when: str) -> None:
+    optimizer, ran = made(), list[object]()
+    handle = getattr(optimizer, f"register_load_state_dict_{when}_hook")(lambda *given: ran.append(given))
+    assert has_load_hooks(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(ran) == 1
+    handle.remove()
+    assert not has_load_hooks(optimizer)

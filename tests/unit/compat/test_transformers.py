@@ -1,0 +1,125 @@
+"""What models of transformers keep to themselves means what from_pretrained and save_pretrained do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+from lightning_shardckpt.compat.transformers import (
+    Conversion,
+    can_initialize,
+    conversions_of,
+    initialize,
+    names_not_saved,
+    own_tied_patterns,
+    patterns_that_may_be_missing,
+    patterns_that_may_be_unexpected,
+    revert_function,
+)
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8, "intermediate_size": 8}
+
+
+@pytest.fixture(scope="module")
+def mixture() -> Any:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def test_conversions_make_the_names_of_a_model_of_those_in_its_files(mixture: Any, tmp_path: Path) -> None:
+    mixture.save_pretrained(tmp_path)
+    stored, live = load_file(tmp_path / "model.safetensors").keys(), mixture.state_dict().keys()
+    assert stored != live
+    steps, found = conversions_of(mixture), set[str]()
+    assert any(isinstance(step, Conversion) and step.operations for step in steps)
+    for name in stored:
+        new = name
+        for step in steps:
+            if not isinstance(step, Conversion):
+                new = step.rename_source_key(new)[0]
+        for step in steps:
+            if isinstance(step, Conversion):
+                renamed, pattern = step.rename_source_key(new)
+                if pattern is not None:
+                    assert pattern in step.source_patterns
+                    new = renamed
+                    break
+        found.add(new)
+    assert found == live
+    assert not any(isinstance(step, Conversion) for step in [object(), nn.Linear(1, 1)])
+
+
+def test_reverting_them_gives_what_is_saved(mixture: Any, tmp_path: Path) -> None:
+    mixture.save_pretrained(tmp_path)
+    stored, revert = load_file(tmp_path / "model.safetensors"), revert_function()
+    assert revert is not None
+    found = revert(mixture, mixture.state_dict())
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
+
+
+class Plain(transformers.PreTrainedModel):
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.kept, self.derived = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_buffer("position_ids", torch.arange(3), persistent=False)
+        self.post_init()
+
+
+class Leaving(Plain):
+    _keys_to_ignore_on_save = ("derived.weight", "derived.bias")
+    _keys_to_ignore_on_load_missing = (r"derived\.",)
+    _keys_to_ignore_on_load_unexpected = (r"old\.",)
+
+
+def loaded(kind: Any, folder: Path) -> tuple[set[str], set[str]]:
+    """Return what from_pretrained misses, and what it finds unexpected."""
+    _, info = kind.from_pretrained(folder, output_loading_info=True)
+    return set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+def test_ignored_names_are_those_that_are_not_saved_missed_or_minded(tmp_path: Path) -> None:
+    plain, model = Plain(transformers.PretrainedConfig()), Leaving(transformers.PretrainedConfig())
+    for one in (plain, nn.Linear(2, 2)):
+        assert names_not_saved(one) == patterns_that_may_be_missing(one) == frozenset()
+    model.save_pretrained(tmp_path / "a")
+    stored = load_file(tmp_path / "a" / "model.safetensors")
+    assert names_not_saved(model) == model.state_dict().keys() - stored.keys() == {"derived.weight", "derived.bias"}
+    assert patterns_that_may_be_missing(model) == {r"derived\."}
+    assert loaded(Leaving, tmp_path / "a")[0] == set()
+    assert loaded(Plain, tmp_path / "a")[0] == {"derived.weight", "derived.bias"}
+    from safetensors.torch import save_file
+
+    more = {**stored, "old.weight": torch.zeros(1), "position_ids": torch.arange(3)}
+    save_file(more, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    assert patterns_that_may_be_unexpected(model) == {r"old\.", r"(^|\.)position_ids$"}
+    assert loaded(Leaving, tmp_path / "a")[1] == set()
+    assert patterns_that_may_be_unexpected(plain) == {r"(^|\.)position_ids$"}
+    assert loaded(Plain, tmp_path / "a")[1] == {"old.weight"}
+
+
+def test_tied_patterns_are_of_names_that_are_saved_once(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)
+    model: Any = transformers.LlamaForCausalLM(config)
+    assert own_tied_patterns(model) == ("lm_head.weight",) and own_tied_patterns(nn.Linear(1, 1)) == ()
+    model.save_pretrained(tmp_path)
+    missing = model.state_dict().keys() - load_file(tmp_path / "model.safetensors").keys()
+    assert missing == {"lm_head.weight"}
+
+
+def test_a_model_initializes_a_module_as_its_constructor_does(mixture: Any) -> None:
+    assert can_initialize(mixture) and not can_initialize(nn.Linear(1, 1))
+    head = mixture.lm_head
+    with torch.no_grad():
+        head.weight.fill_(torch.inf)
+    initialize(mixture, head)
+    assert head.weight.isfinite().all() and head.weight.unique().numel() > 1
+    assert head.weight.std() < 3 * mixture.config.initializer_range

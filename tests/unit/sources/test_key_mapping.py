@@ -1,0 +1,117 @@
+"""One table of what a mapping from stored names to new ones does, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+
+NAMES = ["a.w", "b.w", "x"]
+
+
+def shout(name: str) -> str | None:
+    return f"m.{name}" if "." in name else None
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        pytest.param(None, {"a.w": "a.w", "b.w": "b.w", "x": "x"}, id="nothing"),
+        pytest.param({"a.w": "b.w", "b.w": "a.w"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}, id="whole names, swapped"),
+        pytest.param({"a": "c", "w": "v"}, {"a.w": "a.w", "b.w": "b.w", "x": "x"}, id="part of a name is no name"),
+        pytest.param({"^a": "b", "^b": "a"}, {"b.w": "a.w", "a.w": "b.w", "x": "x"}, id="expressions, swapped"),
+        pytest.param(
+            {r"^(.)\.": r"net.\1.", "w$": "weight"},
+            {"net.a.weight": "a.w", "net.b.weight": "b.w", "x": "x"},
+            id="several expressions in one name",
+        ),
+        pytest.param({"^a|^b": "c", "^b": "d", "^[a]": "e"}, None, id="two names that become one"),
+        pytest.param({r"^.\.": "c.", "^b": "d", "b.w": "kept"}, {"c.w": "a.w", "kept": "b.w", "x": "x"}, id="first"),
+        pytest.param({"^": "net."}, {"net.a.w": "a.w", "net.b.w": "b.w", "net.x": "x"}, id="a prefix"),
+        pytest.param({"()": "-"}, {"-a-.-w": "a.w", "-b-.-w": "b.w", "-x": "x"}, id="matches without a length"),
+        pytest.param({"x": None, "^b": None}, {"a.w": "a.w"}, id="left out"),
+        pytest.param({"x": ["x", "y"]}, {"a.w": "a.w", "b.w": "b.w", "x": "x", "y": "x"}, id="several new names"),
+        pytest.param(
+            {r"\.": [".0.", ".1."], "w$": "v", "^x$": []},
+            {"a.0.v": "a.w", "a.1.v": "a.w", "b.0.v": "b.w", "b.1.v": "b.w"},
+            id="several new names by expression",
+        ),
+        pytest.param(shout, {"m.a.w": "a.w", "m.b.w": "b.w"}, id="function"),
+        pytest.param(f"{__name__}:shout", {"m.a.w": "a.w", "m.b.w": "b.w"}, id="import path"),
+        pytest.param(f"{__name__}.shout", {"m.a.w": "a.w", "m.b.w": "b.w"}, id="import path with dots"),
+        pytest.param("x=y", {"a.w": "a.w", "b.w": "b.w", "y": "x"}, id="text"),
+        pytest.param(["^a=b", "^b=a", "x=y"], {"b.w": "a.w", "a.w": "b.w", "y": "x"}, id="texts"),
+    ],
+)
+def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) -> None:
+    mapping = KeyMapping.of(given)
+    if found is not None:
+        assert mapping.renamed(NAMES) == found
+        return
+    with pytest.raises(MismatchError, match=r"gives 1 names several times\n  c.w  of a.w, b.w"):
+        mapping.renamed(NAMES)
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_a_file_has_what_a_dict_has_and_goes_with_texts(ending: str, tmp_path: Path) -> None:
+    entries = {"x": None, "^a": "b", "b.w": ["c", "d"]}
+    plain = "x: null\n^a: b\nb.w: [c, d]\n"
+    (tmp_path / f"names.{ending}").write_text(json.dumps(entries) if ending == "json" else plain)
+    assert KeyMapping.of(tmp_path / f"names.{ending}") == KeyMapping.of(entries)
+    assert KeyMapping.of([str(tmp_path / f"names.{ending}"), "w$=v"]) == KeyMapping.of({**entries, "w$": "v"})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"(": ""}, "'(' is no regular expression"),
+        ({"^a": r"\1"}, "'^a' is no regular expression for '\\\\1': invalid group reference"),
+        ("(=x", "'(' is no regular expression"),
+        ({"a": 3}, "'a': 3, which is not from a name"),
+        ({3: "a"}, "3: 'a', which is not from a name"),
+        ([("^a", "b")], "takes no pairs such as ('^a', 'b'): give a dict, from stored names"),
+        (["x=y", "nothing"], "'nothing' is neither a file nor OLD=NEW"),
+        ("nothing", "'nothing' is neither a file nor OLD=NEW, and no function can be imported"),
+        ("no.such:function", "'no.such:function' is neither a file"),
+    ],
+)
+def test_what_is_no_mapping_is_wrong_usage(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^renames.*{re.escape(words)}"):
+        KeyMapping.of(given, "renames")
+
+
+def test_a_file_that_is_no_mapping_is_wrong_usage(tmp_path: Path) -> None:
+    for content, words in (("[1]", "has to be an object"), ("{", "neither JSON nor YAML"), ("a: 3", "'a': 3")):
+        (tmp_path / "names").write_text(content)
+        with pytest.raises(ValueError, match=words):
+            KeyMapping.of(tmp_path / "names")
+
+
+def test_a_function_that_makes_no_name_is_an_error() -> None:
+    with pytest.raises(MismatchError, match=r"makes 3 of 'a\.w'"):
+        KeyMapping.of(lambda name: 3).renamed(NAMES)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("entries", "unused", "line"),
+    [
+        ({"x": "y", "^a": "b"}, [], None),
+        ({"typo": "y", "^q": "b", "z": None}, ["typo", "z", "^q"], None),
+        ({"mine": "x"}, ["mine"], "'mine': 'x' is the other way round: write 'x': 'mine'"),
+        ({"a": "net"}, ["a"], "'a' is the whole name of no tensor: write '^a' or another regular expression"),
+        ({".w": ".v"}, [".w"], "'.w' is the whole name of no tensor: write"),
+    ],
+)
+def test_entries_about_no_name_are_found_and_those_of_other_meanings_told(
+    entries: dict[str, str | None], unused: list[str], line: str | None
+) -> None:
+    mapping = KeyMapping.of(entries)
+    assert mapping.unused(NAMES) == unused
+    found = mapping.misunderstood(NAMES)
+    assert found == [] if line is None else found[0].startswith(line)

@@ -1,0 +1,33 @@
+"""Both strategies take the same arguments, and what cannot be is refused when they are made."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch import nn
+
+from lightning_shardckpt import fabric, pytorch
+from lightning_shardckpt.errors import TopologyError
+
+BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
+
+
+def test_both_strategies_have_one_signature() -> None:
+    ours, theirs = (inspect.signature(strategy) for strategy in BOTH)
+    assert ours == theirs and len(ours.parameters) == 24
+    assert {parameter.kind for parameter in ours.parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+def test_what_cannot_be_is_refused_at_once(strategy: type) -> None:
+    with pytest.raises(TopologyError, match="pipeline_microbatches"):
+        strategy(pipeline_microbatches=0)
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_fabric_builds_modules_without_memory_only_if_it_may(defers: bool) -> None:
+    strategy = fabric.ShardedStrategy(defer_init=defers)
+    with strategy.module_init_context(empty_init=True):
+        module = nn.Linear(2, 1)
+    assert module.weight.is_meta == defers

@@ -1,0 +1,192 @@
+"""Workers do all tasks, or raise the first error when no thread is at work any more, whatever interrupts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+
+from lightning_shardckpt.system.threads import NoThreadError
+from lightning_shardckpt.system.workers import TaskQueue, Worker, run_tasks
+
+_START = threading.Thread.start
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
+    started = list[str]()
+
+    def refused(thread: threading.Thread) -> None:
+        if len(started) == after:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        _START(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+def others() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("test-")]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("given", [0, 1, 9])
+def test_every_task_is_done_once_by_a_worker_that_is_opened_and_closed_once_per_thread(
+    threads: int, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, after=given)
+    done, opened, closed = list[int | None](), list[threading.Thread](), list[threading.Thread]()
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[int | None], object]]:
+        opened.append(threading.current_thread())
+        yield done.append
+        closed.append(threading.current_thread())
+
+    run_tasks([None, *range(100)], worker, threads=threads, name="test-worker")
+    assert sorted(done, key=str) == sorted([None, *range(100)], key=str)
+    assert len(opened) == len(set(opened)) == min(threads, given + 1) and set(opened) == set(closed)
+    assert not others()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_the_first_error_is_raised_when_all_have_ended_and_ends_tasks_that_wait(error: type[BaseException]) -> None:
+    failed, at_work = threading.Event(), threading.Barrier(3)
+
+    def do(task: int) -> None:
+        if task > 2:
+            raise AssertionError("begun after a failure")
+        at_work.wait(10)
+        if task == 1:
+            raise error("first")
+        assert failed.wait(10)
+        time.sleep(0.01)
+        raise RuntimeError("later")
+
+    with pytest.raises(error, match="first"):
+        run_tasks(range(99), lambda: nullcontext(do), threads=3, name="test-worker", on_failure=failed.set)
+    assert not others()
+
+
+def test_an_error_of_the_tasks_or_of_opening_a_worker_is_one_of_all() -> None:
+    def tasks() -> Iterator[int]:
+        yield 1
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        run_tasks(tasks(), lambda: nullcontext(lambda task: None), threads=3, name="test-worker")
+
+    def unopened() -> nullcontext[Callable[[int], object]]:
+        raise OSError("not opened")
+
+    with pytest.raises(OSError, match="not opened"):
+        run_tasks([1], unopened, threads=3, name="test-worker")
+
+
+@pytest.mark.parametrize("tasks", [2, 99])  # the main thread waits for the other one to end, or with its next task
+@pytest.mark.parametrize("interrupts", [1, 3])
+def test_interrupts_are_raised_when_no_thread_is_at_work(interrupts: int, tasks: int) -> None:
+    main, ended, both_have_one = threading.get_ident(), list[int](), threading.Barrier(2)
+
+    def do(task: int) -> None:
+        both_have_one.wait(10)
+        if threading.get_ident() == main:
+            return
+        for _ in range(interrupts):
+            time.sleep(0.1)  # by now the main thread waits
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        ended.append(task)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(range(tasks), lambda: nullcontext(do), threads=2, name="test-worker")
+    assert len(ended) == 1 and not others()
+
+
+@pytest.mark.parametrize("given", [0, 1, 9])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_queue_does_and_releases_every_task(
+    threads: int, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, after=given)
+    done, released = list[int](), list[int]()
+    queue = TaskQueue[int](done.append, threads=threads, name="test-queue", release=released.append)
+    for task in range(50):
+        queue.put(task)
+    queue.end()
+    assert (done if threads == 1 or given == 0 else sorted(done)) == sorted(released) == list(range(50))
+    assert not others()
+
+
+@pytest.mark.parametrize("given", [0, 9])
+def test_a_queue_drops_what_follows_an_error_and_releases_it(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch, after=given)
+    done, released = list[int](), list[int]()
+
+    def do(task: int) -> None:
+        if task == 3:
+            raise OSError("disk full")
+        done.append(task)
+
+    queue = TaskQueue[int](do, threads=1, name="test-queue", release=released.append)
+    put = 0
+    with pytest.raises(OSError, match="disk full"):
+        while True:
+            queue.put(put)
+            put += 1
+    queue.fail(ValueError("the caller's, since it was told of that"))
+    with pytest.raises(OSError, match="disk full"):
+        queue.end()
+    assert done == [0, 1, 2] and released == list(range(put + 1))
+    assert not others()
+
+
+def test_a_queue_that_the_caller_gives_up_drops_what_is_queued() -> None:
+    go, done = threading.Event(), list[int]()
+
+    def do(task: int) -> None:
+        assert go.wait(10)
+        done.append(task)
+
+    queue = TaskQueue[int](do, threads=1, name="test-queue")
+    for task in range(5):
+        queue.put(task)
+    queue.fail(ValueError("given up"))
+    go.set()
+    with pytest.raises(ValueError, match="given up"):
+        queue.end()
+    assert done in ([], [0])
+
+
+def test_a_worker_keeps_its_error_and_can_be_waited_for() -> None:
+    go = threading.Event()
+
+    def work() -> None:
+        assert go.wait(10)
+        raise ValueError("kept")
+
+    worker = Worker(work, name="test-worker")
+    worker.start_or_run()
+    assert not worker.has_ended(0.01)
+    go.set()
+    worker.wait()
+    assert worker.has_ended(0) and str(worker.error) == "kept"
+    worker.end(lambda error: pytest.fail(str(error)))
+    assert not others()
+
+
+def test_without_a_thread_a_worker_works_before_its_start_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch)
+    done = list[int]()
+    worker = Worker(lambda: done.append(1), name="test-worker")
+    with pytest.raises(NoThreadError):
+        worker.start()
+    worker.end(lambda error: pytest.fail(str(error)))  # at once
+    assert not done and not worker.has_ended(0)
+    worker.start_or_run()
+    worker.wait()
+    assert done == [1] and worker.error is None and worker.has_ended(0)
