@@ -14,7 +14,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
@@ -99,37 +99,62 @@ def claim(
     return own
 
 
-def dispose(path: str) -> list[str]:
-    """Delete a checkpoint that was replaced, or the link to one; what somebody still reads is left to the next save.
+@dataclass(slots=True)
+class Doomed:
+    """A checkpoint that is to be deleted, under a new name, or the link to one under its own.
 
-    Returns what went wrong, as sentences: it is out of the way already, so that is no reason to fail.
+    Attributes:
+        path: where it is now.
+        file: holds its lock; None if somebody still reads it, and for a link.
+        notes: what went wrong, as sentences: it is out of the way already, so that is no reason to fail.
     """
+
+    path: str
+    file: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def delete(self) -> list[str]:
+        """Delete it, unless somebody reads it: that is left to the next save. Returns the notes."""
+        link = os.path.islink(self.path)
+        why = delete(self.path) if link or self.file is not None else None
+        self.keep()
+        return self.notes + ([] if why is None else [f"could not remove the replaced checkpoint {self.path!r}: {why}"])
+
+    def keep(self) -> None:
+        """Leave it to the next save."""
+        if self.file is not None:
+            locks.release(self.file)
+            self.file = None
+
+
+def doom(path: str) -> Doomed:
+    """Rename a checkpoint to something to be deleted. It is locked before, so that no save takes it for a leftover.
+
+    Raises:
+        OSError: if that is not possible.
+    """
+    if os.path.islink(path):
+        return Doomed(path)
+    doomed, file = doomed_name(path), os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    locked = False
     try:
-        if os.path.islink(path):
-            os.unlink(path)
-            return []
-        doomed = doomed_name(path)
+        locked = locks.take_unless_read(file)
         os.rename(path, doomed)
-    except FileNotFoundError:  # another process took it for a leftover
-        return []
-    except OSError as error:
-        return [f"could not remove the replaced checkpoint {path!r}: {error}"]
-    return delete_unread(doomed)
-
-
-def delete_unread(doomed: str) -> list[str]:
-    """Delete what has the name of something to be deleted, unless somebody reads it; returns what went wrong."""
-    try:
-        file = os.open(doomed, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        return [f"could not remove the replaced checkpoint {doomed!r}: {error}"]
-    try:
-        why = delete(doomed) if locks.take_unless_read(file) else None
+        locked = locked and os.path.samestat(os.fstat(file), os.lstat(doomed))  # else somebody replaced it meanwhile
     finally:
-        locks.release(file)
-    return [] if why is None else [f"could not remove the replaced checkpoint {doomed!r}: {why}"]
+        if not locked:
+            locks.release(file)
+    return Doomed(doomed, file if locked else None)
+
+
+def doom_replaced(path: str) -> Doomed:
+    """Do the same with what a new checkpoint replaced; what is not possible becomes a note."""
+    try:
+        return doom(path)
+    except FileNotFoundError:  # another process took it for a leftover
+        return Doomed(path)
+    except OSError as error:
+        return Doomed(path, notes=[f"could not remove the replaced checkpoint {path!r}: {error}"])
 
 
 def _dead(target: str, own: str, notes: list[str], quiet_s: float | None) -> dict[str, int]:

@@ -122,7 +122,7 @@ class LocalOutputs:
             claim.release()
         sync_directory(os.path.dirname(output))
         if old is not None:
-            claim.notes += leftovers.dispose(old)
+            claim.notes += leftovers.doom_replaced(old).delete()
 
     def _rename_new(self, source: str, target: str) -> None:
         if self._file_system.rename_at_once(source, target, NO_REPLACE):

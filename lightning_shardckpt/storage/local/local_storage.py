@@ -119,17 +119,17 @@ class LocalStorage:
             os.unlink(path)
             return []
         self.open(path).close()
-        notes, doomed = [], leftovers.doomed_name(path)
+        notes = list[str]()
         if os.path.lexists(path) and os.path.lexists(leftovers.aside_name(path)):
             # of a save that ended too early; else it would be found next
-            notes += leftovers.dispose(leftovers.aside_name(path))
+            notes += leftovers.doom_replaced(leftovers.aside_name(path)).delete()
         try:
-            os.rename(_or_aside(path), doomed)
+            doomed = leftovers.doom(_or_aside(path))
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"no checkpoint at {path!r}: another process removed it just now") from None
         if self.sync_files:
             sync_directory(os.path.dirname(path))
-        return notes + leftovers.delete_unread(doomed)
+        return notes + doomed.delete()
 
 
 def _checked(path: str) -> str:
@@ -223,10 +223,16 @@ class LocalDraft:
                 if not meanwhile or attempt == _ATTEMPTS - 1 or not os.path.lexists(self._directory):
                     raise
         self._release()  # from here on the old one may have our name; if the next line fails, nothing must be deleted
-        self._sync(self._parent)
-        for path in (old, leftovers.aside_name(self._target)):
-            if path is not None and os.path.lexists(path):
-                self.notes += leftovers.dispose(path)
+        replaced = [path for path in (old, leftovers.aside_name(self._target)) if path and os.path.lexists(path)]
+        doomed = [leftovers.doom_replaced(path) for path in replaced]
+        try:
+            self._sync(self._parent)
+        except BaseException:
+            for each in doomed:
+                each.keep()
+            raise
+        for each in doomed:
+            self.notes += each.delete()
 
     def _swap(self) -> str | None:
         """Put the directory at the target; returns where the old one is now."""
@@ -242,7 +248,7 @@ class LocalDraft:
             return None
         aside = leftovers.aside_name(self._target)
         if os.path.lexists(aside):
-            self.notes += leftovers.dispose(aside)
+            self.notes += leftovers.doom_replaced(aside).delete()
         os.rename(self._target, aside)
         try:
             os.rename(self._directory, self._target)

@@ -362,6 +362,41 @@ def test_what_is_being_read_stays_whole_and_is_deleted_later(
     assert beside(path) == []
 
 
+@pytest.mark.parametrize("how", ["exchanged", "removed"])
+def test_a_save_beside_leaves_what_is_just_being_deleted_to_whoever_does_it(
+    how: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(LOCAL, path, a=b"old")
+    notes, beside_it = list[list[str]](), os.path.join(os.path.dirname(path), "other.ckpt")
+    rename, sync = os.rename, os.fsync
+
+    def renames(source: str, target: str) -> None:
+        rename(source, target)
+        saves_beside() if source == path else None
+
+    def syncs(file: int) -> None:
+        sync(file)
+        saves_beside() if how == "exchanged" and os.fstat(file).st_ino == os.stat(os.path.dirname(path)).st_ino else None
+
+    def saves_beside() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", rename)
+            patch.setattr(os, "fsync", sync)
+            notes.append(saved(beside_it, "4" * 32))
+
+    draft = begun(path, OTHER_ID, a=b"new", **{ROOT_NAME: b""}) if how == "exchanged" else None
+    monkeypatch.setattr(os, "rename", renames)
+    monkeypatch.setattr(os, "fsync", syncs)
+    if draft is None:
+        assert LOCAL.remove(path) == []
+    else:
+        draft.publish()
+        assert draft.notes == []
+    monkeypatch.undo()
+    assert notes and not any(notes)
+    assert beside(path) == ["other.ckpt"]
+
+
 def test_a_reader_of_what_a_killed_save_replaced_is_not_taken_for_a_save(path: str) -> None:
     put(LOCAL, path, a=b"old")
     reader = LOCAL.open(path)
@@ -438,13 +473,13 @@ def test_what_waits_aside_is_kept_until_the_new_one_is_published(
     storage = LOCAL if exchange else LOCAL_WITHOUT_FLAGS
     draft = begun(path, OTHER_ID, storage=storage, a=b"new", **{ROOT_NAME: b""})
     published: list[bool] = []
-    dispose = leftovers.dispose
+    doom = leftovers.doom_replaced
 
-    def seen(doomed: str) -> list[str]:
+    def seen(replaced: str) -> leftovers.Doomed:
         published.append(content(LOCAL, path)["a"] == b"new")
-        return dispose(doomed)
+        return doom(replaced)
 
-    monkeypatch.setattr(leftovers, "dispose", seen)
+    monkeypatch.setattr(leftovers, "doom_replaced", seen)
     draft.publish()
     assert published and all(published)
     assert content(LOCAL, path)["a"] == b"new" and beside(path) == []
