@@ -208,21 +208,13 @@ def _ignored(model: nn.Module | None) -> tuple[_Patterns, _Patterns]:
 
 def report(found: Match, path: str) -> list[str]:
     """A sentence on what is missing, unexpected or without effect, for a warning or an error; none if nothing is."""
-    lines = []
-    if found.missing:
-        listed = "\n  ".join(limited(found.missing))
-        count = len(found.missing)
-        lines.append(f"{count} tensors of the model are not in it and keep their first values:\n  {listed}")
-    if found.unexpected:
-        listed = "\n  ".join(limited(found.unexpected))
-        lines.append(f"{len(found.unexpected)} tensors in it are not in the model:\n  {listed}")
-    if found.apart:
-        listed = "\n  ".join(limited(found.apart))
-        count = len(found.apart)
-        lines.append(f"{count} tensors are tied in the model and apart in it; the first is taken:\n  {listed}")
-    if found.idle:
-        listed = "\n  ".join(limited(found.idle))
-        lines.append(f"{len(found.idle)} entries of pretrained_key_mapping are about no name in it:\n  {listed}")
+    kinds = {
+        "tensors of the model are not in it and keep their first values": found.missing,
+        "tensors in it are not in the model": found.unexpected,
+        "tensors are tied in the model and apart in it; the first is taken": found.apart,
+        "entries of pretrained_key_mapping are about no name in it": found.idle,
+    }
+    lines = [f"{len(names)} {what}:\n  " + "\n  ".join(limited(names)) for what, names in kinds.items() if names]
     return [f"pretrained weights at {path!r}: " + "\n".join(lines)] if lines else []
 
 

@@ -41,11 +41,13 @@ class KeyMapping:
         names: stored name → its new names, none to leave it out.
         rules: regular expressions and their replacements, for names that are not in ``names``.
         function: from a stored name to what a dict would have for it, in place of both.
+        option: what errors call it.
     """
 
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rules: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = ()
     function: Callable[[str], NewNames] | None = None
+    option: str = "key_mapping"
 
     @classmethod
     def of(cls, given: KeyMappingLike | None, option: str = "key_mapping") -> KeyMapping:
@@ -60,13 +62,13 @@ class KeyMapping:
             ValueError: if it is none of these, or an expression or a replacement is malformed.
         """
         if given is None:
-            return cls()
+            return cls(option=option)
         if isinstance(given, KeyMapping):
             return given
         if isinstance(given, Mapping):
             return cls._of_entries(given, option)
         if callable(given):
-            return cls(function=given)
+            return cls(function=given, option=option)
         texts = [given] if isinstance(given, str | os.PathLike) else list(given)
         if pairs := [one for one in texts if not isinstance(one, str | os.PathLike)]:
             raise ValueError(
@@ -81,7 +83,7 @@ class KeyMapping:
                 old, _, new = text.rpartition("=")
                 entries.setdefault(old, new)
             elif len(texts) == 1:
-                return cls(function=_imported(text, option))
+                return cls(function=_imported(text, option), option=option)
             else:
                 raise ValueError(f"{option} {text!r} is neither a file nor OLD=NEW")
         return cls._of_entries(entries, option)
@@ -103,7 +105,7 @@ class KeyMapping:
             except (re.error, IndexError) as error:
                 raise ValueError(f"{option}: {old!r} is no regular expression for {given!r}: {error}") from None
             rules.append((pattern, new))
-        return cls(names, tuple(rules))
+        return cls(names, tuple(rules), option=option)
 
     def __call__(self, name: str) -> tuple[str, ...]:
         """The new names of a stored one; none, if it is to be left out.
@@ -115,7 +117,7 @@ class KeyMapping:
         if self.function is not None:
             new = _as_tuple(found := self.function(name))
             if not all(isinstance(one, str) for one in new):
-                raise MismatchError(f"key_mapping makes {found!r} of {name!r}; it must be a name, names or None")
+                raise MismatchError(f"{self.option} makes {found!r} of {name!r}; it must be a name, names or None")
             return new
         return self.names[name] if name in self.names else self._replaced(name)
 
@@ -150,7 +152,7 @@ class KeyMapping:
         if collisions:
             more = [f"… and {len(collisions) - _LISTED} more"] if len(collisions) > _LISTED else []
             listed = "\n  ".join([*collisions[:_LISTED], *more])
-            raise MismatchError(f"key_mapping gives {len(collisions)} names several times\n  {listed}")
+            raise MismatchError(f"{self.option} gives {len(collisions)} names several times\n  {listed}")
         return {new: olds[0] for new, olds in found.items()}
 
     def unused(self, names: Iterable[str]) -> list[str]:

@@ -12,19 +12,9 @@ from dataclasses import dataclass
 from math import prod
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.format.clean_fqn import matching_fqns
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.system.text import count_text
-
-
-def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the module names that match: ``*`` is any part of one component, ``**`` any number of components.
-
-    >>> matching(["a", "a.b", "a.b.c"], "a.*"), matching(["a", "a.b", "a.b.c"], "**.c")
-    (['a.b'], ['a.b.c'])
-    """
-    pieces = {"**": ".*", "*": "[^.]*"}
-    regex = re.compile("".join(pieces.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern)))
-    return [name for name in names if regex.fullmatch(name)]
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
@@ -96,7 +86,7 @@ class EstimatedStages:
 def _named(modules: Sequence[str], patterns: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     for pattern in patterns:
-        found = [name for name in matching(modules, pattern) if name not in chosen]
+        found = [name for name in matching_fqns(modules, pattern) if name not in chosen]
         if len(found) == 1 and (children := _numbered(modules, found[0])):
             found = children
         if not found:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from math import prod
 
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.format.clean_fqn import matching_fqns
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Holders, Layout
-from lightning_shardckpt.tools.stage_estimate import EstimatedStages, estimate_stages, matching, modules_of
+from lightning_shardckpt.tools.stage_estimate import EstimatedStages, estimate_stages, modules_of
 from lightning_shardckpt.tools.tensor_names import aliases_by_key
 from lightning_shardckpt.tools.topology_arguments import AXES, STYLES, WHOLE, ShardedDims
 
@@ -121,7 +122,7 @@ class TargetTopology:
         """Return what the plan shards, by module."""
         modules, found = modules_of([*self._model.tensors, *self._model.aliases]), dict[str, ShardedDims]()
         for pattern, style in self.plan.items():
-            named = matching(modules, pattern)
+            named = matching_fqns(modules, pattern)
             if not named:
                 raise TopologyError(f"--tp-plan: {pattern!r} matches no module of the checkpoint")
             found.update(dict.fromkeys(named, STYLES[style]))

@@ -80,40 +80,51 @@ class AbsentParameters:
             _guard(own, accumulation_hooks(own), _AccumulatedHook)
 
 
-class _GradientHook:
-    """A hook of a gradient that must return another one, or change it."""
+class _GuardedHook:
+    """A hook of the user's that must change what it sees."""
 
-    def __init__(self, hook: Callable[[Tensor], Any], shape: Sequence[int]) -> None:
+    def __init__(self, hook: Callable[[Any], Any], shape: Sequence[int]) -> None:
         self._hook, self._shape = hook, tuple(shape)
 
-    def __call__(self, gradient: Tensor) -> Any:
-        before = version_of(gradient)
+
+class _GradientHook(_GuardedHook):
+    """A hook of a gradient that must return another one, or change it."""
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        if gradient is None:  # other parameters that were gathered together have one
+            return self._hook(gradient)
+        part = local_tensor(gradient)
+        before = version_of(part)
         found = self._hook(gradient)
-        if found is None and version_of(gradient) == before:
+        if found is None and version_of(part) == before:
             raise _watches(self._hook, self._shape)
         return found
 
 
-class _AccumulatedHook(_GradientHook):
+class _AccumulatedHook(_GuardedHook):
     """A hook of an accumulated gradient that must change it, or the parameter."""
 
-    def __call__(self, parameter: Tensor) -> Any:
-        before = _marks(parameter)
+    def __call__(self, parameter: Tensor) -> None:
+        before = _versions(parameter)
         self._hook(parameter)
-        if _marks(parameter) == before:
+        if before is not None and _versions(parameter) == before:
             raise _watches(self._hook, self._shape)
 
 
-def _marks(parameter: Tensor) -> tuple[int, int, int]:
-    gradient = parameter.grad
-    return id(gradient), -1 if gradient is None else version_of(gradient), version_of(parameter)
+def _versions(parameter: Tensor) -> tuple[int, int, int] | None:
+    """What changes with a parameter or its gradient; None if only others that were gathered with it have one."""
+    with without_torch_function():
+        if parameter.grad is None:
+            return None
+        gradient = local_tensor(parameter.grad)
+        return id(gradient), version_of(gradient), version_of(local_tensor(parameter))
 
 
-def _guard(parameter: nn.Parameter, hooks: MutableMapping[int, Any] | None, kind: type[_GradientHook]) -> None:
+def _guard(parameter: nn.Parameter, hooks: MutableMapping[int, Any] | None, kind: type[_GuardedHook]) -> None:
     if not hooks:
         return
     for number, hook in hooks.items():
-        if not isinstance(hook, _GradientHook) and not getattr(hook, "__module__", "").startswith(_OURS):
+        if not isinstance(hook, _GuardedHook) and not getattr(hook, "__module__", "").startswith(_OURS):
             hooks[number] = kind(hook, parameter.shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def register_hook(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def wrapped_hook(tensor: Tensor, hook: Function, *, after: bool) -> Function:
-    """A hook that gets the gradient of all batches, sharded, and may return a plain one.
+    """A hook under the names of the user's that gets the gradient of all batches, sharded, and may return a plain one.
 
     Args:
         tensor: whose hook it is.
@@ -78,6 +79,7 @@ def wrapped_hook(tensor: Tensor, hook: Function, *, after: bool) -> Function:
     """
     if after:
 
+        @wraps(hook)
         def accumulated(leaf: Tensor) -> None:
             with with_torch_function():
                 if leaf.grad is not None:
@@ -85,6 +87,7 @@ def wrapped_hook(tensor: Tensor, hook: Function, *, after: bool) -> Function:
 
         return accumulated
 
+    @wraps(hook)
     def changed(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # other tensors that were gathered together have one
             return None

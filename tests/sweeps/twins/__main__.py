@@ -18,6 +18,7 @@ from tests.sweeps.twins.run import (
     difference,
     difference_of_stages,
     fits,
+    is_pipelined,
     run,
     twins,
     twins_resumed,
@@ -35,7 +36,7 @@ def main(topology: str, *names: str) -> int:
             name,
             [rank[name] for rank in run_ranks(TOPOLOGIES[topology][0], run, [name], topology, timeout_s=120)],
             expected[name],
-            stages=topology == "pp2",
+            stages=is_pipelined(topology),
         )
         for name in chosen
     )

@@ -26,6 +26,7 @@ __all__ = [
     "difference_of_stages",
     "fits",
     "is_manual",
+    "is_pipelined",
     "run",
     "twins",
     "twins_resumed",
@@ -40,6 +41,11 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"data_parallel_shard_size": 1, "pipeline_parallel_size": 2}),
     "hsdp": (4, {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}),
     "fsdp2 x tp2": (4, {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
+    "pp2 x fsdp2": (4, {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}),
+    "pp2 x replicas": (
+        4,
+        {"pipeline_parallel_size": 2, "data_parallel_shard_size": 1, "data_parallel_replicate_size": 2},
+    ),
 }
 """How many ranks, and the arguments of the strategy."""
 
@@ -60,6 +66,11 @@ class SavesAfterOneEpoch(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
             trainer.save_checkpoint(self.path)
+
+
+def is_pipelined(topology: str) -> bool:
+    """Whether each rank has only its own stage's state at the end."""
+    return "pipeline_parallel_size" in TOPOLOGIES[topology][1]
 
 
 def is_manual(case: Case) -> bool:

@@ -15,7 +15,10 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.pipeline.weightless import register_placeholders, weightless_copy
+from lightning_shardckpt.parallel.sharding.replicated_gradients import ReplicatedGradients
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
+from tests.support.pool import RankFailure, run_ranks
 
 
 class Net(nn.Module):
@@ -112,6 +115,26 @@ def test_what_needs_values_of_other_stages_is_refused_by_name(use: str, stage: n
     do, said = JOINT[use]
     with pytest.raises(TopologyError, match=said), torch.set_grad_enabled(use == "backward"):
         do(parameters)
+
+
+def averages(hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """The gradient of a parameter that is averaged over replicas, and has a hook, after a backward in a pipeline."""
+    net = nn.Linear(2, 1, bias=False)
+    kept = ReplicatedGradients([net.weight], dist.group.WORLD, 0.5, UnreducedGradients())  # type: ignore[arg-type]
+    net.weight.register_hook(hook)
+    absent = AbsentParameters([("weight", net.weight, None)], dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    absent.check_own()
+    net(torch.ones(1, 2)).sum().backward()
+    del kept
+    assert net.weight.grad is not None
+    return net.weight.grad
+
+
+def test_hooks_of_replicas_are_ours_and_those_of_users_must_change_gradients() -> None:
+    (gradient,) = run_ranks(1, averages, torch.neg)
+    assert gradient.tolist() == [[-0.5, -0.5]]
+    with pytest.raises(RankFailure, match=r"print, a hook of a parameter .* changes nothing"):
+        run_ranks(1, averages, print)
 
 
 def test_an_optimizer_steps_with_what_is_here_and_shows_hooks_all(stage: nn.Module) -> None:

@@ -376,7 +376,8 @@ def test_a_save_beside_leaves_what_is_just_being_deleted_to_whoever_does_it(
 
     def syncs(file: int) -> None:
         sync(file)
-        saves_beside() if how == "exchanged" and os.fstat(file).st_ino == os.stat(os.path.dirname(path)).st_ino else None
+        if how == "exchanged" and os.path.samestat(os.fstat(file), os.stat(os.path.dirname(path))):
+            saves_beside()
 
     def saves_beside() -> None:
         with monkeypatch.context() as patch:
