@@ -135,16 +135,18 @@ def doom(path: str) -> Doomed:
     """
     if os.path.islink(path):
         return Doomed(path)
-    doomed, file = doomed_name(path), os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    locked = False
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    doomed = Doomed(doomed_name(path), file)
     try:
-        locked = locks.take_unless_read(file)
-        os.rename(path, doomed)
-        locked = locked and os.path.samestat(os.fstat(file), os.lstat(doomed))  # else somebody replaced it meanwhile
-    finally:
-        if not locked:
-            locks.release(file)
-    return Doomed(doomed, file if locked else None)
+        unread = locks.take_unless_read(file)
+        os.rename(path, doomed.path)
+        replaced = not os.path.samestat(os.fstat(file), os.lstat(doomed.path))  # since it was opened
+    except BaseException:
+        doomed.keep()
+        raise
+    if replaced or not unread:
+        doomed.keep()
+    return doomed
 
 
 def doom_replaced(path: str) -> Doomed:

@@ -127,8 +127,12 @@ class LocalStorage:
             doomed = leftovers.doom(_or_aside(path))
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"no checkpoint at {path!r}: another process removed it just now") from None
-        if self.sync_files:
-            sync_directory(os.path.dirname(path))
+        try:
+            if self.sync_files:
+                sync_directory(os.path.dirname(path))
+        except BaseException:
+            doomed.keep()
+            raise
         return notes + doomed.delete()
 
 
