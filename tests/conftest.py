@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ SESSION: set[int] = set()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="write tests/durations.json: what each test took")
+    parser.addoption("--sweeps", action="store_true", help="also run what is marked sweep: the rest of each matrix")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,7 +34,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return lanes.worker_count(config.args)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("sweeps"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("sweep")])
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
     place = lanes.longest_first(_file(item.nodeid) for item in items)
     items.sort(key=lambda item: place[_file(item.nodeid)])  # stable: within a file, as written
 
@@ -41,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("record_durations"):
         config.pluginmanager.register(_Recorder(config), "record-durations")
     pool.warning_filters[:] = config.getini("filterwarnings")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred processes would compile the package, each for itself
+    sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # some tests interrupt
 

@@ -174,8 +174,6 @@ def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -
 # ── the pytest process ──────────────────────────────────────────────────────────────────────────────────────────────
 
 _server: subprocess.Popen[str] | None = None
-_bytecode: tempfile.TemporaryDirectory[str] | None = None
-"""Of what the ranks import: they would compile a hundred modules each, where ``PYTHONDONTWRITEBYTECODE`` is set."""
 
 
 def server_pid() -> int | None:
@@ -185,24 +183,20 @@ def server_pid() -> int | None:
 
 def stop_server() -> None:
     """End the fork server and with it every rank; the next `run_ranks` starts another."""
-    global _server, _bytecode
+    global _server
     if _server:
         _server.kill()
         with _server:  # closes its pipes and reaps it
             pass
         _server = None
-    if _bytecode:
-        _bytecode.cleanup()
-        _bytecode = None
 
 
 def _ask_server(job: _Job) -> _Ended:
-    global _server, _bytecode
+    global _server
     if server_pid() is None:
         stop_server()
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        _bytecode = tempfile.TemporaryDirectory(prefix="ranks-bytecode-")
-        command = [sys.executable, "-m", "tests.support.pool", str(os.getpid()), _bytecode.name]
+        command = [sys.executable, "-m", "tests.support.pool", str(os.getpid())]
         # A session of its own: Ctrl-C must reach pytest alone, which then stops the server.
         _server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, start_new_session=True
@@ -258,7 +252,7 @@ def _describe(outcome: Outcome) -> str:
 # ── the fork server ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def serve(parent: int, bytecode: str) -> None:
+def serve(parent: int) -> None:
     """Answer one job per line of stdin until it ends. Runs in the server process only."""
     _die_with(parent)
     replies = os.fdopen(os.dup(1), "w")
@@ -266,7 +260,6 @@ def serve(parent: int, bytecode: str) -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     _give_gloo_one_worker()
-    sys.dont_write_bytecode, sys.pycache_prefix = False, bytecode  # not before: what is installed has its own
     _be_ready_to_fork()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
     other = _server_with_package()
@@ -487,4 +480,4 @@ def _collect_lost_exceptions() -> list[str]:
 if __name__ == "__main__":
     from tests.support import pool
 
-    pool.serve(int(sys.argv[1]), sys.argv[2])
+    pool.serve(int(sys.argv[1]))

@@ -204,8 +204,31 @@ QUICK = {
     ("hugging face", "tied llama"),
     ("schedules", "1f1b"),
 }
+SWEPT = {
+    "training": ["float32", "sizes change", "frozen embedding", "frozen layers", "recomputed by the strategy",
+                 "dict of outputs", "list of losses", "batch of one each"],
+    "models": ["encoder, length first", "mlp", "trunk alone", "one around", "two before", "two after", "streams",
+               "split by name"],
+    "hugging face": ["llama", "llama recomputed", "qwen3"],
+    "schedules": ["gpipe, five microbatches", "1f1b, six microbatches", "1f1b, strings", "1f1b, llama recomputed"],
+    "two stages per rank": ["gpipe, metrics", "bert", "looped_bfs", "dualpipe_v"],
+    "three ranks": ["gpipe", "frozen layers", "conditioned"],
+    "four ranks": ["gpipe"],
+    "with fsdp": ["gpipe", "masked loss", "metrics"],
+    "with tensor": ["1f1b", "metrics"],
+    "with replicas": ["gpipe"],
+}  # fmt: skip
+"""What the suite leaves to a run with ``--sweeps``; each of them varies what others combine."""
+
+
+def marks(group: str, case: str) -> list[pytest.MarkDecorator]:
+    if (group, case) in QUICK:
+        return []
+    return [pytest.mark.slow, *([pytest.mark.sweep] if case in SWEPT.get(group, ()) else [])]
+
+
 EVERY = [
-    pytest.param(group, case, id=f"{group}: {case}", marks=[] if (group, case) in QUICK else [pytest.mark.slow])
+    pytest.param(group, case, id=f"{group}: {case}", marks=marks(group, case))
     for group in GROUPS
     for case in GROUPS[group].cases
 ]

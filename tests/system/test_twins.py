@@ -24,10 +24,10 @@ from tests.sweeps.twins.run import (
 )
 
 TOGETHER = 24  # so many cases run in the same processes, one after the other
-# On FSDP all cases run. On the others one of so many, each beginning with another one, so that together they have
-# many; `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
-ONE_OF = {"one": 8, "fsdp2": 1, "replicas": 8, "tp2": 4, "pp2": 2, "hsdp": 12, "fsdp2 x tp2": 8}
-ONE_RESUMED_OF = 4
+# The suite runs one of so many cases, on each topology beginning with another one, so that together they have many;
+# `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
+ONE_OF = {"one": 12, "fsdp2": 2, "replicas": 12, "tp2": 6, "pp2": 4, "hsdp": 24, "fsdp2 x tp2": 16}
+ONE_RESUMED_OF = 8
 
 REFUSED_IN_PIPELINES = {
     "ClipsByNorm": "optimizes manually (automatic_optimization = False), which cannot be pipelined",

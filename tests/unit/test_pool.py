@@ -82,20 +82,6 @@ def test_a_call_sees_nothing_of_the_calls_before_it() -> None:
     assert run_ranks(2, is_marked) == [False, False]
 
 
-def compiled() -> tuple[bool, Path]:
-    from lightning_shardckpt.format import box
-
-    assert box.__cached__
-    return sys.dont_write_bytecode, Path(box.__cached__)
-
-
-def test_what_a_rank_compiles_is_kept_for_the_others_outside_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    [(is_lost, file)] = run_ranks(1, compiled, init_process_group=False)
-    assert not is_lost and file.exists()
-    assert not file.is_relative_to(pool.ROOT)
-
-
 def imported() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == pool.PACKAGE]
 

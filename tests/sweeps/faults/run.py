@@ -30,7 +30,7 @@ KINDS = {
 
 def everything(short: bool) -> str:
     """Run all sweeps; the tables, and what is wrong. In a process with one thread."""
-    worlds = (1, 2) if short else (1, 2, 4)
+    worlds = (1,) if short else (1, 2, 4)
     ours = [outcome for each in scenarios(*worlds) for outcome in _swept(each, short)]
     disks, why_not = _disks()
     every = 11 if short else 1
