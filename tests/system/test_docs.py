@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import io
 import os
+import pydoc
 import re
 import runpy
 import shlex
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+import lightning_shardckpt
 import lightning_shardckpt.errors
 from lightning_shardckpt.errors import ShardCkptError, TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import bubble_fraction, resolve_schedule
@@ -219,6 +222,19 @@ def test_every_error_class_has_a_section_of_messages_that_the_package_has() -> N
         assert rows and all(cause and remedy for _, cause, remedy in rows)
         shown = [message.strip("`") for message, _, _ in rows]
         assert [message for message in shown if not any(is_part(message, text) for text in texts)] == [], name
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    shown = []
+    for path, options in re.findall(r"^::: (\S+)((?:\n    .*)*)", (DOCS / "api.md").read_text(), re.MULTILINE):
+        members = re.search(r"^      members: \[(.*)\]", options, re.MULTILINE)
+        names = members[1].split(", ") if members else []
+        found = pydoc.locate(path)
+        assert found is not None, path
+        parts = [getattr(found, name) for name in names]
+        shown += parts if inspect.ismodule(found) else [found]
+    public = {name: getattr(lightning_shardckpt, name) for name in lightning_shardckpt.__all__}
+    assert [name for name, what in public.items() if what not in shown] == []
 
 
 def is_part(message: str, text: str) -> bool:
