@@ -78,9 +78,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c[0], marks=[pytest.mark.slow] if c[0] != "in a v" else []) for c in CASES]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name == "in a v" else [pytest.mark.slow, *([pytest.mark.sweep] if name in ("pp3", "looped") else [])]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c[0], marks=marks(c[0])) for c in CASES])
 def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
     _, world, strategy, optimizer, targets = case
     path = str(tmp_path / "a.ckpt")

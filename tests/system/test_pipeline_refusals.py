@@ -875,8 +875,14 @@ QUICK = (
     *("two passes", "returns inside", "all_reduce", "long skip", "branches", "noise", "batch norm", "other data"),
     *("no layers", "layer breaks, 1f1b"),
 )
+SLOW = [case for case in CASES if case not in QUICK]
 every_case = pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        *QUICK,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW[::2]),
+        *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.sweep]) for case in SLOW[1::2]),
+    ],
 )
 
 

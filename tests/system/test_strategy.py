@@ -70,7 +70,9 @@ def expected() -> dict[Case, Trained]:
         pytest.param(1, {}, [NET, ACCUMULATED, QWEN3, GPT2], id="one process"),
         pytest.param(2, {}, [NET, TIED, ACCUMULATED, LLAMA, GPT2], id="fsdp2", marks=pytest.mark.slow),
         pytest.param(3, {}, [TIED, ACCUMULATED], id="fsdp3 uneven", marks=pytest.mark.slow),
-        pytest.param(4, {"reshard_after_forward": False}, [CLIPPED], id="fsdp4", marks=pytest.mark.slow),
+        pytest.param(
+            4, {"reshard_after_forward": False}, [CLIPPED], id="fsdp4", marks=[pytest.mark.slow, pytest.mark.sweep]
+        ),
         pytest.param(2, {"data_parallel_replicate_size": 2}, [ACCUMULATED], id="replicate2"),
         pytest.param(
             4, {"data_parallel_replicate_size": 2}, [LATE, ACCUMULATED], id="hsdp 2x2", marks=pytest.mark.slow
@@ -78,7 +80,10 @@ def expected() -> dict[Case, Trained]:
         pytest.param(
             2, TP, [LATE, TIED, ACCUMULATED, TIED_LLAMA, QWEN3, QWEN3_UNHELD], id="tp2", marks=pytest.mark.slow
         ),
-        pytest.param(4, TP, [TIED, ACCUMULATED, LLAMA, QWEN3], id="fsdp2 x tp2", marks=pytest.mark.slow),
+        pytest.param(4, TP, [TIED, QWEN3], id="fsdp2 x tp2", marks=pytest.mark.slow),
+        pytest.param(
+            4, TP, [ACCUMULATED, LLAMA], id="fsdp2 x tp2, more", marks=[pytest.mark.slow, pytest.mark.sweep]
+        ),
     ],
 )
 def test_training_equals_plain_torch(

@@ -133,14 +133,17 @@ def test_code_trains_as_on_one_process(topology: str, names: tuple[str, ...], na
         assert [difference(found, expected, CASES[name].tolerance) for found in ranks] == [""] * len(ranks)
 
 
+REFUSED = [
+    ("pp2 x fsdp2", "ReadsInHook", "a hook of a parameter of shape (5, 8), changes nothing"),
+    *((topology, name, said) for name, case in CASES.items() for topology, said in case.refused.items()),
+    *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items()),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "name", "said"),
-    [
-        *((topology, name, said) for name, case in CASES.items() for topology, said in case.refused.items()),
-        *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items()),
-        ("pp2 x fsdp2", "ReadsInHook", "a hook of a parameter of shape (5, 8), changes nothing"),
-    ],
+    [*REFUSED[::2], *(pytest.param(*one, marks=pytest.mark.sweep) for one in REFUSED[1::2])],
 )
 def test_code_that_cannot_train_so_is_refused_by_name(topology: str, name: str, said: str) -> None:
     ranks = run_ranks(TOPOLOGIES[topology][0], run, [name], topology)

@@ -140,6 +140,7 @@ def test_a_flipped_bit_in_any_file_is_found(copy: Path, step: int, least: int) -
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_flipped_bit_in_many_bytes_of_any_file_is_found(saved: Path, tmp_path: Path) -> None:
     size = sum(p.stat().st_size for p in saved.iterdir())
     assert both_halves(with_flips, saved, tmp_path) == pytest.approx(2 * size / EACH, abs=2 * len(names(saved)))

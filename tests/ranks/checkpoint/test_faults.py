@@ -35,8 +35,15 @@ QUICK = ["save over an older one, 1 rank", "rotation, 1 rank", "consolidation, 1
 
 
 def rest_is_slow(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Every other one of the rest is left to a run with ``--sweeps``."""
+    rest = [name for name in names if name not in QUICK]
     return pytest.mark.parametrize(
-        "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+        "name",
+        [
+            *(name for name in names if name in QUICK),
+            *(pytest.param(name, marks=pytest.mark.slow) for name in rest[::2]),
+            *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sweep]) for name in rest[1::2]),
+        ],
     )
 
 

@@ -320,7 +320,10 @@ def torchrun(host: int, hosts: Hosts, port: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "devices"), [(None, 2), (torchrun, 1)], ids=["lightning", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "devices"),
+    [pytest.param(None, 2, id="lightning", marks=pytest.mark.sweep), pytest.param(torchrun, 1, id="torchrun")],
+)
 def test_a_script_that_is_started_on_both_hosts_trains_as_on_one(
     launcher: Any, devices: int, hosts: Hosts, script: Path, tmp_path: Path
 ) -> None:

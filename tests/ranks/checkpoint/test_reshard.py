@@ -44,9 +44,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c[0], marks=[] if c[0] == "tp2-fsdp2" else [pytest.mark.slow]) for c in CASES]
-)
+SWEPT = ("tp2", "fsdp4-to-tp", "tp4", "offloaded")
+"""What others combine."""
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name == "tp2-fsdp2" else [pytest.mark.slow, *([pytest.mark.sweep] if name in SWEPT else [])]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c[0], marks=marks(c[0])) for c in CASES])
 def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> None:
     _, world, strategy, optimizer, targets = case
     path = str(tmp_path / "a.ckpt")
