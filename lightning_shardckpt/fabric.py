@@ -113,7 +113,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         with ExitStack() as stack:
             stack.enter_context(same_rng())
             if empty_init and self._defer_init:
-                self._deferred.append(stack.enter_context(DeferredInit()))
+                self._deferred.append(stack.enter_context(DeferredInit(self.tuning)))
             stack.enter_context(self.precision.module_init_context())
             yield
 

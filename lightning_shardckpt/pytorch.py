@@ -178,7 +178,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             if not self._defer_init:
                 yield
                 return
-            self._deferred = DeferredInit()
+            self._deferred = DeferredInit(self.tuning)
             with self._deferred:
                 yield
 

@@ -32,7 +32,6 @@ from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.gc_pause import gc_paused
 from lightning_shardckpt.system.threads import uninterrupted
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _PLACES = StorageRouter()
 _SAVE_DEFAULTS, _LOAD_DEFAULTS = SaveOptions(), LoadOptions()
@@ -170,7 +169,6 @@ def load(
     options: LoadOptions = _LOAD_DEFAULTS,
     pick_rank: Callable[[Any], int] | None = None,
     storage: Storage = _PLACES,
-    tuning: Tuning = TUNING,
 ) -> Loaded:
     """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a file of another program.
 
@@ -186,7 +184,6 @@ def load(
         options: what the caller chose.
         pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
-        tuning: sizes.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
@@ -194,8 +191,8 @@ def load(
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     where = f"checkpoint {path!r}"
-    safe = options.weights_only
-    source_of = opened(path, ranks=ranks, storage=storage, verify=options.verify, weights_only=safe)
+    verify, safe, tuning = options.verify, options.weights_only, options.tuning
+    source_of = opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning)
     with gc_paused(), source_of as source:
         job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
         judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)

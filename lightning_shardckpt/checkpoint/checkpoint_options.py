@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+
 ExtraFormat = Literal["huggingface"]
 """Formats in which a save can write the model a second time."""
 
@@ -71,9 +73,11 @@ class LoadOptions:
         weights_only: passed to ``torch.load`` for a file of ``torch.save``.
         share_reads: whether ranks that hold the same of a DTensor each read a share of it and exchange the shares over
             the mesh's process groups; by default for much data in an object store, or for ranks of several hosts.
+        tuning: sizes of what is read, held and exchanged; a checkpoint of another program is read with the defaults.
     """
 
     strict: bool = True
     verify: bool = True
     weights_only: bool = True
     share_reads: bool | None = None
+    tuning: Tuning = TUNING

@@ -48,11 +48,11 @@ class Ranks:
         timeout_s: float = 1800.0,
         *,
         name: str | None = None,
-        tuning: Tuning | None = None,
+        tuning: Tuning = TUNING,
     ) -> None:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
         self._store: Store | None = None
-        self._tuning = tuning or TUNING
+        self._tuning = tuning
         self._kept = store  # if its server is in this process, it is there for as long as somebody may ask it
         self._count, self._open = 0, False  # steps begun; whether the last one has not ended here
         self._heard, self._deaf = 0.0, False  # when the store answered last; whether it does not any more
@@ -66,7 +66,7 @@ class Ranks:
         return cls(None, 0, 1)
 
     @classmethod
-    def of_default_group(cls, timeout_s: float = 1800.0, *, tuning: Tuning | None = None) -> Ranks:
+    def of_default_group(cls, timeout_s: float = 1800.0, *, tuning: Tuning = TUNING) -> Ranks:
         """Return all ranks of the initialized default process group; this process alone without one."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls.alone()

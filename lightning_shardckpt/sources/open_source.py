@@ -23,6 +23,7 @@ from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.optimizer import StoredOptimizer
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
@@ -30,7 +31,13 @@ _LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
 
 @contextmanager
 def opened(
-    path: str, *, ranks: Ranks, storage: Storage, verify: bool = True, weights_only: bool = True
+    path: str,
+    *,
+    ranks: Ranks,
+    storage: Storage,
+    verify: bool = True,
+    weights_only: bool = True,
+    tuning: Tuning = TUNING,
 ) -> Iterator[Source]:
     """Open what is at ``path``, the same on all ranks.
 
@@ -44,6 +51,7 @@ def opened(
         storage: what opens checkpoints of this package.
         verify: whether reads compare checksums, where the format has some.
         weights_only: for a file of ``torch.save``, as in ``torch.load``.
+        tuning: sizes of reads, for a checkpoint of this package.
 
     Yields:
         The source, closed at the end.
@@ -58,7 +66,7 @@ def opened(
     def look() -> dict[str, str]:
         nonlocal source
         try:
-            source, mark = open_source(path, storage, verify=verify, weights_only=weights_only)
+            source, mark = open_source(path, storage, verify=verify, weights_only=weights_only, tuning=tuning)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
         return {"id": mark}
@@ -100,7 +108,7 @@ def _digest(source: Source) -> str:
 
 
 def open_source(
-    path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True
+    path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True, tuning: Tuning = TUNING
 ) -> tuple[Source, str]:
     """Return what is at a path, for this process alone, and text that is equal where others see the same.
 
@@ -109,6 +117,7 @@ def open_source(
         storage: see ``opened``.
         verify: see ``opened``.
         weights_only: see ``opened``.
+        tuning: see ``opened``.
 
     Returns:
         The source, which the caller closes, and the text.
@@ -121,7 +130,7 @@ def open_source(
     if other is not None:
         return _of_others(other, path, weights_only)
     try:
-        sharded = ShardedSource(Checkpoint(storage, path), verify)
+        sharded = ShardedSource(Checkpoint(storage, path), verify, tuning)
     except CheckpointNotFoundError as error:
         copy = storage.local_copy(path, files_of) if isinstance(storage, StorageRouter) and is_url(path) else None
         other = recognised(copy) if copy is not None else None

@@ -121,9 +121,8 @@ class Source(Protocol):
 class ShardedSource:
     """A checkpoint directory of this package."""
 
-    def __init__(self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning | None = None) -> None:
-        self.path, self.checkpoint, self._verify = checkpoint.path, checkpoint, verify
-        self._tuning = tuning or TUNING
+    def __init__(self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING) -> None:
+        self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
         self._rank = this_rank()
         self._overlaps: dict[tuple[Any, ...], tuple[_Overlaps, tuple[Part, ...]]] = {}
         self._held: dict[int, memoryview] = {}  # by id of the target
@@ -189,7 +188,7 @@ class ShardedSource:
             else:
                 wanted.append((_NOTHING, [request.untargeted() for request in requests]))
                 self._rest.append((target.local, requests))
-        fetch_into(self.checkpoint, wanted, verify=self._verify)
+        fetch_into(self.checkpoint, wanted, verify=self._verify, tuning=self._tuning)
         return sum(target.local.nbytes for target in targets) if self._verify else once
 
     def _is_small(self, target: ReadTarget) -> bool:
@@ -201,7 +200,7 @@ class ShardedSource:
         for target in targets:
             if id(target) in self._held:
                 _put(self._held.pop(id(target)), target.local)
-        fetch_into(self.checkpoint, self._rest, verify=False)
+        fetch_into(self.checkpoint, self._rest, verify=False, tuning=self._tuning)
 
     def _plan(self, target: ReadTarget) -> list[Request]:
         """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
@@ -235,7 +234,9 @@ class ShardedSource:
         return self._overlaps[kind][0]
 
 
-def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]], *, verify: bool) -> None:
+def fetch_into(
+    files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]], *, verify: bool, tuning: Tuning = TUNING
+) -> None:
     """Fill local tensors; where the memory is not the host's, through copies, a batch of them at a time.
 
     For a GPU these are pinned and copied in the order of the current stream, while the next batch is read; that has
@@ -246,6 +247,7 @@ def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]
         wanted: local tensors with their requests, whose targets are their memory where that is the host's; requests
             that have other targets, or none, with an empty tensor.
         verify: compare every block that is touched with its checksum.
+        tuning: sizes of reads.
     """
     batch: list[tuple[torch.Tensor, torch.Tensor]] = []
     requests: list[Request] = []

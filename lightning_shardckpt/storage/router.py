@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
@@ -60,7 +61,8 @@ class StorageRouter:
         pre_download: a local folder to which files of URLs are copied before they are read, and where they are found
             again.
         retry_policy: how often and how long requests are tried.
-        tuning: sizes of parts and numbers of threads of transfers to and from stores.
+        tuning: sizes of parts, numbers of threads and waiting times of transfers to and from stores, and those of the
+            file system without ``local``.
     """
 
     def __init__(
@@ -73,11 +75,11 @@ class StorageRouter:
         retry_policy: RetryPolicy | None = None,
         tuning: Tuning = TUNING,
     ) -> None:
-        self.local: Storage = local or LocalStorage()
+        self.local: Storage = local or LocalStorage(tuning=tuning)
         self.visible_within_s = self.local.visible_within_s
         self._options = dict(storage_options or {})
         self._retry_policy, self._tuning = retry_policy or RetryPolicy(), tuning
-        self._turn = one_per_machine if throttle_uploads else nullcontext
+        self._turn = partial(one_per_machine, tuning.turn_wait_s) if throttle_uploads else nullcontext
         self._cache = None if pre_download is None else os.fspath(pre_download)
 
     def with_options(self, storage_options: Mapping[str, Any]) -> StorageRouter:

@@ -68,7 +68,7 @@ class MeshStrategy:
     world_size: int
     _checkpoint_io: CheckpointIO | None
     tuning: Tuning = TUNING
-    """Sizes and times that depend on the machine."""
+    """Sizes of deferred init and times that ranks wait; ``ShardCkptIO.load_options`` has those of a load."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class MeshStrategy:
 
     def _new_ranks(self) -> Ranks:
         """Return the ranks that save and load together."""
-        return Ranks.of_default_group(self.checkpoint_timeout_s)
+        return Ranks.of_default_group(self.checkpoint_timeout_s, tuning=self.tuning)
 
     def _enable_async(self) -> Ranks | None:
         """Make saves asynchronous from now on, if asked for; return the ranks that save while training goes on."""

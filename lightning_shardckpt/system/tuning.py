@@ -1,8 +1,9 @@
 """Sizes and times that depend on the machine, in one frozen value.
 
-Functions that need one take ``tuning: Tuning = TUNING``; there is no global state, and nothing is read from the
-environment. None of these values changes what is stored: a checkpoint that was written with one ``Tuning`` is read with
-any other. Limits of the format, of S3 or of another program are no tuning and stay where they are used.
+Functions that need one take ``tuning: Tuning = TUNING``; so do ``LoadOptions``, storages and ``Ranks``, and a strategy
+has it as an attribute. There is no global state, and nothing is read from the environment. None of these values changes
+what is stored: a checkpoint that was written with one ``Tuning`` is read with any other. Limits of the format, of S3 or
+of another program are no tuning and stay where they are used.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, size_text
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.long_table import long_table
 from lightning_shardckpt.tools.target_topology import TargetLayout, TargetTopology
 from lightning_shardckpt.tools.topology_arguments import parse_plan, parse_topology, topology_text
@@ -37,6 +37,7 @@ def explain(
     tp_plan: Sequence[str] = (),
     layers: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
+    tuning: Tuning = TUNING,
 ) -> dict[str, Any]:
     """Return what each rank of a target topology would need and read, as values that JSON can hold.
 
@@ -52,6 +53,7 @@ def explain(
         tp_plan: rules such as ``layers.*.up=colwise``; by default the sharding of the checkpoint itself.
         layers: patterns that name the layers of a pipeline; by default the largest numbered list.
         storage_options: for URLs, see ``ShardCkptIO``.
+        tuning: sizes of the load.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
@@ -61,7 +63,7 @@ def explain(
     sizes = parse_topology(text)
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         target = TargetTopology(checkpoint.root, sizes, parse_plan(tp_plan), layers)
-        ranks = _ranks(checkpoint, target)
+        ranks = _ranks(checkpoint, target, tuning)
         root = checkpoint.root
     reads = [rank["reads"] for rank in ranks]
     mean = sum(reads) / len(reads)
@@ -77,10 +79,10 @@ def explain(
     }
 
 
-def _ranks(checkpoint: Checkpoint, target: TargetTopology) -> list[dict[str, Any]]:
+def _ranks(checkpoint: Checkpoint, target: TargetTopology, tuning: Tuning) -> list[dict[str, Any]]:
     """Return the costs of all ranks; replicas read the same, so they are planned once."""
     layouts, sizes = target.layouts(), target.sizes
-    plans, found = _PlannedReads(checkpoint), list[dict[str, Any]]()
+    plans, found = _PlannedReads(checkpoint, tuning), list[dict[str, Any]]()
     per_replica = sizes["shard"] * sizes["tensor"]
     per_stage = per_replica * sizes["replicate"]
     known: dict[tuple[int, int], dict[str, Any]] = {}
@@ -111,6 +113,7 @@ class _PlannedReads:
     """The requests of a load, made as ``sources.source`` makes them; what is alike is planned once."""
 
     checkpoint: Checkpoint
+    tuning: Tuning
     _overlaps: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = field(default_factory=dict)
 
     def cost(self, rank: int, layouts: Mapping[str, Mapping[str, TargetLayout]]) -> dict[str, Any]:
@@ -121,11 +124,11 @@ class _PlannedReads:
             for key, target in component.items()
             if any(a <= rank < b for a, b in target.holders)
         ]
-        once, twice = _held_first(wanted)
+        once, twice = _held_first(wanted, self.tuning)
         kept, live = _requests(once), _requests(twice)
         verified = [request.untargeted() for request in live]
-        first = list(planned_reads(self.checkpoint, [*kept, *verified], verify=True))
-        again = list(planned_reads(self.checkpoint, live, verify=False))
+        first = list(planned_reads(self.checkpoint, [*kept, *verified], verify=True, tuning=self.tuning))
+        again = list(planned_reads(self.checkpoint, live, verify=False, tuning=self.tuning))
         given = Counter[int]()
         for one in wanted:
             for request in one.requests:
@@ -179,12 +182,12 @@ def _requests(wanted: Iterable[_Wanted]) -> list[Request]:
     return [request for one in wanted for request in one.requests]
 
 
-def _held_first(wanted: Iterable[_Wanted]) -> tuple[list[_Wanted], list[_Wanted]]:
+def _held_first(wanted: Iterable[_Wanted], tuning: Tuning) -> tuple[list[_Wanted], list[_Wanted]]:
     """Return what a load reads once, and what it reads twice: live tensors that are too large to hold in memory."""
-    once, twice, room = list[_Wanted](), list[_Wanted](), TUNING.held_bytes
+    once, twice, room = list[_Wanted](), list[_Wanted](), tuning.held_bytes
     for one in sorted(wanted, key=lambda one: (one.is_live, one.nbytes)):
         room -= one.nbytes if one.is_live else 0
-        (once if not one.is_live or (one.nbytes <= TUNING.held_tensor_bytes and room >= 0) else twice).append(one)
+        (once if not one.is_live or (one.nbytes <= tuning.held_tensor_bytes and room >= 0) else twice).append(one)
     return once, twice
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -23,6 +24,7 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 SHAPES = {"w": (6, 4), "b": (5,), "norm": (3,)}
 ROOT, DOCUMENT = ROOT_NAME, "trainer-state.json"
@@ -75,12 +77,12 @@ def live_objects() -> tuple[dict[str, Tensor], torch.optim.Optimizer, LoadTarget
     return tensors, optimizer, LoadTargets(Leaves(tensors), frozenset(), [optimizer], names, WholeNames())
 
 
-def load(path: str) -> dict[str, Tensor]:
+def load(path: str, tuning: Tuning = TUNING) -> dict[str, Tensor]:
     """Into live objects, as one process; after an error they must be as they were."""
     tensors, optimizer, live = live_objects()
     before = repr(optimizer.state_dict())
     try:
-        engine.load(path, live, ranks=Ranks.alone())
+        engine.load(path, live, ranks=Ranks.alone(), options=LoadOptions(tuning=tuning))
     except BaseException:
         assert not any(t.any() for t in tensors.values()), "a refused load has changed live tensors"
         assert repr(optimizer.state_dict()) == before, "a refused load has changed the optimizer"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 VOCABULARY = 37  # odd: no world size of the tests divides it
 TP_PLAN = {
@@ -110,8 +111,11 @@ def loader(
     return DataLoader(TensorDataset(tokens), batch_size=batch_size, shuffle=shuffle, num_workers=workers, **more)
 
 
-def trainer(strategy: Mapping[str, Any] | str, **options: Any) -> pl.Trainer:
-    """A quiet CPU Trainer over all ranks. ``strategy``: arguments of ShardedStrategy, or a name of Lightning's."""
+def trainer(strategy: Mapping[str, Any] | str, tuning: Tuning = TUNING, **options: Any) -> pl.Trainer:
+    """A quiet CPU Trainer over all ranks.
+
+    ``strategy``: arguments of ShardedStrategy, which gets the ``tuning``, or a name of Lightning's.
+    """
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -124,6 +128,8 @@ def trainer(strategy: Mapping[str, Any] | str, **options: Any) -> pl.Trainer:
         "plugins": [ShardCkptIO()],
     }
     chosen = strategy if isinstance(strategy, str) else ShardedStrategy(**strategy)
+    if isinstance(chosen, ShardedStrategy):
+        chosen.tuning = tuning
     return pl.Trainer(strategy=chosen, **(defaults | options))
 
 

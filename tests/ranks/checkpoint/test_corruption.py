@@ -13,16 +13,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.sources import source
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small
 from tests.support.pool import run_ranks
@@ -49,22 +48,22 @@ def names(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir())
 
 
-def refusal(path: Path) -> ShardCkptError | None:
+def refusal(path: Path, tuning: Tuning = TUNING) -> ShardCkptError | None:
     """How a load into live tensors ends; it must leave them alone or fill them with what was saved."""
     try:
-        found = small.load(str(path))
+        found = small.load(str(path), tuning)
     except (CorruptionError, FormatError, CheckpointNotFoundError) as error:
         return error
     assert all(torch.equal(found[n], small.drawn(shape, i)) for i, (n, shape) in enumerate(small.SHAPES.items()))
     return None
 
 
-def check_found(path: Path, name: str, *, quick: bool = False) -> None:
+def check_found(path: Path, name: str, *, quick: bool = False, tuning: Tuning = TUNING) -> None:
     """``verify`` and a load both name the file, and of a shard file the rank; of its data the tensor, too."""
     lines = [str(finding) for finding in verify(path, quick=quick).findings]
     rank = re.search(r"-dist-(\d+)-shard", name)
     assert lines and all(line.startswith(name + (f" (rank {int(rank[1])})" if rank else "")) for line in lines), lines
-    error = refusal(path)
+    error = refusal(path, tuning)
     assert error is not None or name in UNREAD, f"loaded in spite of a change in {name}"
     assert error is None or name in str(error), error
     if error is not None and "corrupted data" in str(error):
@@ -82,7 +81,7 @@ def _tensors(name: str) -> list[str]:
     }[kind]
 
 
-def with_content(path: Path, name: str, content: bytes, **how: bool) -> None:
+def with_content(path: Path, name: str, content: bytes, **how: Any) -> None:
     """Check that a file with other content is found; then it has its own again."""
     before = (path / name).read_bytes()
     if content == before:
@@ -98,13 +97,13 @@ def flipped(content: bytes, at: int, bit: int) -> bytes:
     return bytes(changed)
 
 
-def with_flips(path: Path, first: int, step: int) -> int:
+def with_flips(path: Path, first: int, step: int, **how: Any) -> int:
     """One bit of every ``step``-th byte of every file; returns how many."""
     count = 0
     for number, name in enumerate(names(path)):
         content = (path / name).read_bytes()
         for at in range((number + first) % step, len(content), step):
-            with_content(path, name, flipped(content, at, (at * 5 + number) % 8))
+            with_content(path, name, flipped(content, at, (at * 5 + number) % 8), **how)
             count += 1
     return count
 
@@ -146,12 +145,10 @@ def test_a_flipped_bit_in_many_bytes_of_any_file_is_found(saved: Path, tmp_path:
     assert both_halves(with_flips, saved, tmp_path) == pytest.approx(2 * size / EACH, abs=2 * len(names(saved)))
 
 
-def test_a_flipped_bit_in_any_file_is_found_before_anything_is_filled(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "TUNING", replace(TUNING, held_tensor_bytes=0))  # nothing is held
-    assert with_flips(copy, 0, 501) > 10
-    assert refusal(copy) is None
+def test_a_flipped_bit_in_any_file_is_found_before_anything_is_filled(copy: Path) -> None:
+    tuning = Tuning(held_tensor_bytes=0)  # nothing is held
+    assert with_flips(copy, 0, 501, tuning=tuning) > 10
+    assert refusal(copy, tuning) is None
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])

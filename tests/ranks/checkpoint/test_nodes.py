@@ -23,7 +23,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
-from lightning_shardckpt.distributed import ranks
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
@@ -125,8 +124,7 @@ TIMES = {"timeout_s": 4.0, "checkpoint_timeout_s": 3.0}
 
 
 def trained_until_lost(directory: str, host: int, in_save: bool, cut: bool) -> None:
-    ranks.TUNING = Tuning(roll_call_s=2.0)
-    trained(2, directory, TIMES, 6, None, [LoseHost(host, in_save, cut)])
+    trained(2, directory, TIMES, 6, None, [LoseHost(host, in_save, cut)], tuning=Tuning(roll_call_s=2.0))
 
 
 QUICK = (True, 0, False)
@@ -294,14 +292,13 @@ from pathlib import Path
 
 from torch.distributed import get_rank
 
-from lightning_shardckpt.distributed import ranks
 from lightning_shardckpt.system.tuning import Tuning
 from tests.ranks.checkpoint.test_nodes import trained
 
 if __name__ == "__main__":
-    ranks.TUNING = Tuning(roll_call_s=2.0)
     directory, devices, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    losses, *_ = trained(2, directory, {"timeout_s": 30.0, "checkpoint_timeout_s": 10.0}, steps, devices=devices)
+    times, tuning = {"timeout_s": 30.0, "checkpoint_timeout_s": 10.0}, Tuning(roll_call_s=2.0)
+    losses, *_ = trained(2, directory, times, steps, tuning=tuning, devices=devices)
     Path(__file__).with_name(f"losses of rank {get_rank()}.json").write_text(json.dumps(losses))
 """
 

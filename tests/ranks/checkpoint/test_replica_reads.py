@@ -29,7 +29,6 @@ from lightning_shardckpt.checkpoint.replica_reads import PlannedReads, choose, d
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.sources import source
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.storage.protocol import Reader
@@ -64,8 +63,8 @@ MESHES: dict[str, tuple[tuple[int, ...], str, str]] = {
 }
 
 
-SMALL = Tuning(shared_piece_bytes=48 << 10, exchange_buffer_bytes=10007)
-"""Pieces and buffers that split these tensors as the real ones split large tensors."""
+SMALL = Tuning(shared_piece_bytes=48 << 10, exchange_buffer_bytes=10007, held_tensor_bytes=1 << 20)
+"""Pieces and buffers that split these tensors as the real ones split large tensors; though all count as small."""
 MUCH = replace(SMALL, shared_read_bytes=1)
 
 
@@ -151,8 +150,8 @@ def load(
         optimizer.state[trained[name]] = {"exp_avg": torch.zeros_like(trained[name], requires_grad=False)}
     live = LoadTargets(Leaves({**tensors, **trained}), frozenset(), [optimizer], _by_id(trained), WholeNames())
     try:
-        options = LoadOptions(share_reads=share)
-        engine.load(path, live, ranks=ranks, options=options, storage=storage, tuning=tuning)
+        options = LoadOptions(share_reads=share, tuning=tuning)
+        engine.load(path, live, ranks=ranks, options=options, storage=storage)
     except BaseException:
         assert not any(local(t).any() for t in [*tensors.values(), *trained.values()]), "a failed load changed tensors"
         there = [values["exp_avg"] for values in optimizer.state.values()]
@@ -169,16 +168,10 @@ def _by_id(trained: dict[str, torch.nn.Parameter]) -> dict[int, str]:
     return {id(parameter): name for name, parameter in trained.items()}
 
 
-def small_pieces() -> None:
-    """Let these tensors count as small, though they are split as large ones. In a rank, which ends with it."""
-    source.TUNING = replace(TUNING, held_tensor_bytes=1 << 20)  # type: ignore[attr-defined]
-
-
 # ── the result ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _loads(folder: str, saved: str, cases: list[str]) -> dict[str, list[tuple[int, list[str]]]]:
-    small_pieces()
     path, found = f"{folder}/a.ckpt", dict[str, list[tuple[int, list[str]]]]()
     save(path, saved)
     for case in cases:
@@ -238,12 +231,11 @@ def test_four_ranks_share_what_their_mesh_replicates_and_nothing_else(cases: lis
 
 
 def _plain_file(path: str) -> None:
-    small_pieces()
     for share in (True, None):
         tensors = placed("HSDP 2x1", lambda n: torch.zeros(TENSORS[n][0], dtype=TENSORS[n][1]))
         live = LoadTargets(Leaves(tensors), frozenset(), None, {}, WholeNames())
-        options = LoadOptions(share_reads=share)
-        engine.load(path, live, ranks=Ranks.of_default_group(60), options=options, tuning=SMALL)
+        options = LoadOptions(share_reads=share, tuning=SMALL)
+        engine.load(path, live, ranks=Ranks.of_default_group(60), options=options)
         for name, expected in placed("HSDP 2x1", drawn).items():
             assert torch.equal(local(tensors[name]), local(expected)), name
 
@@ -295,7 +287,6 @@ class Remote(Counting):
 
 
 def _by_default(folder: str) -> list[tuple[int, list[str]]]:
-    small_pieces()
     save(f"{folder}/a.ckpt", "HSDP 2x1")
     found = []
     for storage, tuning in ((Remote(), MUCH), (Remote(), SMALL), (Counting(), MUCH)):
@@ -316,13 +307,11 @@ def test_by_default_replicas_share_what_is_far_and_much(tmp_path: Path) -> None:
 
 
 def _not_held(folder: str) -> list[int]:
-    small_pieces()
-    source.TUNING = replace(TUNING, held_tensor_bytes=1 << 20, held_bytes=100_000)  # type: ignore[attr-defined]
     save(f"{folder}/a.ckpt", "HSDP 2x1")
     found = []
     for share in (True, False):
         storage = Counting()
-        load(f"{folder}/a.ckpt", "HSDP 2x1", share, storage, noting())
+        load(f"{folder}/a.ckpt", "HSDP 2x1", share, storage, noting(), tuning=replace(SMALL, held_bytes=100_000))
         found.append(storage.nbytes)
     return found
 
@@ -394,7 +383,6 @@ def test_tensors_in_host_memory_are_not_shared_over_groups_of_another_device() -
 
 def _refused(folder: str, changes: list[tuple[str, int]]) -> list[str]:
     """What a shared load with one byte of the data changed raises, for each of the changes."""
-    small_pieces()
     found, ranks = [], noting()
     for name, offset in changes:
         path = Path(folder, "a.ckpt", name)

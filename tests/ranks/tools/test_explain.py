@@ -16,9 +16,8 @@ from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.parallel.sharding import mesh, tensor_parallel
-from lightning_shardckpt.sources import source
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.system.tuning import TUNING
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools import explain
 from lightning_shardckpt.tools.target_topology import TargetTopology
 from lightning_shardckpt.tools.topology_arguments import AXES, STYLES, parse_plan, parse_topology
@@ -45,8 +44,8 @@ def resume(folder: str, cases: list[Case]) -> list[tuple[int, int, int]]:
     """Of each case what this rank read, in how many calls, from how many files; with so many bytes to hold."""
     found = []
     for name, target, held_bytes in cases:
-        source.TUNING = replace(TUNING, held_bytes=held_bytes)  # type: ignore[attr-defined]
         io = ShardCkptIO(share_reads=False)
+        io.load_options = replace(io.load_options, tuning=Tuning(held_bytes=held_bytes))
         io.storage = storage = Counting()
         tiny.fit(target, 1, resume=f"{folder}/{name}.ckpt", plugins=[io])
         found.append((storage.nbytes, len(storage.reads), len(storage.files)))
@@ -99,11 +98,10 @@ QUICK = (0, 5)
     ],
 )
 def test_what_is_predicted_is_what_a_resume_reads(
-    saved: Path, number: int, read: dict[int, list[tuple[int, int, int]]], monkeypatch: pytest.MonkeyPatch
+    saved: Path, number: int, read: dict[int, list[tuple[int, int, int]]]
 ) -> None:
     name, target, held_bytes = CASES[number]
-    monkeypatch.setattr(explain, "TUNING", replace(TUNING, held_bytes=held_bytes))
-    found = explain.explain(saved.with_name(f"{name}.ckpt"), onto(target))
+    found = explain.explain(saved.with_name(f"{name}.ckpt"), onto(target), tuning=Tuning(held_bytes=held_bytes))
     predicted = [[rank["reads"] + rank["again"], rank["calls"], rank["files"]] for rank in found["ranks"]]
     assert predicted == [list(rank) for rank in read[number]]
     assert all(bool(rank["again"]) == (held_bytes == 0) for rank in found["ranks"])
