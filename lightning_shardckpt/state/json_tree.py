@@ -247,6 +247,8 @@ def decode(value: Any, stored: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _decode_tagged(tag: str, value: dict[str, Any], stored: Callable[[str], torch.Tensor]) -> Any:
+    if tag not in TAGS:
+        raise KeyError(tag)
     content = value["v"]
     if tag == "stored":
         return stored(content)
@@ -337,6 +339,9 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "slice": lambda v: slice(*v),
     "enum": lambda v: v,
 }
+
+TAGS = frozenset({*_SCALARS, *_MAPPINGS, *_SEQUENCES, "deque", "tensor", "numpy", "stored", "dropped"})
+"""What can be tagged in JSON: the table of FORMAT.md."""
 
 
 def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from lightning_shardckpt.format.plan import plan_save, split_into_files
 from lightning_shardckpt.format.shard_header import HeaderEntry, plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import checked
-from lightning_shardckpt.state.json_tree import _MAPPINGS, _SCALARS, _SEQUENCES, decode
+from lightning_shardckpt.state.json_tree import TAGS, decode
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.memory import MemoryStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -410,7 +410,7 @@ def test_the_tables_name_every_dtype_and_every_tag() -> None:
         for line in table.splitlines()
         for tag in re.findall(r"`([a-z]+)`", line.split("|")[1] if "|" in line else "")
     }
-    assert tags == {*_SCALARS, *_MAPPINGS, *_SEQUENCES, "deque", "tensor", "numpy", "stored", "dropped"}
+    assert tags == TAGS
 
 
 def test_unknown_keys_are_passed_over() -> None:
