@@ -28,11 +28,13 @@ from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.transfer.regions import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
-_LOCAL_HEADER, _ZIP64_FIELD, _ZIP64_FROM = 30, 20, 1 << 30
+_LOCAL_HEADER, _ZIP64_FIELD = 30, 20
 _READABLE = 0o600 << 16  # what zipfile and torch.save say of the mode of a record
 _PROTOCOL = 2  # what torch.save uses and weights_only=True reads
 _LOADABLE = {type(None), bool, float, str, complex, bytes, torch.Tensor, torch.dtype, torch.device}
 _BIT_LIMIT = 2000  # weights_only=True reads no integer of 256 bytes or more
+ZIP64_BYTES = 1 << 30
+"""A record of so many bytes gets the fields of zip64, long before zip needs them."""
 
 
 class TorchFileLayout:
@@ -42,10 +44,14 @@ class TorchFileLayout:
     Args:
         value: made of what ``Plain`` returns, else ``torch.load`` refuses the file.
         stored: component and key of a tensor on the meta device; called once for each, however often it occurs.
+        zip64_bytes: a record of so many bytes gets the fields of zip64.
     """
 
-    def __init__(self, value: Any, stored: Callable[[torch.Tensor], tuple[str, str]]) -> None:
+    def __init__(
+        self, value: Any, stored: Callable[[torch.Tensor], tuple[str, str]], zip64_bytes: int = ZIP64_BYTES
+    ) -> None:
         self.regions: list[Region] = []
+        self._zip64_bytes = zip64_bytes
         self._records: list[zipfile.ZipInfo] = []
         pickled = io.BytesIO()
         pickler = _Pickler(pickled)
@@ -63,7 +69,7 @@ class TorchFileLayout:
         info = zipfile.ZipInfo(f"archive/{name}")
         info.external_attr, info.file_size, info.compress_size = _READABLE, nbytes, nbytes
         info.header_offset = self.regions[-1].end if self.regions else 0
-        head_nbytes = _LOCAL_HEADER + len(info.filename) + (_ZIP64_FIELD if nbytes >= _ZIP64_FROM else 0)
+        head_nbytes = _LOCAL_HEADER + len(info.filename) + (_ZIP64_FIELD if nbytes >= self._zip64_bytes else 0)
         info.extra = _padding(info.header_offset + head_nbytes)
         head_nbytes += len(info.extra)
         self.regions.append(Region(info.header_offset + head_nbytes, nbytes, head_nbytes, content))
@@ -73,7 +79,7 @@ class TorchFileLayout:
         """The local header of a record, as ``regions.fill`` asks for it."""
         info = self._records[number]
         info.CRC = crc
-        return info.FileHeader(zip64=info.file_size >= _ZIP64_FROM)
+        return info.FileHeader(zip64=info.file_size >= self._zip64_bytes)
 
     def end(self) -> Region:
         """Return what follows the regions when they are filled: the central directory."""

@@ -49,8 +49,8 @@ class TorchFile:
         return self.regions[-1].end
 
 
-def plan_torch(source: Source, options: Options) -> TorchFile:
-    """A file that ``torch.load`` reads by default.
+def plan_torch(source: Source, options: Options, zip64_bytes: int = torch_archive.ZIP64_BYTES) -> TorchFile:
+    """A file that ``torch.load`` reads by default; records of ``zip64_bytes`` get the fields of zip64.
 
     Raises:
         ValueError: if names collide, or an option names what is not there.
@@ -72,7 +72,7 @@ def plan_torch(source: Source, options: Options) -> TorchFile:
         staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
         checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
     checkpoint = plain.of(_as_saved(checkpoint, options.naming))
-    archive = torch_archive.TorchFileLayout(checkpoint, lambda tensor: keys[id(tensor)])
+    archive = torch_archive.TorchFileLayout(checkpoint, lambda tensor: keys[id(tensor)], zip64_bytes)
     return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
 
 

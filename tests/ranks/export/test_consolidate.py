@@ -28,9 +28,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_shardckpt import save
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
+from lightning_shardckpt.export.options import make_options
 from lightning_shardckpt.export.torch_archive import Plain
+from lightning_shardckpt.export.torch_export import plan_torch, write_torch
+from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.state.json_tree import Dropped
+from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.system.crc32 import PiecewiseCRC
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from tests.support import tiny, zoo
@@ -108,13 +114,13 @@ def test_the_file_is_byte_for_byte_what_zipfile_writes_of_the_same_records(saved
     assert file.read_bytes() == buffer.getvalue()
 
 
-def test_a_record_beyond_the_32_bit_limits_is_written_and_read(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_beyond_the_32_bit_limits_is_written_and_read(saved: Path, tmp_path: Path) -> None:
     expected = torch.load(consolidate(saved, tmp_path / "out.pt"))
-    # The fields of zip64, without the gigabytes.
-    monkeypatch.setattr("lightning_shardckpt.export.torch_archive._ZIP64_FROM", 1)
-    file = consolidate(saved, tmp_path / "zip64.pt")
+    file = tmp_path / "zip64.pt"
+    with opened(str(saved), ranks=Ranks.alone(), storage=LocalStorage()) as source:
+        planned = plan_torch(source, make_options(), zip64_bytes=1)  # the fields of zip64, without the gigabytes
+        with LocalOutputs().file(str(file), planned.file_nbytes, overwrite=False) as (output, _):
+            write_torch(source, planned, output, lambda nbytes: None)
     assert zipfile.ZipFile(file).testzip() is None
     found = torch.load(file, mmap=True)
     assert [k for k, t in expected["state_dict"].items() if not same_bits(t, found["state_dict"][k])] == []
