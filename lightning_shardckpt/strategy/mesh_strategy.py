@@ -67,6 +67,8 @@ class MeshStrategy:
     global_rank: int
     world_size: int
     _checkpoint_io: CheckpointIO | None
+    axis_sizes: AxisSizes
+    """What was asked for of each kind of parallelism; ``topology`` is what that is for the processes there are."""
     tuning: Tuning = TUNING
     """Sizes of deferred init and times that ranks wait; ``ShardCkptIO.load_options`` has those of a load."""
 
@@ -156,7 +158,7 @@ class MeshStrategy:
             TopologyError: for sizes or names of a pipeline that cannot be.
         """
         super().__init__()
-        self._sizes = AxisSizes(
+        self.axis_sizes = AxisSizes(
             data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
         )
         pipelined = PipelineRecipe(
@@ -259,7 +261,7 @@ class MeshStrategy:
         )
 
     def _new_meshes(self) -> Meshes:
-        return build_meshes(self._sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
+        return build_meshes(self.axis_sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
 
     def _new_ranks(self) -> Ranks:
         """Return the ranks that save and load together."""

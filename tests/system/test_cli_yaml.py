@@ -215,7 +215,7 @@ def test_the_configs_of_the_examples_are_valid(name: str) -> None:
     configs = [f"--config={ROOT / 'configs' / file}" for file in ("transformer.yaml", name)]
     got = alone(parse_example, *configs)
     assert (got.strategy, got.checkpoint_io, got.devices) == ("ShardedStrategy", "ShardCkptIO", devices)
-    assert f"tensor={tensor}" in got.attributes["_sizes"]
+    assert f"tensor={tensor}" in got.attributes["axis_sizes"]
 
 
 def parse_example(*arguments: str) -> Parsed:
