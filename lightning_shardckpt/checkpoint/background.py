@@ -49,6 +49,9 @@ class Background:
     Args:
         ranks: who saves together; nobody else may use this object.
         max_pending: how many saves may wait after the one that is being written; each needs its own host memory.
+
+    Attributes:
+        lock: held while the queue is looked at or changed; a forked process has one of its own.
     """
 
     def __init__(self, ranks: Ranks, max_pending: int = 1) -> None:
@@ -64,8 +67,8 @@ class Background:
 
     def forget(self) -> None:
         """Have nothing to do: at first, and in a forked process, whose parent does what there was."""
-        self._lock = threading.RLock()  # a signal handler may save, too
-        self._changed = threading.Condition(self._lock)  # taken by the lock alone, see ``threads``
+        self.lock = threading.RLock()  # a signal handler may save, too
+        self._changed = threading.Condition(self.lock)  # taken by the lock alone, see ``threads``
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None
         self._failures: dict[int, Exception] = {}
@@ -84,7 +87,7 @@ class Background:
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors of all saves may change. Not collective; raises nothing."""
-        with self._lock:
+        with self.lock:
             copies = [job.copies for job in self._jobs if job.copies is not None]
         for one in copies:
             one.wait()
@@ -102,7 +105,7 @@ class Background:
 
     def memory(self) -> HostMemory:
         """Return the memory to which the last save that ended was copied; new memory if all is in use."""
-        with self._lock:
+        with self.lock:
             return self._free.pop() if self._free else HostMemory()
 
     def settle(self, ranks: Ranks, *, room_for: str | None = None) -> None:
@@ -120,7 +123,7 @@ class Background:
         found = ranks.step(phase, lambda: self._await(room_for), _merged)
         if room_for is None:
             self._settled = self._count
-        with self._lock:
+        with self.lock:
             self._told |= {number for number, _ in found}
             mine = {number: self._failures.pop(number, None) for number, _ in found}
             self._forget()
@@ -136,7 +139,7 @@ class Background:
 
     def drain(self) -> None:
         """Wait until everything is done; raises nothing. Not collective."""
-        with self._lock:
+        with self.lock:
             while self._jobs and self._is_alive():
                 self._changed.wait(_LOOK_S)
 
@@ -147,7 +150,7 @@ class Background:
         """
         self.drain()
         self._ranks.leave(error)
-        with self._lock:
+        with self.lock:
             failures, self._failures = self._failures, {}
             self._told |= failures.keys()
             self._forget()
@@ -157,7 +160,7 @@ class Background:
 
     def notes(self) -> list[str]:
         """Sentences for the user that came up since the last call."""
-        with self._lock:
+        with self.lock:
             notes, self._notes = self._notes, []
         return notes
 
@@ -169,7 +172,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def _put(self, job: _Job) -> Future[list[str]]:
-        with self._lock:
+        with self.lock:
             self._jobs.append(job)
             if self._thread is not None:
                 return job.done
@@ -183,13 +186,13 @@ class Background:
 
     def _run(self) -> None:
         while True:
-            with self._lock:
+            with self.lock:
                 if not self._jobs:
                     self._thread = None
                     return
                 job = self._jobs[0]
             self._do(job)
-            with self._lock:
+            with self.lock:
                 self._jobs.popleft()
                 del job  # its memory is another save's from now on
                 self._changed.notify_all()
@@ -211,7 +214,7 @@ class Background:
             failure.__cause__ = error
         if job.copies is not None:
             job.copies.wait()  # whatever became of the save, its memory is another one's from now on
-        with self._lock:
+        with self.lock:
             self._notes += notes
             if job.memory is not None:
                 self._free.append(job.memory)
@@ -230,7 +233,7 @@ class Background:
 
     def _await(self, room_for: str | None) -> list[_Failure]:
         """Wait; returns the failures that were not raised yet."""
-        with self._lock:
+        with self.lock:
             while self._is_alive() and not self._has_room(room_for):
                 self.waited = self.waited or room_for is not None
                 self._changed.wait(_LOOK_S)

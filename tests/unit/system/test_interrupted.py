@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from lightning_shardckpt import load, load_keys, save, save_async, wait
-from lightning_shardckpt.api import _ALONE
+from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.storage.local.local_storage import LocalDraft
+from lightning_shardckpt.system.pending_saves import WRITERS
 from lightning_shardckpt.tools.verify import verify
 from tests.support.pool import ROOT
 
@@ -97,15 +97,18 @@ def test_without_another_thread_a_save_is_written_before_training_goes_on(
 
 def saves_after_a_fork(folder: str) -> None:
     """A process without ranks is forked while its parent writes; both save."""
-    gate, write = threading.Event(), LocalDraft.write
+    gate, fsync = threading.Event(), os.fsync
 
-    def waiting(draft: LocalDraft, *args: object) -> None:
-        gate.wait()
-        write(draft, *args)  # type: ignore[arg-type]  # what it was called with
+    def waiting(file: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait()
+        fsync(file)
 
-    LocalDraft.write = waiting  # type: ignore[assignment,method-assign]
+    os.fsync = waiting
     save_async(f"{folder}/parent", {"m": model(), "step": 1})
-    with _ALONE.background._lock:  # type: ignore[union-attr]  # as the writer may have it at that moment
+    (background,) = WRITERS
+    assert isinstance(background, Background)
+    with background.lock:  # as the writer may have it at that moment
         child = os.fork()
     if child == 0:
         gate.set()
@@ -137,14 +140,14 @@ def test_a_save_after_an_asynchronous_one_to_the_same_path_waits_for_it(
 
 
 def test_who_reads_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = LocalDraft.publish
+    fsync = os.fsync
 
-    def late(draft: LocalDraft) -> None:
-        time.sleep(0.2)
-        publish(draft)
+    def late(file: int) -> None:
+        time.sleep(0.05)
+        fsync(file)
 
     save(tmp_path / "a", {"w": torch.zeros(600)})
-    monkeypatch.setattr(LocalDraft, "publish", late)
+    monkeypatch.setattr(os, "fsync", late)
     save_async(tmp_path / "a", {"w": torch.ones(600)}, overwrite=True)
     ((_, found),) = load_keys(tmp_path / "a", ["trainer/w"])
     assert found.unique().tolist() == [1]
