@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.strict_json import MAX_VALUES, parse_json
+from lightning_shardckpt.format.strict_json import MAX_DEPTH, MAX_JSON_BYTES, MAX_VALUES, parse_json
 
 
 def test_json_that_is_not_utf_8_is_refused() -> None:
@@ -16,10 +16,9 @@ def test_json_that_is_not_utf_8_is_refused() -> None:
         parse_json(b'"\xff"', "file x")
 
 
-def test_json_beyond_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_shardckpt.format.strict_json.MAX_JSON_BYTES", 10)
-    with pytest.raises(FormatError, match="limit of 10"):
-        parse_json(b" " * 11, "file x")
+def test_json_beyond_the_limit_is_not_parsed() -> None:
+    with pytest.raises(FormatError, match=f"limit of {MAX_JSON_BYTES}"):
+        parse_json(b" " * (MAX_JSON_BYTES + 1), "file x")
 
 
 def nested(draw: random.Random, depth: int) -> tuple[object, int]:
@@ -33,17 +32,17 @@ def nested(draw: random.Random, depth: int) -> tuple[object, int]:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_a_value_is_refused_if_and_only_if_it_is_nested_too_deep(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_is_refused_if_and_only_if_it_is_nested_too_deep(seed: int) -> None:
     draw = random.Random(seed)
     value, levels = nested(draw, 6)
     text = json.dumps(value, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1])).encode()
-    for limit in (levels - 1, levels):
-        monkeypatch.setattr("lightning_shardckpt.format.strict_json.MAX_DEPTH", limit)
-        if 0 <= limit < levels:
-            with pytest.raises(FormatError, match="nested deeper"):
-                parse_json(text, "x")
-        elif limit >= levels:
-            assert parse_json(text, "x") == value
+    around = MAX_DEPTH - levels
+    found = parse_json(b"[" * around + text + b"]" * around, "x")
+    for _ in range(around):
+        (found,) = found
+    assert found == value
+    with pytest.raises(FormatError, match="nested deeper"):
+        parse_json(b"[" * (around + 1) + text + b"]" * (around + 1), "x")
 
 
 def test_quotes_alone_take_no_memory() -> None:

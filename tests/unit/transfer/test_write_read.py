@@ -396,10 +396,10 @@ def test_a_shard_file_that_claims_a_huge_header_allocates_nothing() -> None:
         load_all(storage, untouched())
 
 
-def test_an_index_beyond_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_beyond_the_limit_is_not_read() -> None:
     storage = MemoryStorage()
     worlds.save(storage, {"model": SMALL}, 2)
-    monkeypatch.setattr(MemoryReader, "size", lambda self, name: MAX_JSON_BYTES + 1)
+    storage.checkpoints[PATH][ROOT_NAME] = bytes(MAX_JSON_BYTES + 1)
     with pytest.raises(FormatError, match=rf"{ROOT_NAME}: {MAX_JSON_BYTES + 1} bytes, more than the limit"):
         Checkpoint(storage, PATH)
 
