@@ -26,7 +26,17 @@ from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support.file_systems import OF_MANY_MACHINES, OF_ONE_MACHINE, WITHOUT_FLAGS
 from tests.support.pool import run_ranks
-from tests.unit.storage.test_storage import ID, LOCAL, LOCAL_WITHOUT_FLAGS, OTHER_ID, beside, content, new_file, put
+from tests.unit.storage.test_storage import (
+    ID,
+    LOCAL,
+    LOCAL_WITHOUT_FLAGS,
+    OTHER_ID,
+    beside,
+    content,
+    killed,
+    new_file,
+    put,
+)
 
 NAMES = ("0123456789abcdef", "f" * 32)
 
@@ -45,18 +55,6 @@ def begun(path: str, save_id: str = ID, *, storage: LocalStorage = LOCAL, **file
     return draft
 
 
-def killed(work: Callable[[], object]) -> None:
-    """Do the work in a process that is killed then."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-
-
 def saved(path: str, save_id: str = OTHER_ID, storage: LocalStorage = LOCAL) -> list[str]:
     """The notes of a save."""
     draft = begun(path, save_id, storage=storage, **{ROOT_NAME: save_id.encode()})
@@ -67,14 +65,24 @@ def saved(path: str, save_id: str = OTHER_ID, storage: LocalStorage = LOCAL) -> 
 # ── whose is it? ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_rank_derives_the_same_name_and_every_target_another() -> None:
-    names = {
-        LOCAL.draft(path, ID)._directory for path in ("/a/x.ckpt", "/a/x.ckpt/", "file:///a/x.ckpt", "/a/b/../x.ckpt")
-    }
-    assert len(names) == 1
-    assert names != {LOCAL.draft("/a/y.ckpt", ID)._directory}
-    assert leftovers._PATTERN.fullmatch(os.path.basename(names.pop()))
-    assert leftovers._PATTERN.fullmatch(os.path.basename(leftovers.doomed_name("/a/x.ckpt")))
+def test_every_rank_derives_the_same_name_and_every_target_another(tmp_path: Path) -> None:
+    def name(target: str) -> str:
+        draft = begun(target)
+        (found,) = os.listdir(tmp_path)
+        draft.discard()
+        return found
+
+    path = f"{tmp_path}/x.ckpt"
+    names = {name(target) for target in (path, f"{path}/", f"file://{path}", f"{tmp_path}/b/../x.ckpt")}
+    assert names == {os.path.basename(leftovers.temporary_name(path, ID))}
+    assert names != {name(f"{tmp_path}/y.ckpt")}
+
+
+def test_what_was_to_be_deleted_is_a_leftover_of_no_target(path: str) -> None:
+    doomed = leftovers.doomed_name(path)
+    os.makedirs(doomed)
+    (note,) = saved(path)
+    assert os.path.basename(doomed) in note and beside(path) == []
 
 
 @pytest.mark.parametrize("target", ["step-1.ckpt", "step-0.ckpt"], ids=["same target", "another target"])
@@ -172,11 +180,13 @@ def test_links_in_a_leftover_are_not_followed(path: str, tmp_path: Path) -> None
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
 
+    temporary = leftovers.temporary_name(path, ID)
+
     def leave() -> None:
-        draft = begun(path, a=b"")
-        os.symlink(tmp_path / "precious", os.path.join(draft._directory, "to a directory"))
-        os.symlink(tmp_path / "precious" / "thesis", os.path.join(draft._directory, "to a file"))
-        os.makedirs(os.path.join(draft._directory, "deep", "er"))
+        begun(path, a=b"")
+        os.symlink(tmp_path / "precious", os.path.join(temporary, "to a directory"))
+        os.symlink(tmp_path / "precious" / "thesis", os.path.join(temporary, "to a file"))
+        os.makedirs(os.path.join(temporary, "deep", "er"))
 
     killed(leave)
     (note,) = saved(path)
@@ -446,7 +456,7 @@ def test_the_old_one_comes_back_if_the_second_rename_fails(path: str, monkeypatc
     rename = os.rename
 
     def failing(source: str, target: str) -> None:
-        if source == draft._directory:
+        if source == leftovers.temporary_name(path, OTHER_ID):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(source, target)
 
@@ -473,14 +483,14 @@ def test_what_waits_aside_is_kept_until_the_new_one_is_published(
         os.symlink("nowhere", path)
     storage = LOCAL if exchange else LOCAL_WITHOUT_FLAGS
     draft = begun(path, OTHER_ID, storage=storage, a=b"new", **{ROOT_NAME: b""})
-    published: list[bool] = []
-    doom = leftovers.doom_replaced
+    published, rename = list[bool](), os.rename
 
-    def seen(replaced: str) -> leftovers.Doomed:
-        published.append(content(LOCAL, path)["a"] == b"new")
-        return doom(replaced)
+    def seen(source: str, target: str) -> None:
+        if source == aside:  # it gets the name of what is to be deleted
+            published.append(content(LOCAL, path)["a"] == b"new")
+        rename(source, target)
 
-    monkeypatch.setattr(leftovers, "doom_replaced", seen)
+    monkeypatch.setattr(os, "rename", seen)
     draft.publish()
     assert published and all(published)
     assert content(LOCAL, path)["a"] == b"new" and beside(path) == []
@@ -529,7 +539,7 @@ def test_a_rank_waits_until_it_sees_the_directory_of_rank_0(
 ) -> None:
     first = begun(path, **{ROOT_NAME: b""})
     second = LOCAL.draft(path, ID)
-    lag = Lag(monkeypatch, second._directory, 20, error)
+    lag = Lag(monkeypatch, leftovers.temporary_name(path, ID), 20, error)
     second.write("b", [b"2"])
     assert lag.listed == 20 and 5 < lag.clock < 60
     monkeypatch.undo()
@@ -539,11 +549,12 @@ def test_a_rank_waits_until_it_sees_the_directory_of_rank_0(
 
 def test_a_rank_that_never_sees_the_directory_says_so(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = begun(path), LocalStorage(visible_within_s=7).draft(path, ID)
-    lag = Lag(monkeypatch, second._directory, 10**9, errno.ENOENT)
+    directory = leftovers.temporary_name(path, ID)
+    lag = Lag(monkeypatch, directory, 10**9, errno.ENOENT)
     with pytest.raises(FileNotFoundError) as caught:
         second.write("b", [b"2"])
     assert 7 <= lag.clock <= 8
-    for part in (os.uname().nodename, "does not see this directory", "7 s", "all ranks share", second._directory):
+    for part in (os.uname().nodename, "does not see this directory", "7 s", "all ranks share", directory):
         assert part in str(caught.value)
     monkeypatch.undo()
     first.discard()
@@ -558,7 +569,7 @@ def test_a_directory_that_was_seen_and_is_gone_is_an_error_at_once(
     if who == "a rank that saw it":
         draft = LOCAL.draft(path, ID)
         draft.write("a", [b"1"])
-    Lag(monkeypatch, draft._directory, 1, errno.ENOENT)
+    Lag(monkeypatch, leftovers.temporary_name(path, ID), 1, errno.ENOENT)
     with pytest.raises(FileNotFoundError):
         draft.write("b", [b"2"])
     monkeypatch.undo()
