@@ -156,10 +156,11 @@ def full_state(module: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Keys under which two states differ, bit for bit."""
-    return sorted(k for k in a.keys() | b.keys() if k not in a or k not in b or not _same(a[k], b[k]))
+    return sorted(k for k in a.keys() | b.keys() if k not in a or k not in b or not same(a[k], b[k]))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Return whether two values are equal, tensors bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     return bool(a == b)

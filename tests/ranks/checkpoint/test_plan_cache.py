@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.plan_cache import PlanCache
+from lightning_shardckpt.checkpoint.plan_cache import LastResult, PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.index import ROOT_NAME
@@ -31,10 +31,24 @@ def content(path: str) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name.endswith("safetensors") or "state" in name}
 
 
+class Counting(LastResult[Any, Any]):
+    """Counts the results that were made."""
+
+    made = 0
+
+    def of(self, key: Any, make: Callable[[], Any]) -> Any:
+        def counted() -> Any:
+            self.made += 1
+            return make()
+
+        return super().of(key, counted)
+
+
 def saves(folder: str) -> list[Any]:
     """One change after the other; returns how often was planned, and what differs from a save that plans anew."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ranks, plans, found = Ranks.of_default_group(), PlanCache(), []
+    ranks, counting, found = Ranks.of_default_group(), Counting(), []
+    plans = PlanCache(plan=counting)
     cut = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
     state: dict[str, Any] = {"a": cut, "b": torch.arange(5.0), "c": torch.arange(3)}
     rest: dict[str, Any] = {"global_step": 1}
@@ -77,7 +91,7 @@ def saves(folder: str) -> list[Any]:
         path, oracle = f"{folder}/{number_of}.ckpt", f"{folder}/{number_of}-oracle.ckpt"
         planned = []
         for to, kept in ((path, plans), (oracle, None)):
-            known = plans.plan._known
+            known = counting.made
             save(
                 to,
                 lambda: snapshot({**rest, "state_dict": state}),
@@ -86,7 +100,7 @@ def saves(folder: str) -> list[Any]:
                 options=SaveOptions(size),
                 plans=kept,
             )
-            planned.append(plans.plan._known is not known)
+            planned.append(counting.made > known)
         dist.barrier()
         intact = not verify(path).findings
         full = {key: value.full_tensor() if key == "a" else value for key, value in state.items()}

@@ -21,13 +21,14 @@ from fsspec.implementations.memory import MemoryFile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shardckpt import lazy
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CorruptionError
 from lightning_shardckpt.export.peft_export import CONFIG, WEIGHTS, export_adapters
 from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.tuning import Tuning
+from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.ranks.export import test_huggingface_out as hugging_face
 from tests.ranks.export.test_consolidate import flip, in_small_windows
 from tests.support import zoo
@@ -186,9 +187,10 @@ def test_experts_are_cut_apart_for_a_stream(nbytes: int, tmp_path: Path, monkeyp
 def test_a_damaged_part_of_an_expert_is_found(tmp_path: Path) -> None:
     path = hugging_face.saved(hugging_face.Wrapped(hugging_face.built("mixtral")), tmp_path / "a.ckpt")
     (victim,) = path.glob("model-dist-00000-shard-*.safetensors")
-    with lazy.open(path) as opened:
-        name = next(name for name in opened if "experts" in name)
-        at = opened._checkpoint.index("model", 0).shards[name][0].begin  # type: ignore[union-attr]
+    with Checkpoint(LocalStorage(), str(path)) as stored:
+        shards = stored.index("model", 0).shards
+    name = next(name for name in shards if "experts" in name)
+    at = shards[name][0].begin
     flip(victim, at + 200)
     with pytest.raises(CorruptionError, match=rf"corrupted data of '{name}' in {victim.name}"):
         consolidate(path, f"memory:/{tmp_path}/out", format="huggingface")

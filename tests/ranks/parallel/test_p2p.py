@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -152,23 +153,28 @@ def use_a_pair() -> dict[str, Any]:
 def relay(name: str, stages_per_rank: int) -> list[float]:
     """One number through all stages and back, each adding its own; what each stage of this rank received."""
     this = transport(name, stages_per_rank)
-    last, seen = this.schedule.stages - 1, []
+    last, seen, sent = this.schedule.stages - 1, [], []
     for stage in this.schedule.stages_of(this.rank):
         value = torch.zeros(())
         if stage > 0:
             value = this.receive("forward", stage - 1, 0).tensors[0][0]
             seen.append(value.item())
         if stage < last:
-            this.send("forward", stage, 0, Message({0: (value + 10**stage, False)}))
+            value = value + 10**stage
+            sent.append(ref(value))
+            this.send("forward", stage, 0, Message({0: (value, False)}))
     for stage in reversed(this.schedule.stages_of(this.rank)):
         value = torch.zeros(())
         if stage < last:
             value = this.receive("backward", stage, 0).tensors[0][0]
             seen.append(value.item())
         if stage > 0:
-            this.send("backward", stage - 1, 0, Message({0: (value + 10**stage, False)}))
+            value = value + 10**stage
+            sent.append(ref(value))
+            this.send("backward", stage - 1, 0, Message({0: (value, False)}))
     this.flush()
-    assert not this._local
+    del value
+    assert [one() for one in sent] == [None] * len(sent)  # nothing that arrived is kept
     return seen
 
 

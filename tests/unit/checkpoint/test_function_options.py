@@ -62,7 +62,7 @@ def test_as_many_saves_wait_as_were_allowed(tmp_path: Path) -> None:
     with gate.shut():  # the first is being written, and is held there
         saving = [save_async(tmp_path / str(n), state, overlap_copy=n == 0, max_pending=2) for n in range(3)]
         assert not any(one.done() for one in saving)
-        opened = gate.open_when_waited_for(Background._await)
+        opened = gate.open_when_waited_for(Background.settle)
         save_async(tmp_path / "3", state, max_pending=2).result()
         opened.join()
     assert all(one.done() for one in saving[:2])

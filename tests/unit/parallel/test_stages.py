@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.pipeline.stages import StagePlan, _balanced, plan_stages
+from lightning_shardckpt.parallel.pipeline.stages import StagePlan, plan_stages
 from tests.support.pipes import hugging_face
 
 WIDTH = 4
@@ -171,6 +171,12 @@ def loads(costs: Sequence[int], starts: Sequence[int]) -> list[int]:
     return [sum(costs[a:b]) for a, b in pairwise([*starts, len(costs)])]
 
 
+def starts_by_cost(costs: Sequence[int], stages: int) -> list[int]:
+    """The first layers of all stages, where layers have parameters in the ratio of their costs."""
+    root = Root(layers=nn.ModuleList(map(linear, costs)))
+    return [start for start, _ in plan_stages(root, stages, layers=["layers"], split="cost").ranges]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_largest_part_is_as_small_as_it_can_be(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -180,7 +186,7 @@ def test_the_largest_part_is_as_small_as_it_can_be(seed: int) -> None:
             every = [
                 (max(loads(costs, cut)), sum(x * x for x in loads(costs, cut))) for cut in every_cut(count, stages)
             ]
-            found = _balanced(costs, stages)
+            found = starts_by_cost(costs, stages)
             assert found in list(every_cut(count, stages))
             assert max(loads(costs, found)) == min(every)[0]
 
@@ -189,7 +195,7 @@ def test_the_largest_part_is_as_small_as_it_can_be(seed: int) -> None:
 def test_equal_layers_are_cut_as_equally_as_can_be_with_the_larger_parts_first(count: int) -> None:
     for stages in range(1, count + 1):
         expected = [len(part) for part in torch.arange(count).tensor_split(stages)]
-        assert loads([1] * count, _balanced([1] * count, stages)) == expected
+        assert loads([1] * count, starts_by_cost([1] * count, stages)) == expected
 
 
 def test_an_even_split_counts_layers_with_parameters_and_keeps_activations_behind_them() -> None:
