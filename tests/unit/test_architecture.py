@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,9 @@ WRITES_PICKLE = "lightning_shardckpt.export.torch_archive"  # a file for torch.l
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_getframe", "_replace"}  # documented by Python
 OVERRIDDEN = {"_strip_protocol"}  # fsspec's, which says that file systems override it
+# What tests use of torch, of Lightning and of examples/text.py, and has the name of something of ours.
+NAMESAKES = {"_parameters", "_modules", "_buffers", "_base", "_local_tensor"}
+NAMESAKES |= {"_threads", "_trainer", "_backward_sync_control", "_windows"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -160,10 +164,16 @@ def test_nobody_imports(where: set[str], what: set[str]) -> None:
     assert found == []
 
 
-def own_names() -> set[str]:
-    """Return every name that the package defines: functions, classes, variables, attributes of ``self``."""
+@cache
+def our_names() -> frozenset[str]:
+    """Return every name that the package defines."""
+    return frozenset().union(*(own_names(ast.parse(path.read_text())) for path in MODULES.values()))
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """Return every name that a module defines: functions, classes, variables, attributes of ``self``."""
     found: set[str] = set()
-    for node in (node for path in MODULES.values() for node in ast.walk(ast.parse(path.read_text()))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -173,7 +183,7 @@ def own_names() -> set[str]:
     return found
 
 
-def private_names_of_others(tree: ast.Module, own: set[str]) -> Iterator[str]:
+def private_names_of_others(tree: ast.Module, own: frozenset[str]) -> Iterator[str]:
     """Yield the private names of other packages that a module imports, or asks an object for."""
     known = own | PUBLIC_UNDERSCORES | OVERRIDDEN
     for node in ast.walk(tree):
@@ -185,12 +195,36 @@ def private_names_of_others(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def test_private_names_of_torch_and_lightning_are_used_in_compat_alone() -> None:
-    own, found = own_names(), dict[str, list[str]]()
+    own, found = our_names(), dict[str, list[str]]()
     for module, path in MODULES.items():
         if names := sorted(private_names_of_others(ast.parse(path.read_text()), own)):
             found.setdefault(part(module), []).extend(f"{module}: {name}" for name in names)
     assert len(found.pop("compat")) > 30  # so that the search is seen to find
     assert found == {}
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names with an underscore that a module imports from the package, asks an object for, or patches."""
+    for node in ast.walk(tree):
+        found = list[str]()
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(PACKAGE.name):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):  # getattr, monkeypatch.setattr, …
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            found = [text.rpartition(".")[2] for text in texts]
+        yield from (name for name in found if re.match("_[^_]", name))
+
+
+def test_tests_use_no_private_name_of_the_package() -> None:
+    uses = f"from {PACKAGE.name}.a import _b; x._c; y.setattr('{PACKAGE.name}.a._d', 1); getattr(x, '_e'); x.__f__"
+    assert [*private_names(ast.parse(uses))] == ["_b", "_c", "_d", "_e"]  # the search is seen to find
+    ours, found = our_names() - NAMESAKES, list[str]()
+    for path in sorted(PACKAGE.with_name("tests").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        found += [f"{path.name}: {name}" for name in sorted({*private_names(tree)} & ours - own_names(tree))]
+    assert found == []
 
 
 def test_every_module_of_compat_has_tests() -> None:
