@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async, wait
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
-from lightning_shardckpt.storage.local.local_storage import LocalDraft
 from tests.support import small
 from tests.support.pool import run_ranks
 
@@ -500,8 +500,8 @@ def test_a_checkpoint_that_lies_about_its_objects_is_refused(keys: Any, tmp_path
 
 
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, write = threading.Event(), LocalDraft.write
-    monkeypatch.setattr(LocalDraft, "write", lambda *args: go.wait(30) and write(*args))
+    go, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: fsync(file) if go.wait(30) else None)
     saved = trained(1)
     expected = whole(saved)
     done = save_async(tmp_path / "a", saved)
@@ -523,7 +523,7 @@ def test_an_error_of_an_asynchronous_save_is_in_its_future_and_in_wait(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalDraft, "write", full)
+        patch.setattr(os, "fsync", full)
         done = save_async(tmp_path / "a", {"step": 1, "w": torch.ones(3)})
         assert isinstance(done.exception(30), OSError)
     with pytest.raises(OSError, match="No space left"):

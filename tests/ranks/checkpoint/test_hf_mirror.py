@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from lightning_shardckpt import ShardCkptIO, load_keys, save
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.storage.local.local_storage import LocalDraft
 from lightning_shardckpt.tools.verify import verify
 from tests.ranks.state.test_state import NoFullTensor
 from tests.support import adapters, tiny
@@ -217,10 +217,14 @@ def test_a_disk_that_is_full_for_the_second_copy_leaves_the_old_checkpoint(
     io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 1}, path)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
 
-    def full(draft: LocalDraft, name: str, pieces: Any) -> None:
-        raise OSError(28, "No space left on device", name)
+    pwrite = os.pwrite
 
-    monkeypatch.setattr(LocalDraft, "write_pieces", full)
+    def full(file: int, data: memoryview, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{file}").endswith("/model.safetensors"):
+            raise OSError(28, "No space left on device")
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match=r"No space left on device.*model\.safetensors"):
         io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 2}, path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before

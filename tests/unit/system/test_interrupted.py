@@ -64,10 +64,10 @@ def test_an_interrupt_before_it_leaves_the_old_checkpoint_and_no_draft(
     path = tmp_path / "a"
     save(path, {"m": model(), "step": 1})
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("lightning_shardckpt.checkpoint.save_job.copy_all", interrupted)
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_async(path, {"m": model(), "step": 2}, overwrite=True)
     wait()
@@ -108,8 +108,17 @@ def saves_after_a_fork(folder: str) -> None:
     save_async(f"{folder}/parent", {"m": model(), "step": 1})
     (background,) = WRITERS
     assert isinstance(background, Background)
-    with background.lock:  # as the writer may have it at that moment
-        child = os.fork()
+    lock, held, forked = background.lock, threading.Event(), threading.Event()
+
+    def hold() -> None:  # as the writer may at that moment
+        with lock:
+            held.set()
+            forked.wait()
+
+    threading.Thread(target=hold).start()
+    held.wait()
+    child = os.fork()
+    forked.set()
     if child == 0:
         gate.set()
         save_async(f"{folder}/child", {"m": model(), "step": 2})
