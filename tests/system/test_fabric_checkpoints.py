@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,6 @@ from lightning_shardckpt import load, metadata, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardCkptIO
-from lightning_shardckpt.storage.local.local_storage import LocalDraft
 from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -231,17 +231,17 @@ def save_in_the_background(path: str) -> None:
     again = script(fabric, 2, 0)
     fabric.load(path + "/a", again)  # waits for it
     assert differing(whole_of(again), full) == []
-    write = LocalDraft.write
+    fsync = os.fsync
     if fabric.global_rank == 1:
 
-        def full_disk(*args: Any) -> None:
+        def full_disk(file: int) -> None:
             raise OSError(28, "No space left on device")
 
-        LocalDraft.write = full_disk  # type: ignore[method-assign]
+        os.fsync = full_disk
     fabric.save(path + "/b", state)
     with pytest.raises(OSError, match="No space left"):
         fabric.strategy.wait()
-    LocalDraft.write = write  # type: ignore[method-assign]
+    os.fsync = fsync
     fabric.save(path + "/b", again)
     fabric.strategy.wait()
     assert metadata(path + "/b").step == 2
