@@ -7,6 +7,7 @@ diff(1). Problems go to stderr as a message, without a traceback.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog=PROGRAM, description="Tools for sharded checkpoints. None needs a GPU or user code.")
+    parser.add_argument("--version", action="version", version=_version_text(), help="print the version and exit")
     tools = parser.add_subcommands(title="tools")
 
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
@@ -52,6 +54,13 @@ def _parser() -> ArgumentParser:
     _add_map(tools)
     tools.add_subcommand("consolidate", command_parser(), help="files for torch.load, safetensors, transformers")
     return parser
+
+
+def _version_text() -> str:
+    try:
+        return f"lightning-shardckpt {version('lightning-shardckpt')}"
+    except PackageNotFoundError:  # run from a source tree
+        return "lightning-shardckpt is not installed, so its version is not known"
 
 
 def _inspect(arguments: Namespace) -> int:

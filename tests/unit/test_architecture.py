@@ -264,7 +264,7 @@ for module in {light}:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("inspect", "--help")], ids=" ".join)
 def test_the_command_line_answers_without_torch(arguments: tuple[str, ...]) -> None:
     run = python("-X", "importtime", "-m", PACKAGE.name, *arguments)
     times = [line for line in run.stderr.splitlines() if line.startswith("import time:")]
