@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
+import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
+
+import pytest
 
 from tests.support.pool import ROOT
 
 NAME, MODULE = "lightning-shardckpt", "lightning_shardckpt"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = Path(sysconfig.get_path("purelib"))
+PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
+COMPATIBILITY = ROOT / "docs" / "pages" / "compatibility.md"
 
 
 def python(*arguments: str | Path, paths: list[Path], cwd: Path) -> str:
@@ -37,3 +46,86 @@ def others(folder: Path) -> Path:
 def test_the_version_is_not_known_where_the_package_is_not_installed(tmp_path: Path) -> None:
     printed = python("-m", MODULE, "--version", paths=[ROOT, others(tmp_path / "others")], cwd=tmp_path)
     assert printed == f"{NAME} is not installed, so its version is not known\n"
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling", reason="builds the package; of the extra `test`")
+    folder = tmp_path_factory.mktemp("sdist")
+    run("-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built of the sdist, as an index would have it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(*PIP, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", folder, sdist, cwd=folder)
+    (built,) = folder.iterdir()
+    return built
+
+
+def test_the_sdist_has_every_file_of_the_repository(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", ".ci/run"} - names == set()
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+        tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
+        assert tracked - names == set()
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / MODULE).rglob("*") if path.is_file()}
+    expected = {name for name in expected if "__pycache__" not in name}
+    assert {f"{MODULE}/FORMAT.md", f"{MODULE}/py.typed", f"{MODULE}/tools/map.html"} < expected
+    info = f"{MODULE}-{PROJECT['version']}.dist-info"
+    assert names_in(wheel) == expected | {
+        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")
+    }
+
+
+def test_the_metadata_is_what_an_index_shows(wheel: Path) -> None:
+    about = metadata_of(wheel)
+    assert (about["Name"], about["Version"]) == (NAME, PROJECT["version"])
+    assert (about["License-Expression"], about["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert about["Requires-Python"] == ">=3.11"
+    assert about["Keywords"].split(",") == sorted(PROJECT["keywords"])
+    assert sorted(about.get_all("Classifier", [])) == sorted(PROJECT["classifiers"])  # hatchling refuses unknown ones
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert about.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
+
+
+def test_no_classifier_names_a_python_that_the_tests_have_not_run_with(wheel: Path) -> None:
+    (row,) = (line for line in COMPATIBILITY.read_text().splitlines() if line.startswith("| Python |"))
+    tested = row.split("|")[3].replace(" ", "").split(",")
+    head = "Programming Language :: Python :: "
+    named = [text.removeprefix(head) for text in PROJECT["classifiers"] if text.startswith(head)]
+    assert sorted(named) == sorted([*tested, "3 :: Only"])
+
+
+def test_the_installed_wheel_runs_its_tools(wheel: Path, tmp_path: Path) -> None:
+    installed, golden, page = tmp_path / "installed", ROOT / "tests/golden/v1/golden.ckpt", tmp_path / "map.html"
+    run(*PIP, "install", "--no-index", "--no-deps", "--target", installed, wheel, cwd=tmp_path)
+    paths = [installed, others(tmp_path / "others")]
+    assert python("-m", MODULE, "--help", paths=paths, cwd=tmp_path).startswith(f"usage: python -m {MODULE}")
+    assert python("-m", MODULE, "--version", paths=paths, cwd=tmp_path) == f"{NAME} {PROJECT['version']}\n"
+    python("-m", MODULE, "map", golden, "-o", page, paths=paths, cwd=tmp_path)
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def run(*arguments: str | Path, cwd: Path) -> None:
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        return message_from_bytes(archive.read(f"{MODULE}-{PROJECT['version']}.dist-info/METADATA"))
