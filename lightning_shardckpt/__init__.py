@@ -11,6 +11,7 @@ from lightning_shardckpt.compat.lightning_cli import register_with_lightning
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
+    from lightning_shardckpt.checkpoint_monitor import CheckpointMonitor
     from lightning_shardckpt.export.peft_export import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata, open
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ShardedStrategy",
     "ShardCkptIO",
+    "CheckpointMonitor",
     "load_from_checkpoint",
     "save",
     "save_async",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "ShardedStrategy": "pytorch",
     "ShardCkptIO": "checkpoint_io",
+    "CheckpointMonitor": "checkpoint_monitor",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),

@@ -30,6 +30,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     Replicas,
     SaveOptions,
 )
+from lightning_shardckpt.checkpoint.finished_saves import FinishedSave, FinishedSaves
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import about_of
 from lightning_shardckpt.checkpoint.parts import PARTS, checked_parts, checked_patterns
@@ -157,6 +158,7 @@ class ShardCkptIO(CheckpointIO):
             pre_download=pre_download,
         )
         self._plans, self._hugging_face = PlanCache(), HuggingFace()
+        self._finished = FinishedSaves()
         self._attached = _Attached()
         self._fabric: FabricStrategy | None = None  # it asks for Fabric's states
 
@@ -169,6 +171,14 @@ class ShardCkptIO(CheckpointIO):
     def resumes_partly(self) -> bool:
         """True if ``fit`` leaves something of its checkpoint."""
         return bool(self.resume_skip) or self.resume != frozenset(PARTS)
+
+    @property
+    def finished_saves(self) -> tuple[FinishedSave, ...]:
+        """The latest saves that are complete, at most 100, in the order in which they ended.
+
+        On every rank that saves: under ``ShardedStrategy`` all, with Lightning's own strategies rank 0.
+        """
+        return self._finished.latest()
 
     # --- who saves ---
 
@@ -251,24 +261,34 @@ class ShardCkptIO(CheckpointIO):
             self.async_saves.enable(Ranks.alone(), overlap_copy=False)
         about, options, plans = about_of(checkpoint, dict(attached.topology)), self.save_options, self._plans
         ranks, background = attached.ranks, self.async_saves.background
-        if background is None:
-            notes = engine.save(
-                where, describe, ranks=ranks, about=about, options=options, storage=storage, plans=plans
-            )
-            notes = ["\n".join(notes)] if notes else []
-        else:
-            engine.save_async(
-                where,
-                describe,
-                ranks=ranks,
-                about=about,
-                options=options,
-                background=background,
-                storage=storage,
-                plans=plans,
-                overlap_copy=self.async_saves.overlaps_copies,
-            )
-            notes = self.async_saves.notes()
+        waiting = background.waiting_saves if background is not None else lambda: 0
+        with self._finished.measured(where, about.step, waiting) as complete:
+            if background is None:
+                notes = engine.save(
+                    where,
+                    describe,
+                    ranks=ranks,
+                    about=about,
+                    options=options,
+                    storage=storage,
+                    plans=plans,
+                    on_complete=complete,
+                )
+                notes = ["\n".join(notes)] if notes else []
+            else:
+                engine.save_async(
+                    where,
+                    describe,
+                    ranks=ranks,
+                    about=about,
+                    options=options,
+                    background=background,
+                    storage=storage,
+                    plans=plans,
+                    overlap_copy=self.async_saves.overlaps_copies,
+                    on_complete=complete,
+                )
+                notes = self.async_saves.notes()
         self._warn([*taken[0].notes, *notes])
 
     def _check_can_save(self, path: str) -> None:

@@ -90,7 +90,7 @@ class Background:
         with self.lock:
             copies = [job.copies for job in self._jobs if job.copies is not None]
         for one in copies:
-            one.wait()
+            one.hold()
 
     def remove(self, path: str, work: Callable[[], list[str]]) -> None:
         """Queue a removal; without saves before it, it is done on return.
@@ -163,6 +163,11 @@ class Background:
         with self.lock:
             notes, self._notes = self._notes, []
         return notes
+
+    def waiting_saves(self) -> int:
+        """Return how many saves wait behind the one that is being written."""
+        with self._lock:
+            return max(sum(job.memory is not None for job in self._jobs) - 1, 0)
 
     def is_idle(self) -> bool:
         """Return whether nothing is queued or under way."""

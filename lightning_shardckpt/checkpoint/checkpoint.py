@@ -18,6 +18,7 @@ import torch
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
+from lightning_shardckpt.checkpoint.finished_saves import Completed
 from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.replica_reads import ReplicaReads, is_high_latency
@@ -46,6 +47,7 @@ def save(
     options: SaveOptions = _SAVE_DEFAULTS,
     storage: Storage = _PLACES,
     plans: PlanCache | None = None,
+    on_complete: Callable[[Completed], None] | None = None,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
@@ -60,6 +62,7 @@ def save(
         options: what the caller chose.
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
         plans: of earlier saves by the same caller; what still holds of them is not planned again.
+        on_complete: called on every rank when the checkpoint is complete.
 
     Returns:
         On rank 0, sentences for the user about what earlier saves left there; see ``Draft.notes``.
@@ -72,7 +75,7 @@ def save(
     job = SaveJob(path, ranks, about, options, storage, plans or PlanCache())
     with gc_paused(), job:
         agreed = _agreed(job, describe, ranks)
-        return _written(job, agreed, ranks)
+        return _written(job, agreed, on_complete, ranks)
 
 
 def save_async(
@@ -86,6 +89,7 @@ def save_async(
     storage: Storage = _PLACES,
     plans: PlanCache | None = None,
     overlap_copy: bool = False,
+    on_complete: Callable[[Completed], None] | None = None,
 ) -> Future[list[str]]:
     """Save as ``save`` does, but return when everything is copied to host memory; ``background`` writes and commits it.
 
@@ -103,6 +107,7 @@ def save_async(
         plans: see ``save``.
         overlap_copy: return before parameters and optimizer state are copied. Nobody may change them before
             ``background.wait_for_copies``; if somebody does, the save fails.
+        on_complete: see ``save``; called in the thread that writes.
 
     Returns:
         What ``save`` would return, when the checkpoint is complete and durable on all ranks. Who doesn't look gets its
@@ -123,7 +128,7 @@ def save_async(
         with uninterrupted():  # so that either the background has the draft, or this thread
             if job.copies is not None:
                 job.copies.start()  # no sooner: its thread would compete with what ranks wait for
-            saved = background.save(path, partial(_finished, job, agreed), memory, job.copies)
+            saved = background.save(path, partial(_finished, job, agreed, on_complete), memory, job.copies)
             unfinished.pop_all()
         return saved
 
@@ -138,14 +143,20 @@ def _agreed(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agr
     return agreed
 
 
-def _written(job: SaveJob, agreed: Agreement, ranks: Ranks) -> list[str]:
-    ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
+def _written(
+    job: SaveJob, agreed: Agreement, on_complete: Callable[[Completed], None] | None, ranks: Ranks
+) -> list[str]:
+    nbytes = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
+    if on_complete is not None:
+        on_complete(Completed(nbytes, 0.0 if job.copies is None else job.copies.held_s))
     return job.notes
 
 
-def _finished(job: SaveJob, agreed: Agreement, ranks: Ranks) -> list[str]:
+def _finished(
+    job: SaveJob, agreed: Agreement, on_complete: Callable[[Completed], None] | None, ranks: Ranks
+) -> list[str]:
     with job:
-        return _written(job, agreed, ranks)
+        return _written(job, agreed, on_complete, ranks)
 
 
 @dataclass(frozen=True, slots=True)

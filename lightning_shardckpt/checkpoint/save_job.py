@@ -292,7 +292,13 @@ class SaveJob:
         if self.copies is not None:
             self.copies.check()
             self.copies.forget()
-        return {"indexes": indexes, "documents": documents, "elements": self._plan.elements}
+        shard_bytes = sum(file.nbytes for files in self._plan.files.values() for file in files)
+        return {
+            "indexes": indexes,
+            "documents": documents,
+            "elements": self._plan.elements,
+            "shard_bytes": shard_bytes,
+        }
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
         rank, found = self._ranks.rank, dict(self._snapshot.documents)
@@ -308,8 +314,8 @@ class SaveJob:
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 yield name, content
 
-    def commit(self, reports: list[Written]) -> None:
-        """Check that nothing is missing, write the root index, and publish.
+    def commit(self, reports: list[Written]) -> int:
+        """Check that nothing is missing, write the root index, and publish; return the bytes of all files.
 
         Runs on rank 0, when all ranks have written.
         """
@@ -341,6 +347,9 @@ class SaveJob:
         self._draft.publish()
         self.notes += self._draft.notes
         self._draft = None
+        listed = [*root.documents.values(), *root.mirror.values()]
+        listed += [info for component in components.values() for info in component.indexes.values()]
+        return sum(report["shard_bytes"] for report in reports) + sum(info.nbytes for info in listed) + len(content)
 
     def _begin(self, save_id: str) -> None:
         draft = self._storage.draft(self.path, save_id)

@@ -46,3 +46,5 @@ class Written(TypedDict):
     """By component."""
     documents: list[list[Any]]
     elements: int
+    shard_bytes: int
+    """Of all shard files; the sizes of the others are listed."""

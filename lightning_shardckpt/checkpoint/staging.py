@@ -7,6 +7,7 @@ optimizer's step changes, may be copied by a thread until then.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -90,10 +91,18 @@ class BackgroundCopies:
         self._lock, self._may_change = threading.Lock(), False
         self._changed: list[str] = []
         self._worker = Worker(self._copy, name="shardckpt-copy")
+        self.held_s = 0.0
+        """Seconds that training waited in ``hold``."""
 
     def start(self) -> None:
         """Begin to copy. To be called once, before anybody waits; or never, then nobody may."""
         self._worker.start_or_run()
+
+    def hold(self) -> None:
+        """Let training wait, as ``wait`` does, and count the seconds."""
+        began = time.monotonic()
+        self.wait()
+        self.held_s += time.monotonic() - began
 
     def wait(self) -> None:
         """Wait until the copies are made; from then on the tensors may change. Raises nothing."""

@@ -25,6 +25,7 @@ from torch import nn
 
 import lightning_shardckpt
 from lightning_shardckpt import (
+    CheckpointMonitor,
     ShardCkptIO,
     ShardedStrategy,
     export_adapters,
@@ -51,9 +52,10 @@ class Net(LightningModule):
 io = ShardCkptIO(use_async=True, max_pending=2, resume=["model"])
 plan = {"layer": "colwise"}
 strategy = ShardedStrategy(data_parallel_shard_size=2, tensor_parallel_size=2, tensor_parallel_plan=plan)
-trainer = Trainer(strategy=strategy, plugins=[io])
+trainer = Trainer(strategy=strategy, plugins=[io], callbacks=[CheckpointMonitor()])
 trainer.fit(Net(), ckpt_path="last")
 io.wait()
+assert_type([save.blocked_s for save in io.finished_saves if save.step], list[float])
 fabric = Fabric(strategy=FabricStrategy(data_parallel_shard_size=2), plugins=[ShardCkptIO()])
 
 net = Net()
@@ -88,6 +90,7 @@ ShardCkptIO(use_async="yes")  # arg-type
 ShardCkptIO(asynchronous=True)  # call-arg
 ShardCkptIO(also="onnx")  # arg-type
 ShardedStrategy(data_parallel_shard_size="2")  # arg-type
+ShardCkptIO().finished_saves[0].seconds  # attr-defined
 save("a.ckpt")  # call-arg
 save("a.ckpt", {}, True)  # call-arg
 load(1, {})  # arg-type

@@ -26,7 +26,7 @@ ROWS = [
     {"sources"},
     {"checkpoint", "export", "pretrained", "tools"},
     {"api", "lazy", "consolidate", "checkpoint_io"},
-    {"from_checkpoint"},
+    {"from_checkpoint", "checkpoint_monitor"},
     {"strategy"},
     {"pytorch", "fabric", "cli"},
     {"__main__", "__init__"},
@@ -40,7 +40,7 @@ ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
-KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "strategy", "pytorch", "fabric"}
+KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "checkpoint_monitor", "strategy", "pytorch", "fabric"}
 WRITES_PICKLE = "lightning_shardckpt.export.torch_archive"  # a file for torch.load is a pickle; written, never read
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_getframe", "_replace"}  # documented by Python

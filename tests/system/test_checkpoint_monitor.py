@@ -1,0 +1,176 @@
+"""``CheckpointMonitor``: every save that is complete is in the logs once, at its step, with what it took."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_shardckpt import CheckpointMonitor, ShardCkptIO
+from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
+from tests.ranks.checkpoint.test_async import Gated, disk_error, gated_io
+from tests.support import tiny
+from tests.support.pool import run_ranks
+
+Row = dict[str, float]
+SEEN = ("step", "save/bytes", "save/pending")
+
+
+def bytes_of(folder: str) -> int:
+    """Return the size of a checkpoint, as the file system has it."""
+    return sum(file.stat().st_size for file in Path(folder).iterdir())
+
+
+def rows(log_dir: str, name: str = "metrics.csv") -> list[Row]:
+    """Return what a logger wrote, in this order."""
+    with (Path(log_dir) / name).open() as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def saves_in(logged: list[Row]) -> list[Row]:
+    return [row for row in logged if "save/seconds" in row]
+
+
+def run(folder: str, strategy: Any = None, steps: int = 3, **options: Any) -> pl.Trainer:
+    """Return a Trainer that logs each step to a file at once, and saves where its callbacks do."""
+    logger = CSVLogger(folder, "logs", flush_logs_every_n_steps=1)
+    common: dict[str, Any] = {"max_steps": steps, "limit_val_batches": 0, "logger": logger}
+    return tiny.trainer({} if strategy is None else strategy, **(common | options))
+
+
+def every_step(folder: str, steps: int = 1) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=steps)
+
+
+# ── saves that are complete on return ─────────────────────────────────────────────────────────────────────────────
+
+
+def logged_as_they_return(folder: str, strategy: Any) -> list[Row]:
+    trainer = run(folder, strategy, callbacks=[every_step(folder), CheckpointMonitor()], enable_checkpointing=True)
+    trainer.fit(tiny.TinyLM(), tiny.loader())
+    io = trainer.strategy.checkpoint_io
+    assert isinstance(io, ShardCkptIO)
+    if trainer.is_global_zero or strategy != "ddp":
+        assert [save.path for save in io.finished_saves] == [f"{folder}/step={n}.ckpt" for n in (1, 2, 3)]
+        assert [save.nbytes for save in io.finished_saves] == [bytes_of(save.path) for save in io.finished_saves]
+    return rows(trainer.loggers[0].log_dir or "")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"data_parallel_shard_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow), "ddp"],
+    ids=["fsdp", "pipeline", "ddp, which saves on rank 0"],
+)
+def test_each_save_is_logged_at_its_step_with_the_bytes_that_are_on_disk(strategy: Any, tmp_path: Path) -> None:
+    logged = run_ranks(2, logged_as_they_return, str(tmp_path), strategy)[0]
+    saves = saves_in(logged)
+    sizes = [bytes_of(f"{tmp_path}/step={n}.ckpt") for n in (1, 2, 3)]
+    assert [[row[key] for key in SEEN] for row in saves] == [[n + 1, size, 0] for n, size in enumerate(sizes)]
+    assert all(row["save/blocked_seconds"] >= row["save/seconds"] > 0 for row in saves)
+    assert len([row for row in logged if "loss" in row]) == 3  # and what the module logs is there as ever
+
+
+# ── saves that end later ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class OpenAt(pl.Callback):
+    """Lets the writing threads go on when a step has begun, and waits until they have done everything."""
+
+    def __init__(self, storage: Gated, step: int) -> None:
+        self._storage, self._step = storage, step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self._step:
+            self._storage.gate.set()
+            trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]
+
+
+def logged_when_they_end(folder: str) -> tuple[list[Row], list[str]]:
+    io = gated_io(max_pending=2)
+    io.storage.gate.clear()  # type: ignore[attr-defined]
+    callbacks = [OpenAt(io.storage, 3), CheckpointMonitor(), every_step(folder)]  # type: ignore[arg-type]
+    trainer = run(folder, steps=4, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(tiny.TinyLM(), tiny.loader())
+    found = rows(trainer.loggers[0].log_dir or "")
+    return found, ["save" if "save/seconds" in row else "loss" for row in found]
+
+
+def test_an_asynchronous_save_is_logged_at_its_own_step_when_it_ends(tmp_path: Path) -> None:
+    logged, kinds = run_ranks(2, logged_when_they_end, str(tmp_path))[0]
+    assert kinds == ["loss"] * 3 + ["save"] * 3 + ["loss", "save"]  # three wait for the gate; the last for the end
+    saves = saves_in(logged)
+    sizes = [bytes_of(f"{tmp_path}/step={n}.ckpt") for n in (1, 2, 3, 4)]
+    waiting = [2, 1, 0, 0]
+    assert [[row[key] for key in SEEN] for row in saves] == [[n + 1, sizes[n], waiting[n]] for n in range(4)]
+    assert all(0 < row["save/blocked_seconds"] < row["save/seconds"] for row in saves[:3])
+
+
+def logged_after_a_failure(folder: str) -> list[Row]:
+    io = gated_io(max_pending=3)
+    io.storage.faults["publish", "step=2.ckpt"] = disk_error  # type: ignore[attr-defined]
+    callbacks = [every_step(folder), CheckpointMonitor()]
+    trainer = run(folder, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(OSError, match="Input/output error"):
+        trainer.fit(tiny.TinyLM(), tiny.loader())
+    return rows(trainer.loggers[0].log_dir or "")
+
+
+def test_a_save_that_failed_is_raised_and_not_logged(tmp_path: Path) -> None:
+    ((logged),) = run_ranks(1, logged_after_a_failure, str(tmp_path))
+    steps = [row["step"] for row in saves_in(logged)]
+    assert steps in ([1], [1, 3])  # the third begins, or not, by when it is known that the second failed
+
+
+# ── whose saves ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def two_fits(folder: str) -> list[list[float]]:
+    io, found = ShardCkptIO(), list[list[float]]()
+    for name, fits in (("a", (1, 2)), ("b", (1,))):
+        monitor = CheckpointMonitor()
+        callbacks = [every_step(f"{folder}/{name}"), monitor]
+        trainer = run(f"{folder}/{name}", steps=1, plugins=[io], callbacks=callbacks, enable_checkpointing=True)
+        module = tiny.TinyLM()
+        for steps in fits:
+            trainer.fit_loop.epoch_loop.max_steps = steps
+            trainer.fit(module, tiny.loader())
+        found.append([row["step"] for row in saves_in(rows(trainer.loggers[0].log_dir or ""))])
+    return found
+
+
+def test_a_run_logs_its_own_saves_and_each_once(tmp_path: Path) -> None:
+    assert run_ranks(1, two_fits, str(tmp_path)) == [[[1, 2], [1]]]
+
+
+def test_a_trainer_without_a_logger_or_with_another_checkpoint_io_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, refused, str(tmp_path))
+
+
+def refused(folder: str) -> None:
+    with pytest.raises(MisconfigurationException, match="nowhere to log to"):
+        run(folder, logger=False, callbacks=[CheckpointMonitor()]).fit(tiny.TinyLM(), tiny.loader())
+    with pytest.raises(TypeError, match=r"saves with TorchCheckpointIO.*plugins=\[ShardCkptIO"):
+        run(folder, "auto", plugins=[], callbacks=[CheckpointMonitor()]).fit(tiny.TinyLM(), tiny.loader())
+    trainer = run(folder, logger=False, callbacks=[CheckpointMonitor()])
+    trainer.validate(tiny.TinyLM(), tiny.loader(), verbose=False)  # nothing is saved there
+
+
+def saved_by_fabric(folder: str) -> None:
+    io = ShardCkptIO()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(data_parallel_shard_size=2), plugins=[io])
+    fabric.launch()
+    model = fabric.setup(tiny.Block())
+    fabric.save(f"{folder}/a", {"model": model, "step": 5})
+    (save,) = io.finished_saves
+    assert (save.step, save.nbytes, save.pending) == (5, bytes_of(f"{folder}/a"), 0)
+
+
+def test_a_script_of_fabric_can_ask_for_its_saves(tmp_path: Path) -> None:
+    run_ranks(2, saved_by_fabric, str(tmp_path))
