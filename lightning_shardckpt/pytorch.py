@@ -422,7 +422,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             tensor = tensor.full_tensor()
         if not isinstance(tensor, Tensor) or self._apart:
             return tensor
-        return reduced(tensor, group or self.meshes.data_parallel_group, reduce_op)
+        ranks = group or self.meshes.data_parallel_group
+        return tensor if ranks.size() == 1 else reduced(tensor, ranks, reduce_op)
 
     # --- the end ---
 

@@ -311,15 +311,20 @@ class MeshStrategy:
     @property
     def _apart(self) -> bool:
         """True if this rank answers alone what is asked of all."""
-        return not (dist.is_available() and dist.is_initialized())
+        return self._is_only or not (dist.is_available() and dist.is_initialized())
+
+    @property
+    def _is_only(self) -> bool:
+        """True if the process group is this process alone."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() == 1
 
     def _data_parallel(self, group: Any) -> Any:
         """The data-parallel group by default, which Lightning spells WORLD: the others hold the same values."""
         return self.meshes.data_parallel_group if group is None or group is dist.group.WORLD else group
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data-parallel group by default."""
-        if self._apart:
+        """Gather over the data-parallel group by default; of one process, too, the result has a dim of ranks."""
+        if self._apart and not self._is_only:
             return tensor
         return all_gathered(tensor, self._data_parallel(group), sync_grads=sync_grads)
 

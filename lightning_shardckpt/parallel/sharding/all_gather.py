@@ -49,5 +49,7 @@ def all_gathered(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool =
         sync_grads: whether the gradient of a rank's tensor is the sum of those that all ranks have of it.
     """
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        if group.size() == 1:
+            return torch.stack([tensor])
         found: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch's
     return found

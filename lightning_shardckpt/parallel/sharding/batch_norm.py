@@ -23,8 +23,7 @@ def running_statistics(root: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
     """Give every rank of ``group`` the running statistics of its first. Collective: every rank of it must call it."""
-    statistics = running_statistics(root)
-    if not statistics or dist.get_world_size(group) == 1:
+    if group.size() == 1 or not (statistics := running_statistics(root)):
         return
     flat = torch.cat([buffer.double().reshape(-1) for buffer in statistics])  # exact for every narrower dtype
     dist.broadcast(flat, group=group, group_src=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class GradientSync:
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
         self._replicated = _replicated_gradients(root, meshes, frozenset(partial), unreduced)
         self._fsdp = list(fsdp_modules(root))
+        self._communicates = meshes.topology.world_size > 1 or bool(self._fsdp)
         self._blocked = self._checked = False
         self._before: dict[nn.Parameter, Tensor | None] = {}
 
@@ -67,9 +68,12 @@ class GradientSync:
     def is_blocked(self) -> bool:
         return self._blocked
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Surround a backward, after which gradients are final, unless it is one that only accumulates."""
+        return self._synchronized() if self._communicates else nullcontext()
+
+    @contextmanager
+    def _synchronized(self) -> Iterator[None]:
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self._blocked, recurse=False)
         with self.no_sync(self._blocked):

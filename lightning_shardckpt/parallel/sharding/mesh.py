@@ -6,6 +6,7 @@ Knows numbers and process groups; nothing about models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def resolve_topology(
     return Topology(pipeline, replicate, sized, tensor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: groups are looked up once
 class Meshes:
     """The process groups of one topology.
 
@@ -79,32 +80,32 @@ class Meshes:
     root: DeviceMesh
     user: DeviceMesh
 
-    @property
+    @cached_property
     def fsdp(self) -> DeviceMesh:
         """The mesh that rows are sharded over: two axes for HSDP, else one. A size of 1 is meant: it makes DTensors."""
         return self.root["replicate", "shard"] if self.topology.replicate > 1 else self.root["shard"]
 
-    @property
+    @cached_property
     def tensor(self) -> DeviceMesh:
         return self.root["tensor"]
 
-    @property
+    @cached_property
     def data_parallel_group(self) -> dist.ProcessGroup:
         return self.user.get_group("data_parallel")
 
-    @property
+    @cached_property
     def data_parallel_rank(self) -> int:
         return self.user.get_local_rank("data_parallel")
 
-    @property
+    @cached_property
     def pipeline_group(self) -> dist.ProcessGroup:
         return self.root.get_group("pipeline")
 
-    @property
+    @cached_property
     def pipeline_rank(self) -> int:
         return self.root.get_local_rank("pipeline")
 
-    @property
+    @cached_property
     def tensor_group(self) -> dist.ProcessGroup:
         return self.root.get_group("tensor")
 
