@@ -42,21 +42,31 @@ def grad_norm(
     ``ranks_of`` a parameter says how many ranks hold it or a part of it; by default all of the world.
     Collective: every rank of the world must call it. Gradients must be reduced and in their parameter's layout.
     """
+    return _norm_of(_gradients(parameters), device=device, ranks_of=ranks_of, norm_type=norm_type)
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters that have gradients, with these."""
+    return [(p, gradient) for p in parameters if (gradient := p.grad) is not None]
+
+
+def _norm_of(
+    gradients: Sequence[tuple[Tensor, Tensor]], *, device: torch.device, ranks_of: RanksOf | None, norm_type: float
+) -> Tensor:
+    """Return the norm of the gradients of some parameters together. Collective, as `grad_norm`."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    held = [(p.grad, ranks_of(p) if ranks_of else ranks) for p in parameters if p.grad is not None]
-    counts = [count for g, count in held if local_tensor(g).numel()]
-    kept = [g for g, _ in held if local_tensor(g).numel()]
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in kept) else torch.float32
+    kept = [(p, g, local) for p, g in gradients if (local := local_tensor(g)).numel()]
     total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     if kept:
-        norms = torch.stack(
-            [torch.as_tensor(n, device=device) for n in _norms([local_tensor(g) for g in kept], norm_type, wide)]
-        ).to(total.dtype)
+        norms = torch.stack([n.to(device) for n in _norms([local for _, _, local in kept], norm_type)]).to(total.dtype)
         if math.isinf(norm_type):
             total = norms.max()
         else:
-            weights = [1 / replica_count(g, count) for g, count in zip(kept, counts, strict=True)]
-            total = (norms.pow(norm_type) * torch.tensor(weights, dtype=total.dtype, device=device)).sum()
+            powers = norms.pow(norm_type)
+            if ranks > 1:
+                weights = [1 / replica_count(g, ranks_of(p) if ranks_of else ranks) for p, g, _ in kept]
+                powers = powers * torch.tensor(weights, dtype=total.dtype, device=device)
+            total = powers.sum()
     if ranks > 1:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return total if math.isinf(norm_type) else total.pow(1 / norm_type)
@@ -79,26 +89,30 @@ def clip_by_norm(
     Raises:
         RuntimeError: on every rank, with ``error_if_nonfinite``, if the norm is infinite or NaN. Nothing is scaled.
     """
-    norm = grad_norm(parameters, device=device, ranks_of=ranks_of, norm_type=norm_type)
+    gradients = _gradients(parameters)
+    norm = _norm_of(gradients, device=device, ranks_of=ranks_of, norm_type=norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"the norm of the gradients is {norm.item():g}, so they cannot be clipped")
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    for grad in _local_grads(parameters):
-        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    for _, gradient in gradients:
+        local = local_tensor(gradient)
+        kind = local.device, local.dtype
+        if kind not in scales:
+            scales[kind] = scale.to(device=local.device, dtype=local.dtype)
+        local.mul_(scales[kind])
     return norm
 
 
 def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
     """Clamp every element of the gradients to [-limit, limit] in place. No communication."""
-    for grad in _local_grads(parameters):
-        grad.clamp_(-limit, limit)
+    for _, gradient in _gradients(parameters):
+        local_tensor(gradient).clamp_(-limit, limit)
 
 
-def _local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
-
-
-def _norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    if len({(g.device, g.dtype) for g in grads}) == 1 and grads[0].is_cuda:
-        return foreach_norms(grads, norm_type, dtype)
-    return [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads]
+def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each tensor, in float64 if one is of that dtype, else in float32."""
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:
+        return foreach_norms(tensors, norm_type, wide)
+    return [torch.linalg.vector_norm(tensor, norm_type, dtype=wide) for tensor in tensors]
