@@ -447,6 +447,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self._checkpoints.stopping.unwatch()
+        self._preemption.unwatch()
         self._unmark_user_code()
 
     # --- checkpoints ---

@@ -130,6 +130,21 @@ def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None])
     return undo
 
 
+def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
+    """Leave out the collective before every batch in which Lightning asks rank 0 whether it heard a SIGTERM.
+
+    For a strategy whose ranks agree on that by themselves. Returns the undo. Relies on
+    ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # of one loop
+
+    def undo() -> None:
+        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
 # ── restarts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -18,6 +18,7 @@ from types import FrameType
 
 import lightning.pytorch as pl
 
+from lightning_shardckpt.compat.lightning_loops import skip_sigterm_broadcast
 from lightning_shardckpt.compat.lightning_trainer import receive_sigterm, sigterm_handler_before
 from lightning_shardckpt.distributed.ranks import Ranks
 
@@ -27,10 +28,12 @@ class Preemption:
 
     def __init__(self) -> None:
         self._told = False
+        self._undo: Callable[[], None] = lambda: None
 
     def watch(self, trainer: pl.Trainer) -> None:
-        """Call when training starts, after Lightning has registered its handlers."""
+        """Call when training starts, after Lightning has registered its handlers; undone by ``unwatch``."""
         self._told = False
+        self._undo = skip_sigterm_broadcast(trainer)
         before = sigterm_handler_before(trainer)
 
         def handler(number: int, frame: FrameType | None) -> None:
@@ -40,6 +43,10 @@ class Preemption:
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+    def unwatch(self) -> None:
+        """Leave Lightning's loop as it was."""
+        self._undo()
 
     def agree(self, trainer: pl.Trainer, anybody: Callable[[bool], bool]) -> None:
         """Call before every batch, with a collective "or": makes Lightning stop after this batch, on all ranks alike.

@@ -92,6 +92,17 @@ def test_the_end_of_a_batch_can_be_wrapped_where_a_validation_is_foreseen(tmp_pa
     assert "on_advance_end" not in vars(run.fit_loop.epoch_loop)
 
 
+def test_the_broadcast_before_every_batch_can_be_left_out(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    loop = run.fit_loop.epoch_loop
+    assert "_broadcast_sigterm_tensor" in type(loop).advance.__code__.co_names  # what asks for it, on several ranks
+    undo = compat.skip_sigterm_broadcast(run)
+    assert "_broadcast_sigterm_tensor" in vars(loop)
+    undo()
+    assert "_broadcast_sigterm_tensor" not in vars(loop)
+    undo()
+
+
 def test_a_run_that_stops_would_not_validate_though_lightning_does(tmp_path: Path) -> None:
     found: list[bool] = []
 
