@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them under a condition only
 
-__all__ = ["Store", "default_store", "own_view", "put_bytes"]
+__all__ = ["Store", "default_store", "get_if_there", "own_view", "put_bytes"]
+
+_NO_VALUE = "?"
 
 
 def default_store() -> Store:
@@ -28,3 +30,13 @@ def own_view(store: Store, prefix: str) -> Store:
 def put_bytes(store: Store, key: str, value: bytes) -> None:
     """Set a key to bytes, which are stored as they are; torch's stub says str."""
     store.set(key, value)  # type: ignore[arg-type]
+
+
+def get_if_there(store: Store, key: str) -> bytes | None:
+    """Return the value of a key, or None if there is no such key, in one request; ``check`` and ``get`` take three.
+
+    Relies on ``Store.compare_set``, which changes nothing and returns what it was told to expect where there is no such
+    key, and the value where that is another one. No value may be ``?``.
+    """
+    found: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)
+    return None if found == _NO_VALUE.encode() else found

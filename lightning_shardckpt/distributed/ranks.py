@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_store import Store, default_store, own_view, put_bytes
+from lightning_shardckpt.compat.torch_store import Store, default_store, get_if_there, own_view, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
+from lightning_shardckpt.distributed.many_keys import Arrivals, lacking
 from lightning_shardckpt.distributed.neighbours import Neighbours
 from lightning_shardckpt.errors import MismatchError, RankError
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -30,7 +31,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 _instances = itertools.count()
 _of_groups: dict[str, itertools.count[int]] = {}  # by name: only the ranks of a group count its instances
-_PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times a second
+_PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times a second: a server takes 11 µs for each
+_LONGEST_PAUSE_PER_RANK_S = 1e-4  # 10,000 times after a while
+_LOOK_PER_RANK_S = 2e-4  # so that all ranks together look around at most 5,000 times a second
 _ROLL_CALL_PAUSE_S = 0.1
 
 
@@ -91,11 +94,11 @@ class Ranks:
             return
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):  # the store's: it is kept elsewhere, and gone
-            while time.monotonic() < deadline:
-                waiting = {rank for rank in range(1, self.world) if self._store.check([f"{self._count}/{rank}"])}
-                if not waiting - self._neighbours.gone().keys():
-                    return
-                time.sleep(self._tuning.rank_longest_poll_s)
+            for rank in range(1, self.world):
+                while self._store.check([f"{self._count}/{rank}"]) and rank not in self._neighbours.gone():
+                    if time.monotonic() >= deadline:
+                        return
+                    time.sleep(self._tuning.rank_longest_poll_s)
 
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
@@ -195,11 +198,11 @@ class Ranks:
             time.sleep(pause)
         me = str(self.rank)
         if store.compare_set("left/counted by", "", me).decode() == me:  # asks for each rank: one does it for all
-            absent = [rank for rank in range(self.world) if not store.check([f"left/{rank}"])]
+            absent = _absentees(store, "left", self.world)
             living = self._neighbours.living()
             put_bytes(store, "left/absent", _json({"ranks": [rank for rank in absent if rank not in living]}))
-        self._wait(store, ["left/absent"], self._tuning.roll_call_s)
-        found: list[int] = json.loads(store.get("left/absent"))["ranks"] if store.check(["left/absent"]) else []
+        text = self._wait(store, partial(get_if_there, store, "left/absent"), self._tuning.roll_call_s)
+        found: list[int] = json.loads(text)["ranks"] if text is not None else []
         return found
 
     def _exchange(
@@ -228,15 +231,16 @@ class Ranks:
         return answer
 
     def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
-        keys = [f"{self._count}/{rank}" for rank in range(self.world)]
-        if not self._wait(store, keys, timeout_s):
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        arrivals = Arrivals(store, [f"{self._count}/{rank}" for rank in range(self.world)])
+        texts = self._wait(store, arrivals.all_if_there, timeout_s)
+        if texts is None:
+            missing = _absentees(store, str(self._count), self.world)
             where = self._neighbours.machines_text(missing)
             raise RankError(
                 f"rank(s) {missing} of {self.world} did not answer within {timeout_s:g} s while {phase}: they{where} "
                 f"hang, are stopped, did not enter this call, or their machine is lost"
             )
-        reports = [json.loads(store.get(key)) for key in keys]
+        reports = json.loads(b"[" + b",".join(texts) + b"]")
         failed = [rank for rank, report in enumerate(reports) if "error" in report]
         if failed:
             return {"error": {**reports[failed[0]]["error"], "ranks": failed}}
@@ -270,33 +274,44 @@ class Ranks:
         key, started = f"{self._count}/answer", time.monotonic()
         signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            if self._wait(store, [key], timeout_s + self._tuning.rank_grace_s, signs):
-                return store.get(key)
+            look = partial(get_if_there, store, key)
+            if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, signs)) is not None:
+                return text
             problem = "it hangs, is stopped, or did not enter this call"
         except RuntimeError as error:  # the store's
             problem = f"it died, and the store with it: {error}"
         waited = time.monotonic() - started
         raise RankError(f"rank {self.rank} got no answer from rank 0 after {waited:.0f} s while {phase}: {problem}")
 
-    def _wait(self, store: Store, keys: list[str], timeout_s: float, signs: Iterable[str] = ()) -> bool:
-        """Return whether all keys came in time; each of ``signs``, keys that come in this order, restarts the time."""
+    def _wait(
+        self, store: Store, look: Callable[[], T | None], timeout_s: float, signs: Iterable[str] = ()
+    ) -> T | None:
+        """Return what ``look`` finds, or None if it finds nothing in time.
+
+        Each of ``signs``, keys that come in this order, restarts the time. Rank 0 alone looks as often as a few ranks
+        would. All others at once would keep the server of a store busy, and with it rank 0, whose every request is
+        served after one of each of them: the more there are, the less often each looks.
+        """
         signs = list(signs)
         looked = time.monotonic()
         began, deadline = looked, looked + timeout_s
-        longest = max(self._tuning.rank_longest_poll_s, self.world * _PAUSE_PER_RANK_S)
-        while not store.check(keys):  # no store.wait: each one that is in vain makes a TCPStore print warnings
+        many = self.world if self.rank else 1
+        shortest = max(self._tuning.rank_poll_s, many * _PAUSE_PER_RANK_S)
+        longest = max(self._tuning.rank_longest_poll_s, many * _LONGEST_PAUSE_PER_RANK_S)
+        around_s = max(self._tuning.host_look_s, many * _LOOK_PER_RANK_S)
+        while (found := look()) is None:  # no store.wait: each one that is in vain makes a TCPStore print warnings
             self._heard = now = time.monotonic()
-            if now - looked >= self._tuning.host_look_s or now >= deadline:
+            if now - looked >= around_s or now >= deadline:
                 looked = now
                 self._answer_for_the_dead(store)
                 while signs and store.check([signs[0]]):
                     del signs[0]
                     deadline = now + timeout_s
             if now >= deadline:
-                return store.check(keys)
-            pause = min(max(self._tuning.rank_poll_s, (now - began) / 20), longest)
+                return look()
+            pause = min(max(shortest, (now - began) / 20), longest)
             time.sleep(max(min(pause, deadline - now), 0))
-        return True
+        return found
 
     def _answer_for_the_dead(self, store: Store) -> None:
         """Report for the ranks of this host whose processes are gone, and in place of rank 0 if it is among them."""
@@ -310,6 +325,11 @@ class Ranks:
 
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
+
+
+def _absentees(store: Store, folder: str, world: int) -> list[int]:
+    """Return the ranks that have put nothing under ``folder/<rank>``."""
+    return [int(key.rpartition("/")[2]) for key in lacking(store, [f"{folder}/{rank}" for rank in range(world)])]
 
 
 def _first_line(error: BaseException) -> str:

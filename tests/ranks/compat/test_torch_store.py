@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_store import default_store, own_view, put_bytes
+from lightning_shardckpt.compat.torch_store import default_store, get_if_there, own_view, put_bytes
 from tests.support.pool import run_ranks
 
 
@@ -40,3 +43,18 @@ def test_a_view_has_a_connection_of_its_own() -> None:
     put_bytes(own_view(client, "view"), "late", b"2")
     thread.join(60)
     assert found == [b"2"]
+
+
+@pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
+def test_asking_for_a_key_neither_waits_for_it_nor_changes_it(kind: str, tmp_path: Path) -> None:
+    stores: dict[str, Any] = {
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 2),
+        "hash": dist.HashStore,
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False),
+    }
+    kept = stores[kind]()
+    store = own_view(kept, "tests")
+    assert [get_if_there(store, "key") for _ in range(2)] == [None, None] and not store.check(["key"])
+    for value in (b"{}", b"\xff\x00", b'"?"', b"x" * 100_000):
+        put_bytes(store, "key", value)
+        assert [get_if_there(store, "key") for _ in range(2)] == [value] * 2 == [store.get("key")] * 2
