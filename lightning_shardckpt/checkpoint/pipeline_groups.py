@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from lightning_shardckpt.checkpoint.plan_cache import Tables
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component, TensorSpec
-from lightning_shardckpt.format.layout import as_holders, unheld
+from lightning_shardckpt.format.layout import Holders, join_holders, unheld
 from lightning_shardckpt.state.trainer import entry_of
 
 _LISTED = 5
 
 
-def held_by(spec: TensorSpec, ranks: list[int]) -> TensorSpec:
+def held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
     """Return a spec of the same tensor, as held by other ranks."""
-    return TensorSpec(spec.dtype, spec.shape, spec.layout, as_holders(ranks), spec.pinned)
+    return TensorSpec(spec.dtype, spec.shape, spec.layout, holders, spec.pinned)
 
 
 def table_of(tables: Mapping[str, Component], name: str) -> Component:
@@ -80,8 +80,7 @@ def joined_tables(tables: list[Tables]) -> Tables:
                         f"the ranks hold different tensors as {key!r}: {other.dtype} {other.shape} on ranks "
                         f"{other.holders}, {spec.dtype} {spec.shape} on ranks {spec.holders}"
                     )
-                both = sorted({r for s in (other, spec) for a, b in s.holders for r in range(a, b)})
-                known.tensors[key] = held_by(spec, both)
+                known.tensors[key] = held_by(spec, join_holders([*other.holders, *spec.holders]))
     return joined
 
 

@@ -39,7 +39,7 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
-from lightning_shardckpt.format.layout import REPLICATED
+from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import table_digest
 from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
@@ -145,9 +145,10 @@ class SaveJob:
                 )
             document = self._snapshot.documents.get("huggingface")
             mirror = {k: v for k, v in only_model(document).recorded.items() if k != "files"}
+        ranges = [[list(held) for held in as_holders(group)] for group in self._groups]  # short: each rank gets it
         save_id = uuid.uuid4().hex
         self._begin(save_id)
-        return {"save_id": save_id, "groups": self._groups, "mirror": mirror, "tables": ""}
+        return {"save_id": save_id, "groups": ranges, "mirror": mirror, "tables": ""}
 
     def digests(self) -> Digests:
         """Return what this rank has, as digests. Runs on every rank, if replicas differ."""
@@ -173,11 +174,12 @@ class SaveJob:
 
         Runs on each group's first rank.
         """
-        group = next((group for group in agreed["groups"] if self._ranks.rank == group[0]), None)
+        group = next((group for group in agreed["groups"] if self._ranks.rank == group[0][0]), None)
         if group is None:
             return None
+        holders = tuple((start, stop) for start, stop in group)
         tables = {
-            name: Component({k: held_by(s, group) for k, s in c.tensors.items()}, c.aliases)
+            name: Component({k: held_by(s, holders) for k, s in c.tensors.items()}, c.aliases)
             for name, c in self._own_tables.items()
         }
         tables["trainer"] = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
@@ -306,7 +308,7 @@ class SaveJob:
         if rank == 0:
             names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
             found["trainer"] = found.get("trainer") if self._trainer is None else self._trainer
-        if any(rank == group[0] for group in agreed["groups"]):
+        if any(rank == group[0][0] for group in agreed["groups"]):
             names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer", "frozen")}
         for role, name in names.items():
             if found.get(role) or (role == "optimizer" and role in found):  # that there are none is told, too

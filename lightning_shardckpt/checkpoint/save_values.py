@@ -20,8 +20,8 @@ class Agreement(TypedDict):
     """The agreement of all ranks, made by rank 0; without a save id if replicas differ, which stops the save."""
 
     save_id: str
-    groups: list[list[int]]
-    """Ranks that hold the same tensors: one group, or one for each pipeline stage."""
+    groups: list[list[list[int]]]
+    """Ranks that hold the same tensors, as ranges: one group, or one for each pipeline stage."""
     mirror: dict[str, Any]
     """What is recorded of the model that is written a second time."""
     tables: str

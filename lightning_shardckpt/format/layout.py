@@ -7,7 +7,7 @@ Pure integers; what a placement of torch means is translated by ``state.dtensor_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
@@ -351,3 +351,18 @@ def as_holders(ranks: list[int]) -> Holders:
     ((0, 3), (6, 7))
     """
     return tuple(_joined([(r, r + 1) for r in ranks]))
+
+
+def join_holders(ranges: Iterable[tuple[int, int]]) -> Holders:
+    """The fewest ranges with the same ranks, from any ranges.
+
+    >>> join_holders([(6, 7), (0, 2), (1, 3), (2, 6), (9, 10)])
+    ((0, 7), (9, 10))
+    """
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

@@ -22,6 +22,7 @@ from lightning_shardckpt.format.layout import (
     Layout,
     Part,
     as_holders,
+    join_holders,
     parts_of_rank,
     parts_of_shard,
     replicas,
@@ -200,6 +201,14 @@ def test_holders_are_the_ranges_of_a_list() -> None:
         found = as_holders(ranks)
         assert [r for a, b in found for r in range(a, b)] == ranks
         assert all(b < c for (_, b), (c, _) in pairwise(found))
+
+
+def test_joined_ranges_have_the_ranks_of_all_and_are_the_fewest() -> None:
+    choose = random.Random(3)
+    for _ in range(200):
+        starts = [choose.randint(0, 20) for _ in range(choose.randint(0, 5))]
+        ranges = [(start, start + choose.randint(1, 6)) for start in starts]
+        assert join_holders(ranges) == as_holders(sorted({rank for a, b in ranges for rank in range(a, b)}))
 
 
 def test_a_part_knows_its_place_in_local_memory() -> None:
