@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.format.layout import as_holders
-from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_size, shown
+from lightning_shardckpt.format.value_checks import check_digest, check_digests, check_file_name, check_size, shown
 
 _BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
@@ -89,6 +89,10 @@ def from_columns(value: Any, name_of: Callable[[int], str], world: int) -> dict[
     sizes, text = value["sizes"], value["checksums"]
     if not isinstance(text, str) or len(text) != 16 * len(ranks) or len(sizes) != len(ranks):
         raise ValueError(f"{len(sizes)} sizes and {len(text)} digits of checksums for {len(ranks)} ranks")
+    digests = check_digests([text[at : at + 16] for at in range(0, len(text), 16)])
+    for rank in ranks[-1:]:
+        check_file_name(name_of(rank))  # no other name is longer, or has more than other digits
     return {
-        rank: file_info(name_of(rank), sizes[at], text[16 * at : 16 * at + 16]) for at, rank in enumerate(ranks)
+        rank: FileInfo(name_of(rank), check_size(nbytes), digest)
+        for rank, nbytes, digest in zip(ranks, sizes, digests, strict=True)
     }
