@@ -21,7 +21,9 @@ class ErrorReport(TypedDict):
     message: str
     errno: int | None
     ranks: NotRequired[list[int]]
-    """Those that failed, where it is known; the error is the first one's."""
+    """The first of those that failed, where it is known; the error is the first one's."""
+    count: NotRequired[int]
+    """Of those that failed, if it is more than one."""
 
 
 def report_error(error: BaseException) -> ErrorReport:

@@ -35,6 +35,7 @@ _PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times 
 _LONGEST_PAUSE_PER_RANK_S = 1e-4  # 10,000 times after a while
 _LOOK_PER_RANK_S = 2e-4  # so that all ranks together look around at most 5,000 times a second
 _ROLL_CALL_PAUSE_S = 0.1
+_LISTED = 32  # ranks in a message
 
 
 class Ranks:
@@ -171,8 +172,7 @@ class Ranks:
             first = json.loads(store.compare_set("left", "", text.decode()))["error"]
             put_bytes(store, f"left/{self.rank}", b"")
             store.add("left/count", 1)
-            absent = self._absent(store) if roll_call else []
-            where = self._neighbours.machines_text(absent)
+            absent = self._absent(store) if roll_call else ""
         except RuntimeError as gone:  # its server has left before
             lost = "the process that keeps the store of the process group, which may be rank 0, or its machine is gone"
             return [f"{lost}: {_first_line(gone)}"] if roll_call else []
@@ -181,13 +181,13 @@ class Ranks:
             said.append(f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}")
         if absent:
             said.append(
-                f"rank(s) {absent} of {self.world}{where} did not leave, as the others did, within "
+                f"rank(s) {absent} did not leave, as the others did, within "
                 f"{self._tuning.roll_call_s:g} s: their processes or their machine may be lost, or they hang"
             )
         return said
 
-    def _absent(self, store: Store) -> list[int]:
-        """Wait for all to leave; returns the ranks that did not, without those of this host that still live."""
+    def _absent(self, store: Store) -> str:
+        """Wait for all to leave; returns who did not and where, without those of one host that still live, as text."""
         deadline = time.monotonic() + self._tuning.roll_call_s
         pause = max(_ROLL_CALL_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
         while (now := time.monotonic()) < deadline and not store.check(["left/absent"]):
@@ -198,12 +198,12 @@ class Ranks:
             time.sleep(pause)
         me = str(self.rank)
         if store.compare_set("left/counted by", "", me).decode() == me:  # asks for each rank: one does it for all
-            absent = _absentees(store, "left", self.world)
             living = self._neighbours.living()
-            put_bytes(store, "left/absent", _json({"ranks": [rank for rank in absent if rank not in living]}))
+            absent = [rank for rank in _absentees(store, "left", self.world) if rank not in living]
+            where = self._neighbours.machines_text(absent)
+            put_bytes(store, "left/absent", _json({"who": absent and f"{_listed(absent)} of {self.world}{where}"}))
         text = self._wait(store, partial(get_if_there, store, "left/absent"), self._tuning.roll_call_s)
-        found: list[int] = json.loads(text)["ranks"] if text is not None else []
-        return found
+        return (text is not None and json.loads(text)["who"]) or ""
 
     def _exchange(
         self, store: Store, phase: str, mine: bytes, lead: Callable[[list[T]], R], timeout_s: float
@@ -237,13 +237,13 @@ class Ranks:
             missing = _absentees(store, str(self._count), self.world)
             where = self._neighbours.machines_text(missing)
             raise RankError(
-                f"rank(s) {missing} of {self.world} did not answer within {timeout_s:g} s while {phase}: they{where} "
-                f"hang, are stopped, did not enter this call, or their machine is lost"
+                f"rank(s) {_listed(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
+                f"they{where} hang, are stopped, did not enter this call, or their machine is lost"
             )
         reports = json.loads(b"[" + b",".join(texts) + b"]")
         failed = [rank for rank, report in enumerate(reports) if "error" in report]
         if failed:
-            return {"error": {**reports[failed[0]]["error"], "ranks": failed}}
+            return {"error": {**reports[failed[0]]["error"], "ranks": failed[:_LISTED], "count": len(failed)}}
         calls: dict[str, str] = {}
         for rank, report in enumerate(reports):
             calls.setdefault(report["phase"].split(" ")[0], f"rank {rank} is {report['phase']}")
@@ -332,11 +332,18 @@ def _absentees(store: Store, folder: str, world: int) -> list[int]:
     return [int(key.rpartition("/")[2]) for key in lacking(store, [f"{folder}/{rank}" for rank in range(world)])]
 
 
+def _listed(ranks: list[int], count: int | None = None) -> str:
+    """Return the first ranks of a list as text, and how many more there are: each rank gets a message, and shows it."""
+    more = (count or len(ranks)) - len(ranks[:_LISTED])
+    text = ", ".join(map(str, ranks[:_LISTED]))
+    return f"[{text}, … and {more:,} more]" if more > 0 else f"[{text}]"
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
 def _rebuilt(report: ErrorReport, phase: str) -> Exception:
     ranks = report["ranks"]
-    others = f" (and rank(s) {ranks[1:]})" if len(ranks) > 1 else ""
+    others = f" (and rank(s) {_listed(ranks[1:], report.get('count', len(ranks)) - 1)})" if len(ranks) > 1 else ""
     return rebuild_error(report, f"rank {ranks[0]}{others} failed while {phase}: {report['type']}: {report['message']}")

@@ -54,7 +54,7 @@ class Tuning:
     host_look_s: float = 1.0  # between two looks of a waiting rank at the processes of its host
     roll_call_s: float = 10.0  # a collective of training that failed on one rank fails on the others within this time
     rank_grace_s: float = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
-    rank_poll_s: float = 0.0005  # between the first looks of a rank into the store
+    rank_poll_s: float = 0.0005  # between the first looks of a rank into the store; more if there are many ranks
     rank_longest_poll_s: float = 0.003  # between later ones; more if there are many ranks
     exception_meeting_s: float = 10.0  # ranks that got the same exception come to save within this time of each other
     farewell_s: float = 2.0  # rank 0 waits so long for the others to hear of an error

@@ -44,16 +44,22 @@ def quick_store(tmp_path: Path) -> Callable[[], Any]:
     return store_of("hash", tmp_path)
 
 
-def member(store: Any, rank: int, timeout_s: float, number: int = 0, tuning: Tuning = TUNING) -> Ranks:
+def member(
+    store: Any, rank: int, timeout_s: float, number: int = 0, tuning: Tuning = TUNING, world: int = WORLD
+) -> Ranks:
     """One of the ranks that the threads of this process play; instances are counted per process otherwise."""
-    return Ranks(store, rank, WORLD, timeout_s, name=str(number), tuning=tuning)
+    return Ranks(store, rank, world, timeout_s, name=str(number), tuning=tuning)
 
 
 def together(
-    store: Callable[[], Any], fn: Callable[[Ranks], Any], timeout_s: float = 20, tuning: Tuning = TUNING
+    store: Callable[[], Any],
+    fn: Callable[[Ranks], Any],
+    timeout_s: float = 20,
+    tuning: Tuning = TUNING,
+    world: int = WORLD,
 ) -> list[Any]:
     """``fn`` on every rank, each in a thread of its own; what it returned or raised."""
-    results: list[Any] = [None] * WORLD
+    results: list[Any] = [None] * world
 
     def run(rank: int, ranks: Ranks) -> None:
         try:
@@ -61,7 +67,7 @@ def together(
         except BaseException as error:
             results[rank] = error
 
-    made = [member(store(), rank, timeout_s, tuning=tuning) for rank in range(WORLD)]
+    made = [member(store(), rank, timeout_s, tuning=tuning, world=world) for rank in range(world)]
     threads = [threading.Thread(target=run, args=(rank, ranks)) for rank, ranks in enumerate(made)]
     for thread in threads:
         thread.start()
@@ -112,6 +118,29 @@ def test_all_ranks_that_failed_are_named(quick_store: Callable[[], Any]) -> None
     assert {str(e) for e in together(quick_store, step)} == {
         "rank 1 (and rank(s) [2]) failed while saving x: StateError: no"
     }
+
+
+def test_of_many_ranks_that_failed_the_first_are_named_and_the_others_counted(quick_store: Callable[[], Any]) -> None:
+    def step(ranks: Ranks) -> None:
+        ranks.step("saving x", lambda: raising(StateError("no")) if ranks.rank > 2 else None, lambda found: None)
+
+    listed = ", ".join(map(str, range(4, 35)))
+    assert {str(e) for e in together(quick_store, step, world=40)} == {
+        f"rank 3 (and rank(s) [{listed}, … and 5 more]) failed while saving x: StateError: no"
+    }
+
+
+def test_of_many_ranks_that_do_not_come_the_first_are_named_and_the_others_counted(
+    quick_store: Callable[[], Any],
+) -> None:
+    def step(ranks: Ranks) -> None:
+        if ranks.rank in (0, 5, 7):
+            ranks.step("saving x", lambda: None, lambda found: None)
+
+    results = together(quick_store, step, timeout_s=0.5, tuning=Tuning(rank_grace_s=5.0), world=100)
+    listed = ", ".join(map(str, [1, 2, 3, 4, 6, *range(8, 35)]))
+    for rank in (0, 5, 7):
+        assert f"rank(s) [{listed}, … and 65 more] of 100 did not answer within 0.5 s" in str(results[rank])
 
 
 def test_an_error_of_rank_0_alone_reaches_all(quick_store: Callable[[], Any]) -> None:
