@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -80,7 +81,10 @@ class ShardCkptIO(CheckpointIO):
 
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        verify: compare all loaded bytes with their checksums, before anything in memory changes.
+        verify: compare all loaded bytes with their checksums. Under ``ShardedStrategy`` each tensor is filled as it is
+            verified; if something is corrupted the run ends, and the module can't be used before it has loaded another
+            checkpoint. With "first", and always in Fabric, nothing in memory changes before all is verified, for which
+            live tensors are read twice.
         use_async: return from a save when all is copied to host memory; a thread of every rank writes and commits it
             while training goes on. An error there is raised on all ranks at the next save, in ``wait`` or at the end of
             the run. Loads wait, removals queue up after the saves before them, and the process ends when all is done.
@@ -125,7 +129,7 @@ class ShardCkptIO(CheckpointIO):
     def __init__(
         self,
         size_per_shard: float = 1024,
-        verify: bool = True,
+        verify: bool | Literal["first"] = True,
         use_async: bool = False,
         max_pending: int = 1,
         overlap_copy: bool = False,
@@ -144,7 +148,10 @@ class ShardCkptIO(CheckpointIO):
         self.save_options = SaveOptions(size_per_shard, also, replicas)
         async_options = AsyncOptions(max_pending, overlap_copy)
         self.async_saves = AsyncSaves(async_options if use_async else None)
-        self.load_options = LoadOptions(verify=verify, share_reads=share_reads)
+        self.load_options = LoadOptions(verify=bool(verify), share_reads=share_reads)
+        if verify not in (True, False, "first"):
+            raise ValueError(f'verify is True, False or "first", got {verify!r}')
+        self._verify_first = verify == "first"
         if overlap_copy and not use_async:
             raise ValueError("overlap_copy is about asynchronous saves: set use_async=True, too")
         if adapters_only and also is not None:
@@ -423,6 +430,7 @@ class ShardCkptIO(CheckpointIO):
         weights_only: bool | None = None,
         pick_rank: Callable[[Any], int] | None = None,
         partly: bool = False,
+        filling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> engine.Loaded:
         """Load straight into live tensors: a sharded checkpoint of any topology, or one of another format.
 
@@ -435,16 +443,21 @@ class ShardCkptIO(CheckpointIO):
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
             partly: leave out what ``resume`` and ``resume_skip`` say.
+            filling: see ``checkpoint.load``.
         """
         drain_all()
         targets = replace(targets, cast=self.cast)
         if partly:
             targets = replace(targets, parts=self.resume, skip=self.resume_skip)
+        options = replace(
+            self.load_options, strict=strict, weights_only=weights_only is not False, verify_first=self._verify_first
+        )
         loaded = engine.load(
             os.fspath(path),
             targets,
             ranks=self._attached.ranks,
-            options=replace(self.load_options, strict=strict, weights_only=weights_only is not False),
+            options=options,
+            filling=filling,
             pick_rank=pick_rank,
             storage=self.storage,
         )

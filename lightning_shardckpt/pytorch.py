@@ -60,7 +60,7 @@ from lightning_shardckpt.strategy.batch_agreement import any_rank_told
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
 from lightning_shardckpt.strategy.disk_space import check_room, state_bytes, tensor_bytes
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy, scaler_factor
-from lightning_shardckpt.strategy.module_record import recall, remember
+from lightning_shardckpt.strategy.module_record import check_filled, recall, remember
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
 from lightning_shardckpt.strategy.preemption import Preemption
 from lightning_shardckpt.strategy.resume import DataShare
@@ -538,7 +538,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         return self._checkpoints.load(self._attached_io(), self._trainer(), self._data_share, checkpoint_path, safe)
 
     @override
+    def on_validation_start(self) -> None:
+        check_filled(self._trainer().lightning_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @override
     def on_train_start(self) -> None:
+        check_filled(self._trainer().lightning_module)
         self._preemption.watch(self._trainer())
         self._checkpoints.start(self._trainer())
 

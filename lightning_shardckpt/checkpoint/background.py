@@ -166,7 +166,7 @@ class Background:
 
     def waiting_saves(self) -> int:
         """Return how many saves wait behind the one that is being written."""
-        with self._lock:
+        with self.lock:
             return max(sum(job.memory is not None for job in self._jobs) - 1, 0)
 
     def is_idle(self) -> bool:

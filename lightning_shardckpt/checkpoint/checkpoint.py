@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,28 +178,31 @@ def load(
     *,
     ranks: Ranks,
     options: LoadOptions = _LOAD_DEFAULTS,
+    filling: Callable[[], AbstractContextManager[None]] = nullcontext,
     pick_rank: Callable[[Any], int] | None = None,
     storage: Storage = _PLACES,
 ) -> Loaded:
     """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a file of another program.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads what it holds of each tensor, into the tensor's
-    own memory. All differences are found, and with ``options.verify`` all bytes checked on all ranks, before anything
-    changes: so live tensors are read twice, the second time from the page cache where that is large enough; optimizer
-    state that is allocated for the load, since there was none, and small tensors once.
+    own memory. All differences are found before anything changes. With ``options.verify_first``, all bytes are checked
+    on all ranks before that, too: so live tensors are read twice, the second time from the page cache where that is
+    large enough; optimizer state that is allocated for the load, since there was none, and small tensors once.
 
     Args:
         path: what to load.
         live: what to load into.
         ranks: who loads together.
         options: what the caller chose.
+        filling: is entered before anything in memory changes, and left when the load is done; it sees the error of one
+            that leaves a mix behind.
         pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: listing all differences.
-        CorruptionError: naming file, tensor and rank; nothing has changed then.
+        CorruptionError: naming file, tensor and rank; with ``options.verify_first`` nothing has changed then.
     """
     where = f"checkpoint {path!r}"
     verify, safe, tuning = options.verify, options.weights_only, options.tuning
@@ -209,12 +212,17 @@ def load(
         judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
         wanted = options.share_reads if ranks.world > 1 else False
         sharing = ReplicaReads(job.source, wanted, high_latency=is_high_latency(source), tuning=tuning)
-        share = ranks.step(f"planning to load {where}", lambda: sharing.plan(job.plan(judged)), sharing.choose)
-        ranks.step(f"verifying {where}", lambda: sharing.verify(share=share), _nothing)
-        ranks.step(f"reading {where}", sharing.fill, _nothing)
-        if share:
-            ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
-        job.apply()
+        plan = partial(job.plan, judged, keep_live=options.verify_first)
+        share = ranks.step(f"planning to load {where}", lambda: sharing.plan(plan()), sharing.choose)
+        if options.verify_first:
+            ranks.step(f"verifying {where}", lambda: sharing.verify(share=share), _nothing)
+        with filling():
+            if not options.verify_first:
+                ranks.step(f"reading {where}", lambda: sharing.verify(share=share), _nothing)
+            ranks.step(f"reading {where}", sharing.fill, _nothing)
+            if share:
+                ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
+            job.apply()
         return Loaded(job.trainer, job.extra_state, job.notes, job.skipped)
 
 

@@ -234,10 +234,15 @@ class LoadJob:
             if one.is_joined
         }
 
-    def plan(self, judged: Judgement) -> list[ReadTarget]:
+    def plan(self, judged: Judgement, *, keep_live: bool = True) -> list[ReadTarget]:
         """Allocate what is not there to be filled, and read what is not tensors. Changes nothing. Runs on every rank.
 
-        Returns what is to be filled.
+        Args:
+            judged: what rank 0 made of the comparisons.
+            keep_live: whether live tensors must keep their values until everything is verified.
+
+        Returns:
+            What is to be filled.
         """
         self.notes, self.skipped, self.sources = judged["notes"], judged["skipped"], judged["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
@@ -262,7 +267,7 @@ class LoadJob:
                     f"{target.component}/{target.key} cannot be filled: elements of the tensor, of shape "
                     f"{tuple(target.local.shape)} and strides {target.local.stride()}, are one; load into a clone of it"
                 )
-        return self.targets
+        return self.targets if keep_live else [target.as_fresh() for target in self.targets]
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that optimizer state could share memory with."""

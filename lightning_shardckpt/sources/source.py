@@ -45,7 +45,7 @@ _Overlaps: TypeAlias = "list[tuple[Overlap, tuple[int, int, int] | None]]"
 class ReadTarget:
     """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``.
 
-    ``fresh``: it was allocated for this load, so that nobody minds what is in it if the load fails. ``region``: of the
+    ``fresh``: nobody minds what is in it if the load fails, as it was allocated for this load. ``region``: of the
     local tensor, if that is to be filled alone; ``local`` is its memory then. ``box``: of the stored tensor, if a plain
     tensor takes just that. ``dtype``: of the stored tensor, if that is another; ``local`` is memory on the host then
     that has nothing to do with the tensor's.
@@ -68,9 +68,16 @@ class ReadTarget:
 
     def renamed(self, component: str, key: str) -> ReadTarget:
         """Return the same memory, to be filled with another stored tensor."""
-        found = copy.copy(self)
-        object.__setattr__(found, "component", component)
-        object.__setattr__(found, "key", key)
+        return self._with(component=component, key=key)
+
+    def as_fresh(self) -> ReadTarget:
+        """Return the same memory, of whose content nobody minds."""
+        return self._with(fresh=True)
+
+    def _with(self, **changed: Any) -> ReadTarget:
+        found = copy.copy(self)  # dataclasses.replace would allocate ``local`` anew
+        for name, value in changed.items():
+            object.__setattr__(found, name, value)
         return found
 
     def parts(self, rank: int) -> tuple[Part, ...]:
@@ -200,7 +207,8 @@ class ShardedSource:
         for target in targets:
             if id(target) in self._held:
                 _put(self._held.pop(id(target)), target.local)
-        fetch_into(self.checkpoint, self._rest, verify=False, tuning=self._tuning)
+        rest, self._rest = self._rest, []
+        fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
 
     def _plan(self, target: ReadTarget) -> list[Request]:
         """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""

@@ -1,14 +1,17 @@
-"""Remember on a LightningModule how it was sharded: a second Trainer must find what the first one did."""
+"""Remember on a LightningModule what was done to it: a second Trainer must find what the first one did."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import lightning.pytorch as pl
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import StateError, TopologyError
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
 
-_RECORD = "_shardckpt_record"
+_RECORD, _HALF_FILLED = "_shardckpt_record", "_shardckpt_half_filled"
 
 
 def remember(module: pl.LightningModule, record: ShardedModule) -> None:
@@ -31,3 +34,30 @@ def recall(module: pl.LightningModule, topology: Topology) -> ShardedModule | No
             f"{topology}. Use the same sizes, or a new module."
         )
     return record
+
+
+@contextmanager
+def filling(module: pl.LightningModule, path: str) -> Iterator[None]:
+    """Mark a module as half filled, from the checkpoint at ``path``; for longer than the context if it ends early."""
+    object.__setattr__(module, _HALF_FILLED, path)
+    yield
+    object.__delattr__(module, _HALF_FILLED)
+
+
+def is_half_filled(module: pl.LightningModule) -> bool:
+    """Return whether a load has changed some tensors and then failed, and no other load succeeded since."""
+    return hasattr(module, _HALF_FILLED)
+
+
+def check_filled(module: pl.LightningModule) -> None:
+    """Check that the module's tensors are of one state.
+
+    Raises:
+        StateError: if the module `is_half_filled`.
+    """
+    if is_half_filled(module):
+        path = getattr(module, _HALF_FILLED)
+        raise StateError(
+            f"loading {path!r} failed when some tensors of {type(module).__name__} were filled already: they are a mix "
+            "now, which is neither trained nor saved. Load another checkpoint by ckpt_path, or make a new module."
+        )

@@ -34,6 +34,7 @@ from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.module_io import put_values
 from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
+from lightning_shardckpt.strategy.module_record import filling
 from lightning_shardckpt.strategy.module_targets import module_targets
 from lightning_shardckpt.strategy.stop_position import Position, plateau_monitors
 from lightning_shardckpt.system.gc_pause import gc_paused
@@ -138,6 +139,7 @@ def load_checkpoint(
         weights_only=weights_only,
         pick_rank=place.source_rank,
         partly=fitting,
+        filling=partial(filling, module, str(path)),
     )
     for note in loaded.skipped:
         rank_zero_info(note)

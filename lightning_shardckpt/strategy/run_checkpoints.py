@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_loops import begin_loaders
@@ -23,6 +24,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import load_edited, not_live
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
+from lightning_shardckpt.strategy.module_record import check_filled, is_half_filled
 from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
 from lightning_shardckpt.strategy.resume import Continuation, DataShare, keep_groups, load_checkpoint, save_checkpoint
 from lightning_shardckpt.strategy.stop_position import Stopping
@@ -143,6 +145,10 @@ class RunCheckpoints:
             storage_options: for a URL.
             meeting_s: see ``save_after_exception``.
         """
+        if trainer.interrupted and is_half_filled(trainer.lightning_module):
+            rank_zero_warn(f"{os.fspath(path)!r} was not saved: the module was half filled when its load failed")
+            return
+        check_filled(trainer.lightning_module)
         position = self.stopping.position(trainer)
         save = partial(save_checkpoint, io, position, share, checkpoint, path, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:

@@ -41,11 +41,10 @@ def explain(
 ) -> dict[str, Any]:
     """Return what each rank of a target topology would need and read, as values that JSON can hold.
 
-    Each item of ``ranks`` has the bytes that the rank ``needs``; those it ``reads`` to verify them, which are whole
-    checksum blocks and small gaps between them; those it reads ``again`` to fill live tensors; the numbers of ``calls``
-    and ``files``; and the ranks of the checkpoint ``from`` which it reads, with the bytes needed of each. This holds
-    where every rank reads for itself, into host memory. Which of several live tensors of one size is held in memory is
-    up to the load, so a few blocks may differ.
+    Each item of ``ranks`` has the bytes that the rank ``needs``; those it ``reads`` and verifies, which are whole
+    checksum blocks and small gaps between them; the numbers of ``calls`` and ``files``; and the ranks of the checkpoint
+    ``from`` which it reads, with the bytes needed of each. This holds for a resume where every rank reads for itself,
+    into host memory. Fabric, functions and ``verify="first"`` read what is live once more.
 
     Args:
         path: the checkpoint.
@@ -72,7 +71,7 @@ def explain(
         "saved_on": root.topology,
         "onto": sizes,
         "ranks": ranks,
-        "totals": {key: sum(rank[key] for rank in ranks) for key in ("needs", "reads", "again", "calls", "indexes")},
+        "totals": {key: sum(rank[key] for rank in ranks) for key in ("needs", "reads", "calls", "indexes")},
         "imbalance": max(reads) / mean if mean else 1.0,
         "assumed": target.notes,
         "continues": what_continues(root, sizes),
@@ -102,11 +101,6 @@ class _Wanted:
     nbytes: int
     requests: list[Request]
 
-    @property
-    def is_live(self) -> bool:
-        """True if its memory holds live values, which must stay until everything is verified."""
-        return self.component == "model"
-
 
 @dataclass(slots=True)
 class _PlannedReads:
@@ -124,11 +118,8 @@ class _PlannedReads:
             for key, target in component.items()
             if any(a <= rank < b for a, b in target.holders)
         ]
-        once, twice = _held_first(wanted, self.tuning)
-        kept, live = _requests(once), _requests(twice)
-        verified = [request.untargeted() for request in live]
-        first = list(planned_reads(self.checkpoint, [*kept, *verified], verify=True, tuning=self.tuning))
-        again = list(planned_reads(self.checkpoint, live, verify=False, tuning=self.tuning))
+        requests = [request for one in wanted for request in one.requests]
+        reads = list(planned_reads(self.checkpoint, requests, verify=True, tuning=self.tuning))
         given = Counter[int]()
         for one in wanted:
             for request in one.requests:
@@ -136,9 +127,8 @@ class _PlannedReads:
         sources = {(one.component, request.overlap.writer) for one in wanted for request in one.requests}
         return {
             "needs": sum(one.nbytes for one in wanted),
-            "reads": sum(length for _, _, length in first),
-            "again": sum(length for _, _, length in again),
-            "calls": len(first) + len(again),
+            "reads": sum(length for _, _, length in reads),
+            "calls": len(reads),
             "files": len({request.entry.file for one in wanted for request in one.requests}),
             "from": dict(sorted(given.items())),
             "indexes": self._index_bytes(sources),
@@ -178,19 +168,6 @@ def _local_shape(spec: TensorSpec, parts: tuple[Part, ...]) -> Shape:
     return tuple(max(ends) for ends in zip(*(part.local.stop for part in parts), strict=True))
 
 
-def _requests(wanted: Iterable[_Wanted]) -> list[Request]:
-    return [request for one in wanted for request in one.requests]
-
-
-def _held_first(wanted: Iterable[_Wanted], tuning: Tuning) -> tuple[list[_Wanted], list[_Wanted]]:
-    """Return what a load reads once, and what it reads twice: live tensors that are too large to hold in memory."""
-    once, twice, room = list[_Wanted](), list[_Wanted](), tuning.held_bytes
-    for one in sorted(wanted, key=lambda one: (one.is_live, one.nbytes)):
-        room -= one.nbytes if one.is_live else 0
-        (once if not one.is_live or (one.nbytes <= tuning.held_tensor_bytes and room >= 0) else twice).append(one)
-    return once, twice
-
-
 # ── what goes on ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -226,19 +203,17 @@ def render(found: dict[str, Any], everything: bool = False) -> str:
             size_text(rank["needs"]),
             size_text(rank["reads"]),
             f"{rank['reads'] / rank['needs']:.2f} ×" if rank["needs"] else "",
-            size_text(rank["again"]) if rank["again"] else "",
             f"{rank['calls']:,}",
             f"{rank['files']:,}",
             f"{len(rank['from'])}",
         )
 
-    header = ("rank", "needs", "reads", "ratio", "again", "calls", "files", "of ranks")
+    header = ("rank", "needs", "reads", "ratio", "calls", "files", "of ranks")
     costs = long_table(header, ranks, row, limit=None if everything else _LISTED, noun="rank", right=header)
-    again = f", and {size_text(totals['again'])} again to fill live tensors" if totals["again"] else ""
     summary = (
         f"{found['path']}: from {topology_text(found['saved_on'])} onto {topology_text(found['onto'])}\n"
         f"All {count_text(len(ranks), 'rank')} need {size_text(totals['needs'])} and read {size_text(totals['reads'])}"
-        f"{again}, by {totals['calls']:,} calls.\n"
+        f", by {totals['calls']:,} calls.\n"
         f"Besides, they read {size_text(totals['indexes'])} of indexes. "
         f"The largest rank reads {found['imbalance']:.2f} × the mean."
     )

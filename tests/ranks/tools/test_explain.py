@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.parallel.sharding import mesh, tensor_parallel
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools import explain
 from lightning_shardckpt.tools.target_topology import TargetTopology
 from lightning_shardckpt.tools.topology_arguments import AXES, STYLES, parse_plan, parse_topology
@@ -32,7 +30,7 @@ RULES = [f"{pattern}={style}" for pattern, style in tiny.TP_PLAN.items()]
 
 
 Strategy = dict[str, Any]
-Case = tuple[str, Strategy, int]
+Case = tuple[str, Strategy]
 
 
 def save(folder: str, saved: dict[str, Strategy]) -> None:
@@ -41,11 +39,10 @@ def save(folder: str, saved: dict[str, Strategy]) -> None:
 
 
 def resume(folder: str, cases: list[Case]) -> list[tuple[int, int, int]]:
-    """Of each case what this rank read, in how many calls, from how many files; with so many bytes to hold."""
+    """Of each case what this rank read, in how many calls, from how many files."""
     found = []
-    for name, target, held_bytes in cases:
+    for name, target in cases:
         io = ShardCkptIO(share_reads=False)
-        io.load_options = replace(io.load_options, tuning=Tuning(held_bytes=held_bytes))
         io.storage = storage = Counting()
         tiny.fit(target, 1, resume=f"{folder}/{name}.ckpt", plugins=[io])
         found.append((storage.nbytes, len(storage.reads), len(storage.files)))
@@ -83,28 +80,24 @@ TARGETS: list[dict[str, Any]] = [
 ]
 
 
-# each live tensor is read twice, or once
-CASES: list[Case] = [("a", target, 0) for target in TARGETS]
-CASES += [("a", target, TUNING.held_bytes) for target in (FSDP2_TP2, PP2_TP2)]
-CASES += [("pipelined", target, 0) for target in (TARGETS[0], PP2_TP2)]
-QUICK = (0, 5)
+CASES: list[Case] = [*(("a", target) for target in TARGETS), ("pipelined", TARGETS[0]), ("pipelined", PP2_TP2)]
+QUICK = (0, 6)
 
 
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=f"{name} {onto(to)} {held}", marks=() if number in QUICK else pytest.mark.slow)
-        for number, (name, to, held) in enumerate(CASES)
+        pytest.param(number, id=f"{name} {onto(to)}", marks=() if number in QUICK else pytest.mark.slow)
+        for number, (name, to) in enumerate(CASES)
     ],
 )
 def test_what_is_predicted_is_what_a_resume_reads(
     saved: Path, number: int, read: dict[int, list[tuple[int, int, int]]]
 ) -> None:
-    name, target, held_bytes = CASES[number]
-    found = explain.explain(saved.with_name(f"{name}.ckpt"), onto(target), tuning=Tuning(held_bytes=held_bytes))
-    predicted = [[rank["reads"] + rank["again"], rank["calls"], rank["files"]] for rank in found["ranks"]]
+    name, target = CASES[number]
+    found = explain.explain(saved.with_name(f"{name}.ckpt"), onto(target))
+    predicted = [[rank["reads"], rank["calls"], rank["files"]] for rank in found["ranks"]]
     assert predicted == [list(rank) for rank in read[number]]
-    assert all(bool(rank["again"]) == (held_bytes == 0) for rank in found["ranks"])
     assert all(rank["needs"] <= rank["reads"] for rank in found["ranks"])
     assert all(sum(rank["from"].values()) == rank["needs"] for rank in found["ranks"])
 
