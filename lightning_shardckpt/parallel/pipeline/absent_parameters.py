@@ -52,8 +52,19 @@ class AbsentParameters:
 
         Collective: every rank of the pipeline must call it.
         """
-        flags = [own is not None and _has_gradient(own) for _, own, _ in self._places]
-        every = gathered(list(_packed(flags)), self._group, self._device)
+        self.note_gradients(gathered(self.own_gradients(has_gradient), self._group, self._device))
+
+    def own_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
+        """Return which parameters of this rank have a gradient now, as numbers; as many on every rank."""
+        return list(_packed([own is not None and has_gradient(own) for _, own, _ in self._places]))
+
+    @property
+    def gradient_words(self) -> int:
+        """How many numbers ``own_gradients`` gives."""
+        return -(-len(self._places) // _BITS)
+
+    def note_gradients(self, every: Sequence[Sequence[int]]) -> None:
+        """Remember what every rank of the pipeline said by ``own_gradients``."""
         for place, (_, own, absent) in enumerate(self._places):
             if own is None and absent is not None:
                 word, bit = divmod(place, _BITS)
@@ -137,7 +148,8 @@ def _watches(hook: Any, shape: tuple[int, ...]) -> TopologyError:
     )
 
 
-def _has_gradient(parameter: nn.Parameter) -> bool:
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has a gradient, reduced or not yet. No communication."""
     if parameter in UnreducedGradients.of_leaf:
         return True
     with without_torch_function():

@@ -18,6 +18,7 @@ from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
 T = TypeVar("T")
 _FINE, _FAILED, _PEER_FAILED = 0, 1, 2
+_INLINE = 512  # int64 numbers of a report that travel with the agreement on whether there is one
 
 
 def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup, device: torch.device) -> T:
@@ -28,21 +29,59 @@ def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup, device: to
     Raises:
         Exception: the rank's own error, or the first failing rank's: TopologyError if it was one, else RankError.
     """
+    return _met(what, work, lambda result: [], 0, group, device)[0]
+
+
+def agree_on_numbers(
+    what: str, work: Callable[[], Sequence[int]], count: int, group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """Do ``work``, which gives ``count`` numbers, and return those of every rank of ``group``; as `agree`."""
+    every = _met(what, work, lambda result: result, count, group, device)[1]
+    return [row.tolist() for row in every]
+
+
+def agree_on_report(
+    what: str, work: Callable[[], Packed | None], source: int, group: dist.ProcessGroup, device: torch.device
+) -> Any:
+    """Do ``work``, and return the object that it packed on the rank ``source`` of ``group``; as `agree`."""
+    own, every = _met(what, work, _inline, 1 + _INLINE, group, device)
+    row = every[source]
+    count = int(row[0])
+    content = row[1:].view(torch.uint8)
+    if count > content.numel():
+        content = torch.empty(count, dtype=torch.uint8, device=device) if own is None else own[0]
+        dist.broadcast(content, dist.get_global_rank(group, source), group=group)
+    return unpickled(content, torch.tensor([count]), group)
+
+
+def _met(
+    what: str,
+    work: Callable[[], T],
+    numbers: Callable[[T], Sequence[int] | Tensor],
+    count: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[T, list[Tensor]]:
+    """Return the result of ``work``, and ``count`` numbers that each rank made of its own."""
     failure: Exception | None = None
     result: list[T] = []
+    own = torch.zeros(1 + count, dtype=torch.int64)
     try:
         result.append(work())
+        found = torch.as_tensor(numbers(result[0]), dtype=torch.int64)
+        own[1 : 1 + len(found)] = found
     except Exception as error:
         failure = error
-    status = _FINE if failure is None else _PEER_FAILED if isinstance(failure, PeerFailed) else _FAILED
-    every = [one for (one,) in gathered([status], group, device)]
+        own[0] = _PEER_FAILED if isinstance(failure, PeerFailed) else _FAILED
+    table = _gathered(own, group, device)
+    every = [int(row[0]) for row in table]
     if not any(every):
-        return result[0]
+        return result[0], [row[1:] for row in table]
     first = next((rank for rank, one in enumerate(every) if one == _FAILED), None)
     box = [f"{type(failure).__name__}: {failure}", isinstance(failure, TopologyError)]
     source = dist.get_global_rank(group, first or 0)
     dist.broadcast_object_list(box, source, group=group)
-    if failure is not None and status == _FAILED:
+    if failure is not None and int(own[0]) == _FAILED:
         failure.add_note(f"(on rank {dist.get_rank()}, while {what})")
         raise failure
     kind = TopologyError if box[1] else RankError
@@ -68,18 +107,25 @@ def packed(value: Any, group: dist.ProcessGroup, device: torch.device) -> Packed
         ) from error
 
 
-def broadcast_packed(value: Packed | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The object that the rank ``source`` packed. Collective: every rank of ``group`` must call it."""
-    count = torch.zeros(1, dtype=torch.int64, device=device) if value is None else value[1]
-    dist.broadcast(count, source, group=group)
-    content = torch.empty(int(count), dtype=torch.uint8, device=device) if value is None else value[0]
-    dist.broadcast(content, source, group=group)
-    return unpickled(content, count, group)
+def _inline(value: Packed | None) -> Tensor:
+    """Return the number of bytes, and the bytes if they are few; nothing where there is no report."""
+    if value is None:
+        return torch.zeros(0, dtype=torch.int64)
+    content, count = value[0].cpu(), value[1].cpu().view(1)
+    if content.numel() > _INLINE * count.itemsize:
+        return count
+    words = torch.zeros(_INLINE, dtype=torch.int64)
+    words.view(torch.uint8)[: content.numel()] = content
+    return torch.cat([count, words])
 
 
 def gathered(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The numbers of every rank of ``group``. Collective: every rank of ``group`` must call it."""
-    own = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    found = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    return [one.tolist() for one in _gathered(torch.tensor(list(numbers), dtype=torch.int64), group, device)]
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    own = own.to(device)
+    found = [torch.zeros_like(own) for _ in range(group.size())]
     dist.all_gather(found, own, group=group)
-    return [one.tolist() for one in found]
+    return [one.cpu() for one in found]

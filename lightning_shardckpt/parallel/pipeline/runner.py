@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
-from lightning_shardckpt.parallel.pipeline.agree import Packed, agree, broadcast_packed, gathered, packed
+from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
+from lightning_shardckpt.parallel.pipeline.agree import Packed, agree_on_numbers, agree_on_report, packed
 from lightning_shardckpt.parallel.pipeline.checks import StepChecks
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
@@ -115,24 +115,24 @@ class Pipeline:
         if not (step.train and self.backward_early):
             operations = [op for op in operations if op.kind == "forward"]
 
-        before = self._checks.buffer_marks()
-
         def work() -> Packed | None:
-            self._stages.run(state, operations)
-            self._checks.check_buffers(state, before)
-            self._checks.check_parameters(state, parameters)
-            if not self.has_last_stage:
-                return None
-            if not state.whole_steps:
-                self._finish(state)
-            return packed(step.report(state.outputs), self._group, self._device)
+            failure = self._look(state)
+            before = self._checks.buffer_marks()
+            with self._gathering():
+                self._stages.run(state, operations, failure=failure)
+                self._checks.check_buffers(state, before)
+                self._checks.check_parameters(state, parameters)
+                if not self.has_last_stage:
+                    return None
+                if not state.whole_steps:
+                    self._finish(state)
+                return packed(step.report(state.outputs), self._group, self._device)
 
-        with self._gathering():
-            report = agree(f"running {step.name}", work, self._group, self._device)
+        source = self._schedule.rank_of(self._last)
+        report = agree_on_report(f"running {step.name}", work, source, self._group, self._device)
         self._stages.flush()
         self._state = state if step.train and not self.backward_early else None
-        source = dist.get_global_rank(self._group, self._schedule.rank_of(self._last))
-        return broadcast_packed(report, source, self._group, self._device)
+        return report
 
     def backward(self, scale: Tensor) -> None:
         """Run the backward passes of the step before; ``scale`` is the gradient of its loss.
@@ -147,14 +147,25 @@ class Pipeline:
         state.scale = scale
         finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
-        def work() -> None:
-            self._stages.run(state, [op for op in operations if op.kind != "forward"], first=finish)
+        def work() -> list[int]:
+            with self._gathering():
+                self._stages.run(state, [op for op in operations if op.kind != "forward"], first=finish)
+            if not alone:
+                return []
+            self._gradients.finish_kept(self._kept)
+            # Where one rank has a gradient of a parameter that several hold, all of them will.
+            return self.absent.own_gradients(lambda p: has_gradient(p) or self._gradients.has_earlier(p))
 
+        alone, what = self._gradients.has_stage_alone, f"the backward of {state.step.name}"
         self._gradients.begin_passes()
-        with self._gathering():
-            agree(f"the backward of {state.step.name}", work, self._group, self._device)
+        words = self.absent.gradient_words if alone else 0
+        every = agree_on_numbers(what, work, words, self._group, self._device)
         self._stages.flush()
-        self._finish_gradients()
+        if alone:
+            self._gradients.finish_passes()
+            self.absent.note_gradients(every)
+        else:
+            self._finish_gradients()
 
     def add(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add gradients that `forward` made where it ran the backward passes already; it is called in place of
@@ -168,7 +179,8 @@ class Pipeline:
         self._finish_gradients()
 
     def _finish_gradients(self) -> None:
-        self._gradients.finish_passes(self._kept)
+        self._gradients.finish_kept(self._kept)
+        self._gradients.finish_passes()
         self.absent.share_gradients()
 
     def reset(self) -> None:
@@ -190,8 +202,7 @@ class Pipeline:
             wanted = min(most, samples_in(step.batch)) if most > 1 else 1
             return wanted, fingerprint(step.batch), draw_seed()
 
-        found = agree(f"preparing {step.name}", measure, self._group, self._device)
-        every = gathered(found, self._group, self._device)
+        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group, self._device)
         count, _, seed = every[0]
         if any(one[:2] != every[0][:2] for one in every):
             count = 0  # so that other pipelines hear of it, too
@@ -208,16 +219,19 @@ class Pipeline:
                 "augmentations by the data-parallel rank."
             )
 
-        def look() -> StepState:
-            batches, sizes = split_batch(step.batch, count)
-            shares = [size / sum(sizes) for size in sizes]
-            whole_steps = self._loss_of == "microbatch" and step.train
-            state = StepState(step, batches, shares, seed, scale, whole_steps)
+        whole_steps = self._loss_of == "microbatch" and step.train
+        return StepState(step, [None] * count, [], seed, scale, whole_steps)
+
+    def _look(self, state: StepState) -> Exception | None:
+        """Split the batch and look at the step; returns what is wrong with it, for all ranks to hear."""
+        try:
+            state.batches, sizes = split_batch(state.step.batch, len(state.batches))
+            state.shares = [size / sum(sizes) for size in sizes]
             self._probe(state)
             self._checks.check_start(state)
-            return state
-
-        return agree(f"looking at {step.name}", look, self._group, self._device)
+        except Exception as error:
+            return error
+        return None
 
     def _probe(self, state: StepState) -> None:
         """Find what crosses the boundary after each of this rank's stages: arguments that a later stage cannot know.

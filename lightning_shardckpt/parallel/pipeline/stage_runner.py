@@ -60,14 +60,18 @@ class StageRunner:
         self._transport.flush()
 
     def run(
-        self, state: StepState, operations: Sequence[Op], *, first: Callable[[StepState], None] | None = None
+        self,
+        state: StepState,
+        operations: Sequence[Op],
+        *,
+        first: Callable[[StepState], None] | None = None,
+        failure: Exception | None = None,
     ) -> None:
-        """Run ``first``, then the operations in order.
+        """Run ``first``, then the operations in order; after a ``failure``, only tell the neighbours of it.
 
         Raises:
             Exception: the first failure, when all operations are done or discarded.
         """
-        failure: Exception | None = None
         try:
             if first is not None:
                 first(state)

@@ -35,6 +35,9 @@ class GradientSync:
         unreduced: where the gradients of its sharded parameters accumulate.
         partial: names of plain parameters whose gradients are partial sums over the tensor axis.
         shared: parameters that several pipeline stages hold, with the group of their ranks, in the same order on all.
+
+    Attributes:
+        has_stage_alone: whether each pipeline stage is one rank, so that `finish_kept` makes no communication.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class GradientSync:
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
         self._replicated = _replicated_gradients(root, meshes, frozenset(partial), unreduced)
         self._fsdp = list(fsdp_modules(root))
+        self.has_stage_alone = meshes.topology.world_size == meshes.topology.pipeline
         self._communicates = meshes.topology.world_size > 1 or bool(self._fsdp)
         self._blocked = self._checked = False
         self._before: dict[nn.Parameter, Tensor | None] = {}
@@ -92,13 +96,23 @@ class GradientSync:
             if parameter not in self._before:
                 self._before[parameter], parameter.grad = parameter.grad, None
 
-    def finish_passes(self, kept: KeptGathers) -> None:
+    def finish_kept(self, kept: KeptGathers) -> None:
+        """Give parameters the gradients of all passes, made inside `no_sync`, as far as that takes no reduction.
+
+        Collective, where the ranks of a pipeline stage share parameters: each of them must call it.
+        """
+        with self.no_sync():
+            kept.reduce()
+
+    def has_earlier(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient of earlier passes is set aside."""
+        return self._before.get(parameter) is not None
+
+    def finish_passes(self) -> None:
         """Reduce as after `backward`, when all backward passes of a step over a pipeline were made inside `no_sync`.
 
         Collective: every rank of the world must call it.
         """
-        with self.no_sync():
-            kept.reduce()
         if self._blocked:
             return
         self._unreduced.reduce()
