@@ -7,7 +7,7 @@ the module; of a LightningModule also what it logged, what it changed in param g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from lightning_shardckpt.compat.pytree import tree_map
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory, moved_to
-from lightning_shardckpt.parallel.pipeline.step import UserStep
 from lightning_shardckpt.parallel.tensors.placeholder import first_unknown, leaked
 
 
@@ -53,31 +52,64 @@ class StepReport:
     hyper: list[dict[str, Any]]
 
 
+class _Undo:
+    """Undoes what runs of a step that don't count change in modules.
+
+    Attributes:
+        start: their memory when the step began.
+        drew: whether such a run drew from a generator of theirs.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.start, self.drew = Memory(modules), False
+        self._modules = modules
+        self._present: Memory | None = self.start  # None: not known
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo, at the end, what happens inside."""
+        before = self._present or Memory(self._modules)
+        try:
+            yield
+        finally:
+            self.drew = self.drew or before.drew
+            self._present = before if before.restore() else None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What happens inside counts."""
+        self._present = None
+        yield
+
+
 class FunctionStep:
     """One call of a script's step function, as a `UserStep`."""
 
     name = "the step function"
 
     def __init__(self, step: Callable[[Any], Any], pipeline: Pipeline, batch: Any, *, train: bool) -> None:
-        self.batch, self.train, self.drew = batch, train, False
-        self._step, self._common = step, pipeline.common
-        self._memory = Memory(self._common)
+        self.batch, self.train = batch, train
+        self._step, self._undo = step, _Undo(pipeline.common)
+
+    @property
+    def drew(self) -> bool:
+        return self._undo.drew
 
     def run(self, batch: Any, share: float | None) -> Any:
-        with _undone(self, self._common) if share is None else nullcontext():
+        with self._undo.undone() if share is None else self._undo.kept():
             return self._step(batch)
 
     def loss(self, output: Any) -> Tensor | None:
         return loss_in(self.name, output)
 
     def report(self, outputs: list[tuple[Any, float]]) -> tuple[Any, list[Change]]:
-        return portable("what the step function returns", merged(self.name, outputs)), self._memory.changes()
+        return portable("what the step function returns", merged(self.name, outputs)), self._undo.start.changes()
 
     def settle(self, report: tuple[Any, list[Change]], device: torch.device, *, source: bool) -> Any:
         """Remember and return, on every rank, what the last stage did."""
         output, changes = report
         if not source:
-            self._memory.apply(changes, device)
+            self._undo.start.apply(changes, device)
         return moved_to(output, device)
 
 
@@ -94,9 +126,7 @@ class LightningStep:
         kwargs: dict[str, Any],
     ) -> None:
         self.name, self.train = name, name == "training_step"
-        self._module, self._context, self._common = module, context, pipeline.common
-        self._memory = Memory(self._common)
-        self.drew = False
+        self._module, self._context, self._undo = module, context, _Undo(pipeline.common)
         self._logged: list[_Logged] = []
         # Lightning passes the batch first, or by its name if the step has keyword-only arguments.
         self._args, self._kwargs = args, kwargs
@@ -108,20 +138,24 @@ class LightningStep:
                 "so it must be given its batch: take (batch, batch_idx)."
             )
 
+    @property
+    def drew(self) -> bool:
+        return self._undo.drew
+
     def run(self, batch: Any, share: float | None) -> Any:
         args, kwargs = self._args, self._kwargs
         if args:
             args = (batch, *args[1:])
         elif self._key:
             kwargs = {**kwargs, self._key: batch}
-        with self._undone() if share is None else nullcontext(), self._context(), self._recording(share):
+        with self._undone() if share is None else self._undo.kept(), self._context(), self._recording(share):
             return getattr(self._module, self.name)(*args, **kwargs)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
         trainer = self._module.trainer
         should_stop, hyper = trainer.should_stop, _hyper(trainer)
-        with _undone(self, self._common):
+        with self._undo.undone():
             try:
                 yield
             finally:
@@ -134,12 +168,12 @@ class LightningStep:
     def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
         output = portable("what the step returns", merged(self.name, outputs))
         trainer = self._module.trainer
-        return StepReport(output, self._logged, self._memory.changes(), trainer.should_stop, _hyper(trainer))
+        return StepReport(output, self._logged, self._undo.start.changes(), trainer.should_stop, _hyper(trainer))
 
     def settle(self, report: StepReport, device: torch.device, *, source: bool) -> Any:
         """Log, remember and return, on every rank, what the last stage did."""
         if not source:
-            self._memory.apply(report.changes, device)
+            self._undo.start.apply(report.changes, device)
             self._module.trainer.should_stop = report.should_stop
             _set_hyper(self._module.trainer, report.hyper)
         together: dict[tuple[str, int], list[_Logged]] = {}
@@ -189,17 +223,6 @@ class LightningStep:
         """Return whether a call of ``log`` (prog_bar, logger, on_step, …) asks for a value per step."""
         on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
         return self.train if on_step is None else bool(on_step)
-
-
-@contextmanager
-def _undone(step: UserStep, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Undo what a run that doesn't count changes in ``modules``; note whether it drew from a generator of theirs."""
-    before = Memory(modules)
-    try:
-        yield
-    finally:
-        step.drew = step.drew or before.drew
-        before.restore()
 
 
 def loss_in(name: str, output: Any) -> Tensor | None:

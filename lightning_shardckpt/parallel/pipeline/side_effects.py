@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import is_
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +26,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_unknown
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, set, dict)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _COPIED = 1 << 20  # elements; a larger tensor is not copied, so that a change of it can be noticed, but not undone
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -116,6 +119,59 @@ class _SavedValue:
         return value
 
 
+class _ModuleMemory:
+    """The present memory of one module. What is compared most often, that nothing changed, costs least."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes, self._buffers = dict(vars(module)), dict(buffer_slots(module))
+        self._opaque: list[Any] = []  # containers of what is not covered, which may become covered
+        self._saved: dict[tuple[str, bool], _SavedValue] = {}
+        for name, value in self.attributes.items():
+            if type(value) in _PLAIN or name in _INTERNAL:
+                continue
+            if _is_plain(value):
+                self._saved[name, False] = _SavedValue.of(value, copied=_is_small(value))
+            elif isinstance(value, _CONTAINERS):
+                self._opaque.append(value)
+        for name, buffer in self._buffers.items():
+            self._saved[name, True] = _SavedValue.of(buffer, copied=_is_small(buffer))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if everything is as it was."""
+        return (
+            _are_same(vars(self.module), self.attributes)
+            and _are_same(buffer_slots(self.module), self._buffers)
+            and all(kept.same(kept.value) for kept in self._saved.values())
+            and not any(map(_is_plain, self._opaque))
+        )
+
+    @property
+    def drew(self) -> bool:
+        """True if somebody drew from a generator since."""
+        return any(isinstance(kept.value, _GENERATORS) and not kept.same(kept.value) for kept in self._saved.values())
+
+    def before(self) -> dict[tuple[str, bool], _SavedValue]:
+        """Return everything that is covered, as it was."""
+        attributes = self.attributes.items()
+        plain = {(k, False): _SavedValue(v) for k, v in attributes if type(v) in _PLAIN and k not in _INTERNAL}
+        return plain | self._saved
+
+    def restore(self) -> None:
+        """Make everything as it was."""
+        module, before = self.module, self.before()
+        for key, value in list(_state(module)):
+            if key not in before and not key[1] and key[0] in self.attributes:  # not covered then
+                vars(module)[key[0]] = self.attributes[key[0]]
+            elif key not in before:
+                del _place(module, key)[key[0]]
+            elif not before[key].same(value):
+                _place(module, key)[key[0]] = before[key].restored(key[0])
+        for key in before.keys() - {key for key, _ in _state(module)}:
+            _place(module, key)[key[0]] = before[key].restored(key[0])
+
+
 class Memory:
     """The present memory of some modules, to compare with and to return to. No communication.
 
@@ -125,40 +181,28 @@ class Memory:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._before = [
-            {key: _SavedValue.of(value, copied=_is_small(value)) for key, value in _state(m)} for m in modules
-        ]
-
-        # not covered, unless they give way to something that is
-        self._objects = [{k: v for k, v in vars(m).items() if k not in _INTERNAL and not _is_plain(v)} for m in modules]
+        self._before = [_ModuleMemory(module) for module in modules]
 
     @property
     def drew(self) -> bool:
         """True if somebody drew from a generator since."""
-        return any(
-            isinstance(kept.value, _GENERATORS) and not kept.same(kept.value)
-            for before in self._before
-            for kept in before.values()
-        )
+        return any(before.drew for before in self._before)
 
-    def restore(self) -> None:
-        """Make everything as it was."""
-        for module, before, objects in zip(self._modules, self._before, self._objects, strict=True):
-            for key, value in list(_state(module)):
-                if key not in before and not key[1] and key[0] in objects:
-                    vars(module)[key[0]] = objects[key[0]]
-                elif key not in before:
-                    del _place(module, key)[key[0]]
-                elif not before[key].same(value):
-                    _place(module, key)[key[0]] = before[key].restored(key[0])
-            for key in before.keys() - {key for key, _ in _state(module)}:
-                _place(module, key)[key[0]] = before[key].restored(key[0])
+    def restore(self) -> bool:
+        """Make everything as it was; returns whether it was so already."""
+        changed = [before for before in self._before if not before.is_unchanged]
+        for before in changed:
+            before.restore()
+        return not changed
 
     def changes(self) -> list[Change]:
         """Return what is different now. Its tensors are copies without history, in host memory."""
         found = []
         extended: set[int] = set()  # a list with two names grows once
-        for number, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
+        for number, memory in enumerate(self._before):
+            if memory.is_unchanged:
+                continue
+            module, before = memory.module, memory.before()
             now = dict(_state(module))
             for (name, buffer), value in now.items():
                 kept = before.get((name, buffer))
@@ -240,12 +284,21 @@ def _place(module: nn.Module, key: tuple[str, bool]) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple | set):
-        return all(_is_plain(item) for item in value)
+        return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(isinstance(key, _PLAIN) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, (*_PLAIN, *_GENERATORS)) or (
-        isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    )
+    kind: Any = type(value)  # which mypy takes for unhashable
+    return _is_plain_class(kind) and not (isinstance(value, Tensor) and isinstance(value, nn.Parameter))
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_plain_class(kind: type) -> bool:
+    return issubclass(kind, (*_PLAIN, *_GENERATORS, Tensor))
+
+
+def _are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Return whether both have the same names, in the same order, for the same objects."""
+    return list(now) == list(before) and all(map(is_, now.values(), before.values()))
 
 
 def _is_small(value: Any) -> bool:

@@ -19,8 +19,9 @@ class UserStep(Protocol):
     batch: Any
     train: bool
 
-    drew: bool
-    """Whether a run that does not count drew from a generator of the module's."""
+    @property
+    def drew(self) -> bool:
+        """Whether a run that does not count drew from a generator of the module's."""
 
     def run(self, batch: Any, share: float | None) -> Any:
         """Run it on a part of the batch. ``share``: of the samples; None if what it logs doesn't count."""
