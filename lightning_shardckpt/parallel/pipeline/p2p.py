@@ -1,7 +1,8 @@
 """Messages between pipeline stages: activations forward, gradients backward.
 
-Every message has a header of fixed size, so shapes may change from one microbatch to the next, and a stage that failed
-can say so in place of what is waited for. Sends never block; receives do.
+Every message begins with a part of fixed size, with a header, so shapes may change from one microbatch to the next, and
+a stage that failed can say so in place of what is waited for. Small tensors in host memory are in that part, too.
+Sends never block; receives do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 
 _HEADER = 256  # int64 numbers
+_FIRST_PART = 2048  # int64 numbers: the header, and small tensors
+_ALIGNMENT = 16
 _TAGS = 64  # a message has at most so many parts
 _MICROBATCHES = 4096
 _FAILED = -1
@@ -77,10 +80,15 @@ class Transport:
             if message is None
             else [t.detach().resolve_conj().resolve_neg().contiguous() for t, _ in message.tensors.values()]
         )
-        header = torch.zeros(_HEADER, dtype=torch.int64)
+        first = torch.zeros(_FIRST_PART, dtype=torch.int64)
         numbers = _header(message, tensors)
-        header[: len(numbers)] = torch.tensor(numbers)
-        for part, tensor in enumerate([header.to(self.device), *tensors]):
+        first[: len(numbers)] = torch.tensor(numbers)
+        places = self._places_inside([tensor.nbytes for tensor in tensors])
+        if places is not None:
+            for tensor, (start, stop) in zip(tensors, places, strict=True):
+                first.view(torch.uint8)[start:stop] = tensor.reshape(-1).view(torch.uint8)
+            tensors = []
+        for part, tensor in enumerate([first.to(self.device), *tensors]):
             if tensor.numel():
                 work = dist.isend(tensor, destination, group=self.group, tag=tag + part)
                 assert work is not None
@@ -101,16 +109,29 @@ class Transport:
             return message
         source = dist.get_global_rank(self.group, peer)
         tag = self._tag(direction, boundary, microbatch)
-        header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-        dist.recv(header, source, group=self.group, tag=tag)
-        facts, places = _parsed(header.tolist())
-        tensors = {}
-        for part, (position, flag, dtype, shape) in enumerate(places):
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            if tensor.numel():
+        first = torch.empty(_FIRST_PART, dtype=torch.int64, device=self.device)
+        dist.recv(first, source, group=self.group, tag=tag)
+        facts, parts = _parsed(first[:_HEADER].tolist())
+        found = [torch.empty(shape, dtype=dtype, device=self.device) for _, _, dtype, shape in parts]
+        places = self._places_inside([tensor.nbytes for tensor in found])
+        for part, tensor in enumerate(found):
+            if places is not None:
+                start, stop = places[part]
+                tensor.view(-1).view(torch.uint8).copy_(first.view(torch.uint8)[start:stop])
+            elif tensor.numel():
                 dist.recv(tensor, source, group=self.group, tag=tag + 1 + part)
-            tensors[position] = tensor, flag
+        tensors = {position: (tensor, flag) for tensor, (position, flag, _, _) in zip(found, parts, strict=True)}
         return Message(tensors, facts)
+
+    def _places_inside(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return where the bytes of tensors are in the first part of a message; None if they come after it."""
+        if self.device.type != "cpu":  # it is made in host memory
+            return None
+        places, at = list[tuple[int, int]](), _HEADER * torch.int64.itemsize
+        for size in sizes:
+            places.append((at, at + size))
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return places if at <= _FIRST_PART * torch.int64.itemsize else None
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived. Call when every peer has received what it is going to."""
