@@ -9,6 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,24 +41,25 @@ def watched_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
     """
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
     thread = threading.get_ident()
-
-    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        position = _GROUP_POSITION[name]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                watch(name, kwargs.get("group", args[position] if len(args) > position else None))
-            return original(*args, **kwargs)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, watched(name, original))
+    vars(dist).update({name: _watched(name, originals[name], watch, thread) for name in _COLLECTIVES})
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        vars(dist).update(originals)
+
+
+@lru_cache(maxsize=128)  # this happens several times in a step
+def _watched(
+    name: str, original: Callable[..., Any], watch: Callable[[str, Any], None], thread: int
+) -> Callable[..., Any]:
+    position = _GROUP_POSITION[name]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            watch(name, kwargs.get("group", args[position] if len(args) > position else None))
+        return original(*args, **kwargs)
+
+    return call
 
 
 def pickled(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:

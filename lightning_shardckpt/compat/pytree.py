@@ -6,18 +6,41 @@ container is a leaf, ``None`` included; models of transformers register their ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec as TreeSpec
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _T = TypeVar("_T")
+_LEAF = _pytree.tree_flatten(None)[1]
+_LEAF_CLASSES = (int, float, str, bool, type(None))
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of nested containers, and how they are nested; of a tensor, itself."""
+    return ([tree], _LEAF) if isinstance(tree, torch.Tensor) else _pytree.tree_flatten(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of nested containers; of a tensor, itself."""
+    return [tree] if isinstance(tree, torch.Tensor) else _pytree.tree_leaves(tree)
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a copy of nested containers in which every leaf is replaced by what ``change`` returns."""
+    return change(tree) if isinstance(tree, torch.Tensor) else _pytree.tree_map(change, tree)
+
+
+def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments, as of ``tree_flatten((args, kwargs))``, and a key for how they are nested."""
+    leaves = [*args, *kwargs.values()]
+    if all(isinstance(leaf, torch.Tensor) or type(leaf) in _LEAF_CLASSES for leaf in leaves):
+        return leaves, (len(args), *kwargs)
+    return _pytree.tree_flatten((tuple(args), dict(kwargs)))
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: _T) -> _T:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.module_class import mix_in
-from lightning_shardckpt.compat.pytree import TreeSpec, tree_flatten, tree_unflatten
+from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.checks import refuse_reentrant_checkpoint, without_world_collectives
 from lightning_shardckpt.parallel.pipeline.stages import Where
@@ -126,7 +126,7 @@ class Stub:
         if like is not None and like.training != self._copy.training:
             for part, real in zip(self._copy.modules(), like.modules(), strict=True):
                 part.training = real.training
-        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        leaves, spec = flatten_call(args, kwargs)
         key: Any = (spec, self._copy.training, *(_kind(leaf) for leaf in leaves))
         try:
             known = self._known.get(key)
@@ -154,7 +154,7 @@ class Stub:
                 raise
             # Its shapes depend on values (experts do): a layer returns what it got, or the entry finds the difference.
             return Placeholder.of(like.geometry, self._fqn, like.device)
-        if len(tree_flatten((tuple(args), dict(kwargs)))[0]) != len(leaves):
+        if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise TopologyError(
                 f"{self._fqn} adds to a list or dict that it gets. Other stages of the pipeline don't see that: return "
                 "what is needed."
@@ -212,7 +212,7 @@ class Gate:
         self._check_order(run, index)
         run.next += 1
         last = len(self._gates.layers) - 1
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves = flatten_call(args, kwargs)[0]
         if run.kind == "probe":
             if index == min(run.stop, last):
                 run.carry = tuple(unknowns(leaves))

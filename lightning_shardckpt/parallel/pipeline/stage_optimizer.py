@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,14 +20,19 @@ from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
 
 
-@contextmanager
-def user_code(is_run: bool = True) -> Iterator[None]:
+class user_code:  # a context manager, entered dozens of times in a step
     """Inside, param groups show the parameters of all stages; or, if not ``is_run``, those of this stage again."""
-    token = _IN_USER_CODE.set(is_run)
-    try:
-        yield
-    finally:
-        _IN_USER_CODE.reset(token)
+
+    __slots__ = ("_is_run", "_token")
+
+    def __init__(self, is_run: bool = True) -> None:
+        self._is_run = is_run
+
+    def __enter__(self) -> None:
+        self._token = _IN_USER_CODE.set(self._is_run)
+
+    def __exit__(self, *error: object) -> None:
+        _IN_USER_CODE.reset(self._token)
 
 
 class GroupParameters(list[Tensor]):

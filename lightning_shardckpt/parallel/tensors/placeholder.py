@@ -127,7 +127,10 @@ class Placeholder(Tensor):
         if name in _HERE or (name in _FACTORIES and _only_like(args, kwargs)):
             with without_torch_function():
                 return func(*args, **kwargs)
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder))
+        if args and isinstance(args[0], Placeholder):
+            first = args[0]
+        else:
+            first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder))
         if name in ("__repr__", "__str__"):
             return f"<unknown on this pipeline stage: {first.origin}, shape {tuple(first.geometry.shape)}>"
         if access == "__set__" and not isinstance(args[0], Placeholder):
