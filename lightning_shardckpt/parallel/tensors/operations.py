@@ -21,6 +21,7 @@ from lightning_shardckpt.parallel.tensors.sharded import (
     HANDLERS,
     LEAF,
     Function,
+    ShardedTensor,
     is_alike,
     is_sharded,
     like,
@@ -34,6 +35,9 @@ from lightning_shardckpt.parallel.tensors.sharded import (
 from lightning_shardckpt.parallel.tensors.values import check_same, drawn_alike, is_same_everywhere, where_is, whole
 from lightning_shardckpt.parallel.tensors.views import ShardView, on_wholes
 from lightning_shardckpt.parallel.tensors.written_numbers import note_numbers
+
+_MOVES = ("cpu", "cuda", "to")
+_NUMBERS = (float, int, bool)
 
 
 def _accessor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,6 +95,8 @@ def _random(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with without_torch_function():
+        if not torch.is_grad_enabled() and (rows := _rows_alike(func, args, kwargs)) is not None:
+            return _on_rows(func, args, kwargs, rows)
         tensors = list(tensors_in(args, kwargs))
         if any(isinstance(t, ShardView) for t in tensors):  # it may be older than the shards
             return on_wholes(func, args, kwargs)
@@ -99,7 +105,7 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if target is not None:
             return _written(func, args, kwargs, target, tensors)
         name = name_of(func)
-        if name in ("cpu", "cuda", "to") and (moved := _moved(func, args, kwargs)) is not None:
+        if name in _MOVES and (moved := _moved(func, args, kwargs)) is not None:
             return moved
         with_history = torch.is_grad_enabled() and name != "detach" and any(t.requires_grad for t in tensors)
         plain = [t for t in tensors if not is_alike(t, first)]
@@ -112,6 +118,36 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _on_locals(func, args, kwargs, first)
 
 
+def _rows_alike(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return the arguments with this rank's rows, in the case of which the steps of optimizers are made.
+
+    That is: sharded tensors that are laid out alike, the first argument being one, and numbers. Else None.
+    """
+    if not args or type(args[0]) is not ShardedTensor or name_of(func) in _MOVES:
+        return None
+    if not all(type(value) in _NUMBERS for value in kwargs.values()):
+        return None
+    rows = list[Any]()
+    for value in args:
+        if type(value) is ShardedTensor and is_alike(value, args[0]):
+            rows.append(local_tensor(value))
+        elif type(value) in _NUMBERS:
+            rows.append(value)
+        else:
+            return None
+    return rows
+
+
+def _on_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[Any]) -> Any:
+    target: ShardedTensor = args[0]
+    if writes_first(func):
+        note_numbers(name_of(func), target.shape, args, kwargs)
+        func(*rows, **kwargs)
+        increment_version(target)
+        return target
+    return _as_example(func(*rows, **kwargs), args, target)
+
+
 def _with_history(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a function as torch's DTensor does; elementwise operations on tensors that are laid out alike are right."""
     found = func(*args, **kwargs)
@@ -119,12 +155,16 @@ def _with_history(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _on_locals(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], example: DTensor) -> Any:
-    found = func(*mapped(args, local_of), **mapped(kwargs, local_of))
+    return _as_example(func(*mapped(args, local_of), **mapped(kwargs, local_of)), (*args, *kwargs.values()), example)
+
+
+def _as_example(found: Any, args: tuple[Any, ...], example: DTensor) -> Any:
+    """Return what a function made of rows as tensors laid out like ``example``; one of its arguments as that."""
     if isinstance(found, tuple):
         return tuple(like(example, part) for part in found)
     if not isinstance(found, Tensor):
         return found
-    same = next((t for t in tensors_in(args, kwargs) if is_sharded(t) and local_tensor(t) is found), None)
+    same = next((t for t in tensors_in(args, {}) if is_sharded(t) and local_tensor(t) is found), None)
     return like(example, found) if same is None else same
 
 
