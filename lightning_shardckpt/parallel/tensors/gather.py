@@ -34,6 +34,7 @@ class GatherItem:
     """One tensor of a plan.
 
     Attributes:
+        whole_spec: of the tensor as a tensor-parallel plan expects it; None where the plan does not shard it.
         shape: of what the tensor-parallel axes leave to this rank.
         local: the shape of this rank's rows of that.
         slots: how many elements of a flat buffer one rank has.
@@ -42,6 +43,7 @@ class GatherItem:
     """
 
     spec: DTensorSpec
+    whole_spec: DTensorSpec | None
     where: Placements
     shape: torch.Size
     local: torch.Size
@@ -55,7 +57,10 @@ class GatherItem:
         where = placements_of(spec.mesh, tuple(spec.placements))
         shape, local = model_shape(spec, where), local_tensor(shard).shape
         slots = shape.numel() if where.shard is None else -(-shape[0] // where.shard.size) * shape[1:].numel()
-        return cls(spec, where, shape, local, slots, local_tensor(shard).device, shard.__dict__.get(PARTIAL))
+        home, partial, whole = local_tensor(shard).device, shard.__dict__.get(PARTIAL), None
+        if where.model_mesh is not None:
+            whole = DTensorSpec(where.model_mesh, where.model, tensor_meta=spec.tensor_meta)
+        return cls(spec, whole, where, shape, local, slots, home, partial)
 
     def whole(self, memory: Tensor) -> Tensor:
         """The tensor over the beginning of flat memory; a view of nothing, so that it may be changed in place."""
@@ -64,10 +69,7 @@ class GatherItem:
 
     def wrapped(self, found: Tensor) -> Tensor:
         """Return a tensor as the DTensor that a tensor-parallel plan expects, where the plan sharded it."""
-        if self.where.model_mesh is None:
-            return found
-        spec = DTensorSpec(self.where.model_mesh, self.where.model, tensor_meta=self.spec.tensor_meta)
-        return new_dtensor(found, spec)
+        return found if self.whole_spec is None else new_dtensor(found, self.whole_spec)
 
     def shard(self, local: Tensor) -> DTensor:
         """The DTensor with these rows."""
