@@ -275,6 +275,8 @@ def _make_units(
     wrapped = {m for outer in compiled for m in (outer, *outer.modules())} | set(compiled.values())
     peers = peers_of(meshes.root["shard"]) if meshes.topology.shard > 1 else None
     gathers = meshes.topology.pipeline > 1 or any(isinstance(p, DTensor) for p in root.parameters())
+    copies = meshes.topology.shard > 1 or recipe.cpu_offload  # else what is gathered is the parameters' own memory
+    frees = copies and not recipe.keeps_gathered(meshes)
     chosen = {module: "reshard" for module in units if module in names}
     if gathers:
         others = units_around(root, list(chosen), is_called=is_called)
@@ -291,7 +293,7 @@ def _make_units(
             peers.register(names[module]) if peers is not None else 0,
             device,
             unreduced,
-            reshard=kind == "reshard" and not recipe.keeps_gathered(meshes),
+            reshard=kind == "reshard" and frees,
             recompute=module in recomputed,
             inner=kind == "inner",
             takes_plain=meshes.topology.pipeline > 1,
