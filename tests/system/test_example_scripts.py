@@ -64,6 +64,7 @@ def test_a_plain_torch_script_goes_on_on_other_ranks_and_ends_when_all_is_writte
     assert sorted(os.listdir(alone.parent)) == ["alone", "plain-torch"]
 
 
+@pytest.mark.sweep
 def test_a_fabric_script_goes_on_on_other_topologies_and_ends_when_all_is_written(tmp_path: Path) -> None:
     script, moved = ROOT / "examples" / "with_fabric.py", tmp_path / "checkpoints" / "fabric"
     first, second = documented_commands("with_fabric.py")

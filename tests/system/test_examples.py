@@ -149,6 +149,7 @@ def test_the_output_has_both_curves_the_verdicts_and_the_seconds(job: Job) -> No
     assert [line.split()[0] for line in seconds] == ["uninterrupted", *TOPOLOGIES, "all"]
 
 
+@pytest.mark.sweep
 def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule() -> None:
     size = ["--rounds=1", "--steps=1", "--layers=4", "--width=16", "--length=8", "--batch=8"]
     lines = python(

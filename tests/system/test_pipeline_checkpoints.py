@@ -94,6 +94,7 @@ def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_three_dimensions_on_eight_processes_and_back(tmp_path: Path) -> None:
     """PP2 x FSDP2 x TP2 to TP4 x FSDP2 and one process, and from there back; to FSDP8 and PP2 x TP4."""
     path = str(tmp_path / "a.ckpt")

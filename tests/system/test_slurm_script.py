@@ -77,6 +77,7 @@ def submitted(folder: Path, *arguments: str, time_is_up: str = "never") -> tuple
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_job_whose_time_is_up_is_requeued_and_ends_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     status, asked, printed = submitted(cut, time_is_up="after the first checkpoint")
@@ -97,6 +98,7 @@ def test_a_job_whose_time_is_up_is_requeued_and_ends_as_one_that_was_not_interru
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_job_that_fails_is_not_requeued(tmp_path: Path) -> None:
     status, asked, printed = submitted(tmp_path / "job", "--model.width=17")  # which the heads do not divide
     assert (status, asked) == (1, []), printed

@@ -103,6 +103,7 @@ consolidate("a.ckpt", format="pickle")  # arg-type
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_mypy_passes_right_calls_and_finds_wrong_ones(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="judges the types; of the extra `dev`")
     for name, code in {"right.py": RIGHT, "wrong.py": WRONG}.items():

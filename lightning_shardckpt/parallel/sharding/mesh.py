@@ -80,6 +80,10 @@ class Meshes:
     root: DeviceMesh
     user: DeviceMesh
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Meshes:
+        """The same: a copy of a module, as StochasticWeightAveraging makes it, is of the same processes."""
+        return self
+
     @cached_property
     def fsdp(self) -> DeviceMesh:
         """The mesh that rows are sharded over: two axes for HSDP, else one. A size of 1 is meant: it makes DTensors."""

@@ -51,7 +51,7 @@ class RemembersBefore(ShardCkptIO):
     """Notes what a module has before something is loaded into it."""
 
     def __init__(self, module: tiny.TinyLM) -> None:
-        super().__init__()
+        super().__init__(verify="first")  # test_failed_resume has the default
         self._module, self.before = module, dict[str, Any]()
 
     def load_into(self, *args: Any, **kwargs: Any) -> Any:

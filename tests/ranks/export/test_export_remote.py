@@ -420,6 +420,7 @@ def save_rows_and_columns(path: str, rows: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_memory_does_not_grow_with_what_is_uploaded(saved: Path, s3: Bucket, tmp_path: Path) -> None:
     kind: Any = "torch"
     rows = 40 * 1024  # 160 MiB per tensor, of which there are two
