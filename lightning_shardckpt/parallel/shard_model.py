@@ -293,6 +293,7 @@ def _make_units(
             peers.register(names[module]) if peers is not None else 0,
             device,
             unreduced,
+            copies=copies,
             reshard=kind == "reshard" and frees,
             recompute=module in recomputed,
             inner=kind == "inner",

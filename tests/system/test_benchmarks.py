@@ -23,8 +23,8 @@ import state
 state.LAYERS = 2
 runpy.run_path({str(FOLDER / "compare.py")!r}, run_name="__main__")
 """
-# Cases by section. The others are run by hand: save, async, load, reshard, small, consolidate, planning.
-SECTIONS = {"remote": 1, "steps": 9}
+# Cases by section. The others are run by hand: save, async, load, reshard, small, consolidate, planning, steps.
+SECTIONS = {"remote": 1}
 OPTIONAL = {"torchsnapshot", "torch_checkpointing", "Megatron-Core", "OLMo-core"}
 
 

@@ -106,7 +106,7 @@ KINDS = ["epoch", "val_loss", "per_epoch", "scaler", "ema"]
 
 
 @pytest.mark.parametrize(
-    ("world", "kinds"), [(1, KINDS), pytest.param(2, ["scaler", "ema"], marks=pytest.mark.slow)]
+    ("world", "kinds"), [(1, KINDS), pytest.param(2, KINDS, marks=[pytest.mark.slow, pytest.mark.sweep])]
 )
 def test_what_is_carried_over_epochs_is_carried_over_a_resume(world: int, kinds: list[str], tmp_path: Path) -> None:
     for rank in run_ranks(world, straight_and_resumed, kinds, str(tmp_path), timeout_s=300):

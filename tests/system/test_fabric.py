@@ -114,7 +114,7 @@ def twins(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[nets.Trained]:
     [
         pytest.param(1, TWO[:1], id="1"),
         pytest.param(2, TWO, id="2", marks=pytest.mark.slow),
-        pytest.param(4, FOUR, id="4", marks=pytest.mark.slow),
+        pytest.param(4, FOUR, id="4", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )
 def test_a_script_trains_as_plain_torch_does_in_one_process(

@@ -54,7 +54,7 @@ def fit_each(runs: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
     ("world", "ways"),
     [
         pytest.param(2, [(FSDP, TP), (TP, PP), (PP, FSDP)], id="two ranks", marks=pytest.mark.slow),
-        pytest.param(4, [(TP, FSDP)], id="fsdp2 x tp2 to fsdp2", marks=pytest.mark.slow),
+        pytest.param(4, [(TP, FSDP)], id="fsdp2 x tp2 to fsdp2", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )
 def test_adapters_alone_resume_on_any_topology(

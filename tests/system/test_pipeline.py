@@ -215,8 +215,8 @@ SWEPT = {
                   "1f1b, llama recomputed"],
     "two stages per rank": ["gpipe, metrics", "gpipe", "bert", "looped_bfs", "dualpipe_v"],
     "three ranks": ["gpipe", "frozen layers", "conditioned"],
-    "four ranks": ["gpipe"],
-    "with fsdp": ["gpipe", "masked loss", "metrics"],
+    "four ranks": ["gpipe", "1f1b"],
+    "with fsdp": ["gpipe", "masked loss", "metrics", "tied llama"],
     "with tensor": ["1f1b", "metrics"],
     "with replicas": ["gpipe"],
 }  # fmt: skip

@@ -880,8 +880,8 @@ every_case = pytest.mark.parametrize(
     "case",
     [
         *QUICK,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW[::2]),
-        *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.sweep]) for case in SLOW[1::2]),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW[::3]),
+        *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.sweep]) for n, case in enumerate(SLOW) if n % 3),
     ],
 )
 

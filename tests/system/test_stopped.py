@@ -200,7 +200,7 @@ ROWS: dict[int, list[Row]] = {
 FAST = {1: 5, 2: 2}
 CASES = [
     pytest.param(world, n, id=f"{world}: {kind}, {saver}, {'workers' if data else 'no worker'}, {', '.join(options)}",
-                 marks=[] if n < FAST[world] else [pytest.mark.slow, *([pytest.mark.sweep] if n % 2 else [])])
+                 marks=[] if n < FAST[world] else [pytest.mark.slow, *([pytest.mark.sweep] if n % 3 else [])])
     for world, rows in ROWS.items()
     for n, (kind, saver, data, options) in enumerate(rows)
 ]  # fmt: skip

@@ -26,8 +26,8 @@ from tests.sweeps.twins.run import (
 TOGETHER = 24  # so many cases run in the same processes, one after the other
 # The suite runs one of so many cases, on each topology beginning with another one, so that together they have many;
 # `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
-ONE_OF = {"one": 16, "fsdp2": 4, "replicas": 16, "tp2": 12, "pp2": 6, "hsdp": 24, "fsdp2 x tp2": 24}
-ONE_RESUMED_OF = 16
+ONE_OF = {"one": 16, "fsdp2": 5, "replicas": 16, "tp2": 12, "pp2": 8, "hsdp": 48, "fsdp2 x tp2": 36}
+ONE_RESUMED_OF = 24
 
 REFUSED_IN_PIPELINES = {
     "ClipsByNorm": "optimizes manually (automatic_optimization = False), which cannot be pipelined",

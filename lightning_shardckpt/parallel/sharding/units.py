@@ -29,7 +29,7 @@ from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_fla
 from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers, as_gathered, values_of, was_assigned
-from lightning_shardckpt.parallel.sharding.regather import regathered_in_backward
+from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -54,6 +54,7 @@ class Unit:
         number: of that name, from `Peers.register`.
         device: where its parameters are gathered.
         unreduced: where gradients accumulate, if they are to be reduced later.
+        copies: whether what it gathers is other memory than that of the parameters.
         reshard: whether to free whole parameters between forward and backward.
         recompute: whether to compute the activations again in the backward, instead of keeping them.
         inner: whether it is a part of another unit, and gathers only when it is called without that.
@@ -65,6 +66,7 @@ class Unit:
     number: int
     device: torch.device
     unreduced: UnreducedGradients
+    copies: bool = True
     reshard: bool = False
     recompute: bool = False
     inner: bool = False
@@ -116,9 +118,9 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         wholes = _gathered(module, unit, leaves)
         versions = [version_of(whole) for whole in wholes]
         places = dict(zip(map(id, leaves), wholes, strict=True))
-        notes = unit.reshard and KeptGathers.current is None and torch.is_grad_enabled()
-        again = partial(_gather, module, unit, leaves, history=False)
-        with _put_in_place(slots, places), regathered_in_backward(wholes, again) if notes else nullcontext():
+        again = partial(_gather, module, unit, leaves, history=False) if unit.reshard else None
+        saved = SavedParameters(unit.name, leaves, wholes, again) if _is_noted(unit, wholes) else None
+        with _put_in_place(slots, places), nullcontext() if saved is None else saved.context():
             set_frame_callback(compiler)
             try:
                 found = forward(*args, **kwargs)
@@ -127,9 +129,18 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
             if version_of(whole) != version or was_assigned(whole):
                 _keep_change(leaf, whole, unit.name)
+        if saved is not None:
+            saved.end()
         return found
     finally:
         set_frame_callback(compiler)
+
+
+def _is_noted(unit: Unit, wholes: Sequence[Tensor]) -> bool:
+    """Return whether changes are to be watched for autograd: not of plain tensors over the parameters' own memory."""
+    if KeptGathers.current is not None or not torch.is_grad_enabled():
+        return False
+    return unit.copies or any(isinstance(whole, DTensor) for whole in wholes)
 
 
 def _slots(module: nn.Module, *, plain: bool) -> list[tuple[nn.Module, str, Tensor]]:

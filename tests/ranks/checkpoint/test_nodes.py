@@ -336,6 +336,7 @@ def test_a_script_that_is_started_on_both_hosts_trains_as_on_one(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_when_all_processes_of_a_host_are_killed_those_of_the_other_one_end(
     hosts: Hosts, script: Path, tmp_path: Path
 ) -> None:
