@@ -18,6 +18,7 @@ import os
 import pickle
 import pkgutil
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from typing import IO, Any, NamedTuple, NoReturn, TypedDict
 
 ROOT = Path(__file__).parents[2]
 FIRST_LOOK_S = 0.5  # between asking a rank for its stacks and killing it
+LEAVING_S = 2  # a rank that is done waits so long for the others: it would break connections that they still make
 OUTPUT_TAIL_LINES = 30
 # What ranks would else import by themselves, at 0.2 s of processor time each.
 PRELOADED = (
@@ -304,7 +306,10 @@ def _be_ready_to_fork() -> None:
 def _answer(line: str) -> str:
     """Do a job; returns how it ended, as a line."""
     job: _Job = json.loads(line)
-    pids = [_fork(rank, job) for rank in range(job["world"])]
+    exit_door = os.pipe()
+    pids = [_fork(rank, job, exit_door) for rank in range(job["world"])]
+    for end in exit_door:
+        os.close(end)
     return json.dumps(_supervise(pids, timeout_s=job["timeout_s"], grace_s=job["grace_s"])) + "\n"
 
 
@@ -338,11 +343,11 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _fork(rank: int, job: _Job) -> int:
+def _fork(rank: int, job: _Job, exit_door: tuple[int, int]) -> int:
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _child(rank, job, server)
+        _child(rank, job, server, exit_door)
     with suppress(ProcessLookupError, PermissionError):  # the child does the same: whoever is first
         os.setpgid(pid, pid)
     return pid
@@ -381,7 +386,7 @@ def _supervise(pids: list[int], *, timeout_s: float, grace_s: float) -> _Ended:
 # ── a rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _child(rank: int, job: _Job, server: int) -> NoReturn:
+def _child(rank: int, job: _Job, server: int, exit_door: tuple[int, int]) -> NoReturn:
     os.setpgid(0, 0)
     _die_with(server)
     folder = Path(job["folder"])
@@ -390,7 +395,7 @@ def _child(rank: int, job: _Job, server: int) -> NoReturn:
     faulthandler.register(signal.SIGUSR2, file=(folder / f"{rank}.stacks").open("w"), all_threads=True)
     code, value, error = 0, None, None
     try:
-        value = pickle.dumps((_call(rank, job), None))
+        value = pickle.dumps((_call(rank, job, exit_door), None))
     except BaseException as raised:  # reported to the test, whatever it is
         code = 1
         error = RankError(type(raised).__name__, str(raised), traceback.format_exc())
@@ -407,7 +412,7 @@ def _redirect(output: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper here
 
 
-def _call(rank: int, job: _Job) -> Any:
+def _call(rank: int, job: _Job, exit_door: tuple[int, int]) -> Any:
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not re-exported for mypy
@@ -426,15 +431,23 @@ def _call(rank: int, job: _Job) -> Any:
         timeout = datetime.timedelta(seconds=max(job["timeout_s"] - 10, job["timeout_s"] / 2))
         store = FileStore(str(folder / "store"), world)  # no port to hunt for
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-        dist.barrier()  # a rank that returned at once would break the connections that the others still make
+        dist.barrier()  # a rank that failed at once would break the connections that the others still make
     value = fn(*args)
     if leaked := leaked_threads(threads):
         raise AssertionError(f"{fn.__qualname__} left threads behind: {leaked}")
     if lost:
         raise AssertionError("exceptions that nobody could catch:\n" + "\n".join(lost))
+    _leave_together(exit_door)
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
+
+
+def _leave_together(exit_door: tuple[int, int]) -> None:
+    """Wait until all ranks came here or died: then nobody has the pipe open for writing, and its end can be read."""
+    reading, writing = exit_door
+    os.close(writing)
+    select.select([reading], [], [], LEAVING_S)
 
 
 def _torchrun_env(rank: int, world: int) -> dict[str, str]:

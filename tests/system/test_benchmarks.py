@@ -23,13 +23,15 @@ import state
 state.LAYERS = 2
 runpy.run_path({str(FOLDER / "compare.py")!r}, run_name="__main__")
 """
-# Cases by section. The others are run by hand: save, async, load, reshard, small, consolidate, planning, steps.
-SECTIONS = {"remote": 1}
+# Cases by section. The others are run by hand: save, async, load, reshard, consolidate, planning, steps.
+SECTIONS = {"small": 1, "remote": 1}
 OPTIONAL = {"torchsnapshot", "torch_checkpointing", "Megatron-Core", "OLMo-core"}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["small", pytest.param("remote", marks=pytest.mark.sweep)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """The name of a section, and what was found there."""
+    section = str(request.param)
     folder: Path = tmp_path_factory.mktemp("benchmarks")
     command = [
         *(sys.executable, "-c", COMMAND),
@@ -38,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--tensors=100",
         "--saves=2",
         f"--out={folder}/results.json",
-        *("--only", *SECTIONS),
+        *("--only", section),
     ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -48,28 +50,26 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert "results.png" in done.stdout or "matplotlib" in done.stdout
     assert [path.name for path in folder.iterdir() if path.is_dir()] == [], "it leaves nothing behind"
-    for section in SECTIONS:
-        assert f"| {section}, " in done.stdout
-    return results
+    assert f"| {section}, " in done.stdout
+    return section, results[section]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_section_has_rows_for_each_case(found: dict[str, Any], section: str) -> None:
-    rows = found[section]["rows"]
-    assert len({row["case"] for row in rows}) == SECTIONS[section]
-    assert found[section]["about"]["rounds"] == 1
+def test_every_section_has_rows_for_each_case(found: tuple[str, dict[str, Any]]) -> None:
+    section, results = found
+    assert len({row["case"] for row in results["rows"]}) == SECTIONS[section]
+    assert results["about"]["rounds"] == 1
 
 
-def test_what_is_saved_goes_to_the_store_and_is_loaded_from_there(found: dict[str, Any]) -> None:
-    for row in found["remote"]["rows"]:
+@pytest.mark.parametrize("found", [pytest.param("remote", marks=pytest.mark.sweep)], indirect=True)
+def test_what_is_saved_goes_to_the_store_and_is_loaded_from_there(found: tuple[str, dict[str, Any]]) -> None:
+    for row in found[1]["rows"]:
         for facts in row["rounds"]:
             assert min(facts["save_sent_mb"], facts["load_received_mb"]) > 19.5, "MB of 0.02 GB"
             assert min(facts["save_requests"], facts["load_requests"]) >= 2, "from each rank"
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_way_that_is_installed_brings_back_what_it_saved(found: dict[str, Any], section: str) -> None:
-    for row in found[section]["rows"]:
+def test_every_way_that_is_installed_brings_back_what_it_saved(found: tuple[str, dict[str, Any]]) -> None:
+    for row in found[1]["rows"]:
         absent = row["way"] in OPTIONAL or "this version of ShardCkptIO" in row.get("error", "")
         assert "error" not in row or absent, row
         assert row["median"] or "error" in row, row

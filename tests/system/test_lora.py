@@ -47,7 +47,10 @@ def trained() -> Callable[[int], list[dict[str, list[Any]]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "way"), [pytest.param(n, way, id=way) for n in WAYS for way in WAYS[n]])
+@pytest.mark.parametrize(
+    ("world", "way"),
+    [pytest.param(n, way, id=way, marks=[pytest.mark.sweep] * (n > 2)) for n in WAYS for way in WAYS[n]],
+)
 def test_training_equals_plain_torch(
     world: int, way: str, trained: Callable[[int], list[dict[str, list[Any]]]], expected: dict[Case, Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,7 @@ def terminated_often(directory: str, numbers: Sequence[int]) -> list[tuple[int, 
 
     In these, each hook meets each step, and each kind of save on each choice of ranks.
     """
+    warnings.filterwarnings("ignore", "a save waited until an earlier one was written")  # the disk may be slow
     found = []
     for number in numbers:
         turn, place = divmod(number, len(HOOKS))
@@ -119,14 +121,15 @@ def terminated_often(directory: str, numbers: Sequence[int]) -> list[tuple[int, 
     return found
 
 
-SOME, REST = ([n for n in range(6, 36) if (n + n // 6) % 2 == odd] for odd in (0, 1))
+SOME = [n for n in range(6, 36) if (n + n // 6) % 3 == 0]
+REST = [n for n in range(6, 36) if n not in SOME]
 
 
 @pytest.mark.parametrize(
     "numbers",
     [
         pytest.param(range(6), id="six"),
-        pytest.param(SOME, id="half of the rest", marks=pytest.mark.slow),
+        pytest.param(SOME, id="a third of the rest", marks=pytest.mark.slow),
         pytest.param(REST, id="the rest", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )

@@ -75,7 +75,9 @@ def expected() -> dict[Case, Trained]:
         ),
         pytest.param(2, {"data_parallel_replicate_size": 2}, [ACCUMULATED], id="replicate2"),
         pytest.param(
-            4, {"data_parallel_replicate_size": 2}, [LATE, ACCUMULATED], id="hsdp 2x2", marks=pytest.mark.slow
+            *(4, {"data_parallel_replicate_size": 2}, [LATE, ACCUMULATED]),
+            id="hsdp 2x2",
+            marks=[pytest.mark.slow, pytest.mark.sweep],
         ),
         pytest.param(
             2, TP, [LATE, TIED, ACCUMULATED, TIED_LLAMA, QWEN3, QWEN3_UNHELD], id="tp2", marks=pytest.mark.slow

@@ -97,9 +97,14 @@ def _parts(names: list[str]) -> Iterator[tuple[str, ...]]:
     return (tuple(names[start : start + TOGETHER]) for start in range(0, len(names), TOGETHER))
 
 
+@cache
+def _twinned() -> list[tuple[str, ...]]:
+    """The cases of all topologies, each once, in parts whose twins are trained together."""
+    return list(_parts([name for name in CASES if any(name in _chosen(topology) for topology in TOPOLOGIES)]))
+
+
 def _expected(name: str) -> Found:
-    """The twin of a case, trained with its neighbours for all topologies at once."""
-    (names,) = (part for part in _parts(list(CASES)) if name in part)
+    (names,) = (part for part in _twinned() if name in part)
     return _twins(names)[name]
 
 

@@ -429,7 +429,9 @@ threading.Thread(target=lambda: (main.join(), storage.gate.set())).start()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [[], ["fault"]], ids=["", "with an error"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param([], id="", marks=pytest.mark.sweep), pytest.param(["fault"], id="with an error")]
+)
 def test_a_process_that_ends_without_a_teardown_finishes_its_save_or_shows_its_error(
     fault: list[str], tmp_path: Path
 ) -> None:

@@ -188,6 +188,7 @@ def test_truncated_files_are_found_even_quickly(copy: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_files_cut_at_many_lengths_are_found_even_quickly(saved: Path, tmp_path: Path) -> None:
     assert both_halves(with_cuts, saved, tmp_path) >= sum(p.stat().st_size for p in saved.iterdir()) / (2 * EACH)
 

@@ -1,6 +1,6 @@
 """Every fault at every call of a save, after which a checkpoint loads. Oracle: both states, bit by bit; sweeps/faults.
 
-``python -m tests.sweeps.faults`` tries them all. Here the deaths of one process are complete, the rest is sampled.
+``python -m tests.sweeps.faults`` tries them all. Here everything is sampled, but the deaths of one process in QUICK.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def without_names(wrong: list[str]) -> list[str]:
 
 
 @rest_is_slow(ALONE)
-def test_a_process_that_is_killed_at_any_call_leaves_the_old_or_the_new_state(name: str) -> None:
-    found, trials, wrong = in_a_fork(swept, name, "kills")
+def test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state(name: str) -> None:
+    found, trials, wrong = in_a_fork(swept, name, "kills", 1 if name in QUICK else 3)
     assert wrong == []
-    assert found == {"old", "new"} and trials > 5
+    assert "old" in found and found <= {"old", "new"} and trials > 2
 
 
 @pytest.mark.parametrize("name", [pytest.param(SAMPLED[0], marks=pytest.mark.slow), SAMPLED[1]])

@@ -132,7 +132,7 @@ LOSSES = [
     pytest.param(
         *(in_save, host, cut),
         id=f"host {host} {'cut off' if cut else 'killed'} in a {'save' if in_save else 'step'}",
-        marks=() if (in_save, host, cut) == QUICK else pytest.mark.slow,
+        marks=() if (in_save, host, cut) == QUICK else [pytest.mark.slow] + [pytest.mark.sweep] * (cut == in_save),
     )
     for in_save in (False, True)
     for host in (0, 1)
@@ -317,9 +317,10 @@ def torchrun(host: int, hosts: Hosts, port: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("launcher", "devices"),
-    [pytest.param(None, 2, id="lightning", marks=pytest.mark.sweep), pytest.param(torchrun, 1, id="torchrun")],
+    [pytest.param(None, 2, id="lightning"), pytest.param(torchrun, 1, id="torchrun")],
 )
 def test_a_script_that_is_started_on_both_hosts_trains_as_on_one(
     launcher: Any, devices: int, hosts: Hosts, script: Path, tmp_path: Path

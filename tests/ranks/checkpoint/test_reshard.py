@@ -64,7 +64,14 @@ def test_state_is_equal_on_every_other_topology(case: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [HSDP, TP4, {**TP2, "data_parallel_replicate_size": 2}], ids=["hsdp", "tp", "two"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(HSDP, id="hsdp", marks=pytest.mark.sweep),
+        pytest.param(TP4, id="tp", marks=pytest.mark.sweep),
+        pytest.param({**TP2, "data_parallel_replicate_size": 2}, id="two"),
+    ],
+)
 def test_every_element_is_written_once(strategy: dict[str, Any], tmp_path: Path) -> None:
     """Replicas of HSDP, and norms that each rank of a tensor group has."""
     run_ranks(4, save, strategy, str(tmp_path / "a.ckpt"), "adamw")

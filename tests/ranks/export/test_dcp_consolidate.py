@@ -88,6 +88,7 @@ def test_fabrics_keys_beside_model_and_optimizer_stay(made: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_writes_next_to_the_folder(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "model parallel.ckpt", tmp_path / "a.ckpt"))
     command = [sys.executable, "-m", "lightning_shardckpt.consolidate", str(folder)]
@@ -131,6 +132,7 @@ def save_large(path: str, rows: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     rows = 40 * 1024  # 160 MiB per tensor
     run_ranks(2, save_large, str(tmp_path / "a"), rows)

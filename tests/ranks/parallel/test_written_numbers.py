@@ -47,9 +47,19 @@ def train(where: str, reduced: bool, strategy: dict[str, Any], steps: int) -> st
     return ""
 
 
+WHERE = ["a weight", "many weights", "the learning rate"]
+HSDP = {"data_parallel_replicate_size": 2}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [{}, {"data_parallel_replicate_size": 2}], ids=["fsdp", "hsdp"])
-@pytest.mark.parametrize("where", ["a weight", "many weights", "the learning rate"])
+@pytest.mark.parametrize(
+    ("where", "strategy"),
+    [
+        *(pytest.param(where, {}, id=f"{where}, fsdp") for where in WHERE),
+        pytest.param("a weight", HSDP, id="a weight, hsdp"),
+        *(pytest.param(where, HSDP, id=f"{where}, hsdp", marks=pytest.mark.sweep) for where in WHERE[1:]),
+    ],
+)
 def test_numbers_of_a_rank_s_own_are_an_error_at_the_next_batch(where: str, strategy: dict[str, Any]) -> None:
     world = 4 if strategy else 2
     assert run_ranks(world, train, where, True, strategy, 3) == [""] * world

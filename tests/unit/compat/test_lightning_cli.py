@@ -16,7 +16,7 @@ REGISTRIES = {
 }
 
 
-@pytest.mark.parametrize("first", ["lightning_shardckpt", "lightning"])
+@pytest.mark.parametrize("first", ["lightning_shardckpt", pytest.param("lightning", marks=pytest.mark.sweep)])
 def test_the_name_makes_the_strategy_of_each(first: str) -> None:
     checks = "; ".join(
         f"from {module} import {registry} as r; s = r.get('sharded'); "
