@@ -34,10 +34,7 @@ class Tuning:
     span_bytes: int = 1 << 20  # of one read: hashed and written while the caches still have it
 
     # ── writing files ──
-    disk_buffers: int = 3  # between the CPU and the disk: one being filled, one being written, one ready for either
-    disk_buffer_bytes: int = 8 << 20  # of each
-    direct_io_bytes: int = 1 << 20  # a file that is smaller gains nothing from O_DIRECT
-    numpy_copy_bytes: int = 64 << 10  # from here on a copy with numpy, which lets other threads run, is worth the call
+    writeback_bytes: int = 8 << 20  # from 1 to 32 MiB it makes no difference
 
     # ── object stores ──
     upload_part_bytes: int = 8 << 20  # S3's least is 5 MiB

@@ -59,7 +59,7 @@ def fill(
         CorruptionError: naming file, tensor and rank; the first error of any thread, when all have ended.
     """
     files = tuple(file) if isinstance(file, Sequence) else (file,)
-    writer = RegionWriter(files, regions, head, advance)
+    writer = RegionWriter(files, regions, head, advance, tuning)
     work = _Work(regions, tensors, writer, tuning)
 
     @contextmanager

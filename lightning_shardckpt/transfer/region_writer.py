@@ -12,9 +12,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_shardckpt.storage.local.posix import write_at
+from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
 from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.crc32 import PiecewiseCRC
+from lightning_shardckpt.system.tuning import Tuning
 from lightning_shardckpt.transfer.regions import Destination, Head, Region
 
 
@@ -30,15 +31,22 @@ class RegionWriter:
         regions: all that will be written; they ascend in each file.
         head: what stands before each region; None if nothing does, so that nothing needs to be summed.
         advance: told of the bytes of regions as they are written, by one thread at a time.
+        tuning: how much is written before it begins to go to the disk.
     """
 
     def __init__(
-        self, files: Sequence[File], regions: Sequence[Region], head: Head | None, advance: Callable[[int], Any]
+        self,
+        files: Sequence[File],
+        regions: Sequence[Region],
+        head: Head | None,
+        advance: Callable[[int], Any],
+        tuning: Tuning,
     ) -> None:
         self._files, self._head, self._advance = files, head, advance
         self._lock, self._turns = threading.Lock(), threading.RLock()  # taken in one step, so Ctrl-C leaves none taken
         self._turn = threading.Condition(self._turns)
         self._writing = [threading.Lock() for _ in files]
+        self._unsent, self._writeback_bytes = [0] * len(files), tuning.writeback_bytes
         self._ends = {region.file: region.first for region in reversed(regions)}  # of what streams were given so far
         self._crcs: dict[int, PiecewiseCRC] = {}
         self.has_failed = False
@@ -118,6 +126,10 @@ class RegionWriter:
         if isinstance(file, int):
             with self._writing[number]:  # the kernel lets one thread at a time write to a file; the others would spin
                 write_at(file, data, offset)
+                self._unsent[number] += len(data)
+                if self._unsent[number] >= self._writeback_bytes:
+                    begin_writeback(file)
+                    self._unsent[number] = 0
         elif len(data):
             self._give(number, file, data, offset)
 

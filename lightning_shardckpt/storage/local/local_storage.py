@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local import leftovers
-from lightning_shardckpt.storage.local.direct_io import write_durably
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import (
     EXCHANGE,
@@ -29,6 +28,7 @@ from lightning_shardckpt.storage.local.posix import (
     naming,
     sync_directory,
     write_at,
+    write_durably,
     write_parts,
 )
 from lightning_shardckpt.storage.local.replaceable import check_replaceable
@@ -191,7 +191,7 @@ class LocalDraft:
         """Write a new file; sync it and its entry in the directory, unless syncs are left out."""
         with self._creating(name) as file:
             if self._sync_files:
-                write_durably(file, parts, self._tuning)
+                write_durably(file, parts, self._tuning.writeback_bytes)
             else:
                 write_parts(file, parts)
 

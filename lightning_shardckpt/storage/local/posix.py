@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lightning_shardckpt.storage.protocol import Bytes
 
 EXCHANGE, NO_REPLACE = 2, 1
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, an error would be reported here, and not by fsync
 _AT_FDCWD = -100
 _OF_ONE_MACHINE = frozenset(
     ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
@@ -82,14 +83,56 @@ def rename_at_once(source: str, target: str, flag: int) -> bool:
 
 def write_parts(file: int, parts: Iterable[Bytes]) -> None:
     """Write all parts, many with one system call; they are made one batch at a time."""
+    for _ in _written(file, parts):
+        pass
+
+
+def write_durably(file: int, parts: Iterable[Bytes], writeback_bytes: int) -> None:
+    """Write all parts into a new file, and sync it.
+
+    The file is on its way to the disk while its next parts are being made, so that the sync at the end has little to
+    wait for; it stays in the page cache, for whoever loads it next.
+
+    Args:
+        file: a descriptor, at the start of an empty file.
+        parts: of any size.
+        writeback_bytes: after so many, the kernel is asked to write them to the disk, which it does meanwhile.
+
+    Raises:
+        OSError: of a write or of the sync, without a path.
+    """
+    waiting = 0
+    for nbytes in _written(file, parts):
+        waiting += nbytes
+        if waiting >= writeback_bytes:
+            begin_writeback(file)
+            waiting = 0
+    os.fsync(file)
+
+
+def begin_writeback(file: int) -> bool:
+    """Ask the kernel to write to the disk what a file has in the page cache, and don't wait for it.
+
+    Returns:
+        Whether that was taken. It is advice: where it is not, or if a write fails, ``fsync`` does it, or raises.
+    """
+    ask = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    whole = ctypes.c_int64(0), ctypes.c_int64(0)  # from 0 to the end, which is what 0 bytes stand for
+    return ask is not None and ask(file, *whole, _WRITE) == 0
+
+
+def _written(file: int, parts: Iterable[Bytes]) -> Iterator[int]:
+    """Write all parts, batch by batch; how many bytes each batch had."""
     batch, size = list[Bytes](), 0
     for part in parts:
         batch.append(part)
         size += len(part)
         if len(batch) >= _BATCH_PARTS or size >= _BATCH_BYTES:
             _write_all(file, batch)
+            yield size
             batch, size = [], 0
     _write_all(file, batch)
+    yield size
 
 
 def _write_all(file: int, parts: list[Bytes]) -> None:

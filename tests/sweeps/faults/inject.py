@@ -1,7 +1,7 @@
 """Make one chosen call of a save fail, without a compiler and without knowing who makes the call.
 
 While an ``Interposer`` is installed, every call of this process that changes something below its root, and every sync,
-passes through it: those of the os module, renameat2, flags set with fcntl, and the writes of Python's own file objects.
+passes through it: those of the os module, renameat2, and the writes of Python's own file objects.
 They are counted from 1; one of them, or all from one on, can be cut short, fail with an errno or kill the process. What
 succeeded can be recorded. Reads and locks pass; an opening for reading counts where the process survives the fault.
 Several threads may make calls, one after the other.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
-import fcntl
 import io
 import os
 import signal
@@ -85,7 +84,6 @@ class Interposer:
         for name in _OF_DESCRIPTORS | _OF_PATHS:
             self._replace(os, name, self._around(name, getattr(os, name)))
         self._replace(os, "open", self._opening(os.open))
-        self._replace(fcntl, "fcntl", self._setting(fcntl.fcntl))
         self._replace(ctypes, "CDLL", self._loading(ctypes.CDLL))
         opening = self._opening_file(io.open)
         self._replace(io, "open", opening)
@@ -142,15 +140,6 @@ class Interposer:
             if writing:
                 self._record("create", inside, data=b"empty" if flags & os.O_TRUNC else b"")
             return file
-
-        return call
-
-    def _setting(self, original: Callable[..., int]) -> Callable[..., int]:
-        def call(file: Any, command: int, *args: Any) -> int:
-            inside = self._inside(file) if command == fcntl.F_SETFL else None
-            if inside is not None:
-                self._count("fcntl", inside, [])
-            return original(file, command, *args)
 
         return call
 

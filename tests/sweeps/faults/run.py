@@ -15,10 +15,7 @@ from tests.sweeps.faults.report import FLIP_COLUMNS, Row, of_flips, of_losses, o
 from tests.sweeps.faults.saves import scenario, scenarios
 from tests.sweeps.faults.trial import Outcome, Scenario
 
-FULL_DISKS = (
-    "first save, 1 rank", "save over an older one, 1 rank", "save of a large file over an older one, 1 rank",
-    "consolidation, 1 rank",
-)  # fmt: skip
+FULL_DISKS = ("first save, 1 rank", "save over an older one, 1 rank", "consolidation, 1 rank")
 KINDS = {
     "SIGKILL before a call": ("kill",),
     "SIGKILL in a write": ("half",),

@@ -25,25 +25,20 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.tuning import TUNING
 from lightning_shardckpt.tools.verify import verify
 from tests.sweeps.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
 SMALL_WINDOW_BYTES = 300  # of an archive of some KB
-SMALL_BUFFERS = Tuning(disk_buffer_bytes=8192, direct_io_bytes=4096)
-"""Files of some KB are written as large ones are: past the page cache, with a buffer after the other."""
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
 _CAUSAL = {"prefix": "", "class": "Net", "adapter": None, "ties": [], "ignored": [], "names": {}}
 HUB = {"models": [{**_CAUSAL, "files": {"config.json": "{}"}}], "files": {}}
 
 
-def whole(step: int, *, large: bool = False) -> dict[str, Any]:
-    """A checkpoint in which no element is equal to one of another step, nor to its neighbours.
-
-    What is ``large`` fills more than two small buffers, and its end is not aligned.
-    """
-    found = {
+def whole(step: int) -> dict[str, Any]:
+    """A checkpoint in which no element is equal to one of another step, nor to its neighbours."""
+    return {
         "state_dict": {
             "w": torch.arange(48.0).reshape(8, 6) + 1000 * step,
             "v": torch.arange(40, dtype=torch.int16).reshape(20, 2) + 1000 * step,
@@ -53,14 +48,11 @@ def whole(step: int, *, large: bool = False) -> dict[str, Any]:
         "global_step": step,
         "callbacks": {"Best": {"score": step / 7, "path": f"step-{step}.ckpt"}},
     }
-    if large:
-        found["state_dict"]["large"] = torch.arange(5500.0) + 10_000 * step
-    return found
 
 
-def of_rank(step: int, ranks: Ranks, *, large: bool = False) -> dict[str, Any]:
+def of_rank(step: int, ranks: Ranks) -> dict[str, Any]:
     """What a rank has of it: a shard of each matrix. The mesh needs no process group, since nothing communicates."""
-    found = whole(step, large=large)
+    found = whole(step)
     if ranks.world > 1:
         mesh = DeviceMesh("cpu", torch.arange(ranks.world), _init_backend=False, _rank=ranks.rank)
         for name, tensor in found["state_dict"].items():
@@ -73,11 +65,11 @@ def of_rank(step: int, ranks: Ranks, *, large: bool = False) -> dict[str, Any]:
 
 
 def save_step(
-    path: str, step: int, ranks: Ranks, *, large: bool = False, sync_files: bool = True, also: ExtraFormat | None = None
+    path: str, step: int, ranks: Ranks, *, sync_files: bool = True, also: ExtraFormat | None = None
 ) -> None:
-    """Collective: every rank of ``ranks`` must call it. What is ``large`` is written through small buffers."""
-    state = of_rank(step, ranks, large=large)
-    storage = LocalStorage(sync_files=sync_files, tuning=SMALL_BUFFERS if large else TUNING)
+    """Collective: every rank of ``ranks`` must call it."""
+    state = of_rank(step, ranks)
+    storage = LocalStorage(sync_files=sync_files)
 
     def describe() -> Snapshot:
         found = snapshot(state)
@@ -96,7 +88,7 @@ def equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def loads(path: str, *, large: bool = False) -> Literal["old", "new", "mixed", "nothing", "broken"]:
+def loads(path: str) -> Literal["old", "new", "mixed", "nothing", "broken"]:
     """What is at a path."""
     try:
         found = load_full(path)
@@ -104,11 +96,11 @@ def loads(path: str, *, large: bool = False) -> Literal["old", "new", "mixed", "
         return "nothing"
     except Exception:
         return "broken"
-    return _which(found, large=large)
+    return _which(found)
 
 
-def _which(found: Any, *, large: bool = False) -> Literal["old", "new", "mixed"]:
-    is_of = [equal(found, whole(step, large=large)) for step in (OLD, NEW)]
+def _which(found: Any) -> Literal["old", "new", "mixed"]:
+    is_of = [equal(found, whole(step)) for step in (OLD, NEW)]
     return "old" if is_of[0] else "new" if is_of[1] else "mixed"
 
 
@@ -139,17 +131,9 @@ def _first(root: str) -> Found:
     return "lost" if found == "broken" else found
 
 
-def _replaced(root: str, *, large: bool = False) -> Found:
-    found = loads(_one(root), large=large)
+def _replaced(root: str) -> Found:
+    found = loads(_one(root))
     return "lost" if found in ("nothing", "broken") else found  # type: ignore[return-value]
-
-
-def _save_large(root: str, ranks: Ranks, step: int) -> None:
-    save_step(_one(root), step, ranks, large=True)
-
-
-def _save_large_again(root: str) -> None:
-    _save_large(root, Ranks.alone(), NEW)
 
 
 def _save_mirrored(root: str, ranks: Ranks, step: int) -> None:
@@ -317,14 +301,6 @@ def _export_again(root: str) -> None:
 _old, _new = partial(_save_one, step=OLD), partial(_save_one, step=NEW)
 _FIRST = Scenario("first save", 1, _nothing, _new, _first, _save_again)
 _REPLACE = Scenario("save over an older one", 1, _old, _new, _replaced, _save_again)
-_LARGE = Scenario(
-    "save of a large file over an older one",
-    1,
-    partial(_save_large, step=OLD),
-    partial(_save_large, step=NEW),
-    partial(_replaced, large=True),
-    _save_large_again,
-)
 _UNSYNCED = Scenario(
     "save without syncs over an older one",
     1,
@@ -357,7 +333,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
     """Every kind of action, of checkpoints by worlds of these sizes."""
     for world in worlds:
         by = f", {world} rank{'s' * (world > 1)}"
-        for kind in (_FIRST, _REPLACE, _LARGE, _MIRRORED, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
+        for kind in (_FIRST, _REPLACE, _MIRRORED, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
         for kind in (_REPLACE, _OVER_LINK):
             yield replace(kind, name=f"{kind.name} by two renames{by}", world=world, exchange=False)
