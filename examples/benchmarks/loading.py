@@ -31,16 +31,17 @@ class Change:
 
 
 _KIND = ("rows", "columns")
+WARM, COLD, SAVED = "warm", "cold", "just saved"  # where the bytes are: page cache, disk, wherever the save left them
 _LIMITS = limits.READS + limits.RESUMES
 _RESHARDS = (Change(4, 2), Change(2, 4), Change(4, 1), Change(2, 2, 0, 1), Change(2, 2, 1, 0))
 
 
 def load(options: Namespace, folder: str) -> list[Row]:
-    """On 2 ranks what 2 saved, from the page cache and from the disk."""
+    """On 2 ranks what 2 saved: from the page cache, from the disk, and right after the save."""
     ways = limits.READS + ours.LOADS + peers.LOADS + peers.MAPPED + others.LOADS
     ways += limits.RESUMES + ours.RESUMES + peers.RESUMES
     to = Change(2, 2)
-    return case("load", str(to), _saved_and_loaded, to, ways, options, folder, "load", ("warm", "cold"))
+    return case("load", str(to), _saved_and_loaded, to, ways, options, folder, "load", (WARM, COLD, SAVED))
 
 
 def reshard(options: Namespace, folder: str) -> list[Row]:
@@ -48,7 +49,7 @@ def reshard(options: Namespace, folder: str) -> list[Row]:
     ways = limits.READS + ours.LOADS + peers.LOADS
     rows = []
     for to in _RESHARDS:
-        rows += case("reshard", str(to), _saved_and_loaded, to, ways, options, folder, "reshard", ("warm",))
+        rows += case("reshard", str(to), _saved_and_loaded, to, ways, options, folder, "reshard", (WARM,))
     return rows
 
 
@@ -89,16 +90,18 @@ def _load(
     failed: dict[str, str],
 ) -> list[Row]:
     state = llama(options.gb, to.load_dim)
-    needed, cold = state.nbytes, False
+    needed, cache = state.nbytes, WARM
 
     def turn(way: Way) -> Facts:
         peers.prepare(state)
+        if cache == SAVED:
+            way.save(state, _path(folder, way))
         if way.fresh:
             peers.forget(state)
         stayed = 0.0
-        if dist.get_rank() == 0 and cold:
+        if dist.get_rank() == 0 and cache == COLD:
             stayed = evict(_path(folder, way))
-        elif dist.get_rank() == 0:
+        elif dist.get_rank() == 0 and cache == WARM:
             recall(_path(folder, way))
         dist.barrier()
         found = timed(lambda: way.load(state, _path(folder, way)), state.empty_moments if way.fresh else lambda: None)
@@ -113,7 +116,8 @@ def _load(
         if way in _LIMITS:  # the best there could be: each rank's bytes in one piece
             way.save(state, _path(folder, way))
         try:
-            state.spoil()
+            if cache != SAVED:
+                state.spoil()
             found = turn(way)
             state.check()
             return found
@@ -122,7 +126,6 @@ def _load(
 
     rows = []
     for cache in caches:
-        cold = cache == "cold"
         about = {"section": section, "case": f"{to}, {cache}"}
         found = take_turns(ways, options.rounds, check, turn, **about)
         for row in found:

@@ -72,7 +72,11 @@ _SIDES = (
         Panel(
             "load",
             "Load, 2 ranks",
-            (Group("from the page cache", "2 → 2, warm"), Group("from the disk", "2 → 2, cold")),
+            (
+                Group("from the page cache", "2 → 2, warm"),
+                Group("from the disk", "2 → 2, cold"),
+                Group("right after the save", "2 → 2, just saved"),
+            ),
         ),
         Panel(
             "consolidate",
