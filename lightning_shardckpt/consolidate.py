@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.export.sharded_checkpoint import ShardedCheckpoint
+from lightning_shardckpt.export.torch_export import plan_torch, write_torch
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, described, did_you_mean
@@ -153,16 +154,11 @@ def consolidate_as(
         export_adapters(where, output, storage_options=storage_options)
         return output if is_url(output) else Path(output)
     with ExitStack() as stack:
-        if options.format == "torch":
-            opened = stack.enter_context(_opened_with_torch(places, where, checkpoint_folder))
-            _check_output(outputs, output, source, options)
-            _write_torch(opened, outputs, output, options, tuning)
-            _tell_left_out(where, opened)
-        else:
-            stored = stack.enter_context(_opened(places, where, checkpoint_folder))
-            _check_output(outputs, output, source, options)
-            _export(stored, outputs, output, options, tuning)
-            _tell_left_out(where, stored)
+        stored = stack.enter_context(_opened(places, where, checkpoint_folder))
+        _check_output(outputs, output, source, options)
+        write = _write_torch if options.format == "torch" else _export
+        write(stored, outputs, output, options, tuning)
+        _tell_left_out(where, stored)
     return output if is_url(output) else Path(output)
 
 
@@ -172,14 +168,16 @@ def consolidate_as(
 @contextmanager
 def _opened(places: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
     """The checkpoint in a folder or at a URL, without torch if it is one of ours."""
-    try:
-        checkpoint = Checkpoint(places, where)
-    except CheckpointNotFoundError:
+    checkpoint = None
+    with suppress(CheckpointNotFoundError):
+        if is_url(where) or recognised(where) is None:
+            checkpoint = Checkpoint(places, where)
+    if checkpoint is None:
         with _opened_with_torch(places, where, given) as source:
             yield source
-        return
-    with checkpoint:
-        yield ShardedCheckpoint(checkpoint)
+    else:
+        with checkpoint:
+            yield ShardedCheckpoint(checkpoint)
 
 
 @contextmanager
@@ -237,13 +235,11 @@ def _check_output(outputs: Outputs, output: str, source: Path | None, options: O
         raise FileExistsError(f"{output} is not {what}, so it is not replaced; choose a different path")
 
 
-def _write_torch(source: Source, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
-    from lightning_shardckpt.export.torch_export import plan_torch, write_torch
-
-    planned = plan_torch(source, options)
+def _write_torch(stored: ExportSource, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
+    planned = plan_torch(stored, options)
     opened = outputs.file(output, planned.file_nbytes, overwrite=options.overwrite)
     with opened as (file, notes), progress(planned.nbytes) as advance:
-        write_torch(source, planned, file, advance, tuning=tuning)
+        write_torch(stored, planned, file, advance, tuning=tuning)
     _tell(planned.changed)
     for note in notes:
         _log.warning(note)

@@ -19,7 +19,7 @@ from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed, 
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_tree import Dropped
+from lightning_shardckpt.state.json_values import Dropped
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.pending_saves import drain_all
 

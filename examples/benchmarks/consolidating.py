@@ -1,8 +1,7 @@
 """Section consolidate: the shards of 4 ranks become files with whole tensors.
 
 Each way runs in a fresh process that has imported torch already; a whole command, with its imports, is a row of its
-own; ours to safetensors imports no torch. All write model and optimizer. Only ours, and one cp, are durable: they end
-with an fsync.
+own; ours imports no torch. All write model and optimizer. Only ours, and one cp, are durable: they end with an fsync.
 """
 
 from __future__ import annotations

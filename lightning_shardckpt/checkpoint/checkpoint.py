@@ -25,8 +25,10 @@ from lightning_shardckpt.checkpoint.replica_reads import ReplicaReads, is_high_l
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
 from lightning_shardckpt.checkpoint.save_values import Agreement
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.sources.open_source import assemble, opened
+from lightning_shardckpt.sources.assemble import assemble
+from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.sources.source import ReadTarget
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
@@ -258,7 +260,7 @@ def load_full(
             source.fill([target])
             return target.tensor
 
-        return assemble(source, whole, optimizers=optimizers)
+        return assemble(source, whole, decode_small, optimizers=optimizers)
 
 
 def _nothing(reports: list[None]) -> None:

@@ -20,10 +20,10 @@ from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of
-from lightning_shardckpt.state.optimizer import StoredOptimizer
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.partial_optimizer import Leaving
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
 
@@ -308,7 +308,7 @@ class LoadJob:
         if len(document) != len(live):
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
-            one = StoredOptimizer(number, document[str(number)], component)
+            one = StoredOptimizer(number, document[str(number)], component, decode_small)
             leaving = Leaving(number, self._live.parts, self._skips)
             whole = self._live.whole.parameters
             load = OptimizerLoad(number, optimizer, one, self._live.names, matched, whole, leaving, dtypes)

@@ -24,13 +24,11 @@ from lightning_shardckpt.sources.renamed import RenamedSource, model_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
+from lightning_shardckpt.state.key_paths import KEYS, Path, key_of
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import load_edited, not_live, put_values
 from lightning_shardckpt.state.nested_dict import (
-    KEYS,
     NestedObjects,
-    Path,
-    key_of,
     names_for,
     put_at,
     remove_at,

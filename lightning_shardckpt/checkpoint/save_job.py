@@ -45,7 +45,7 @@ from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
-from lightning_shardckpt.state.json_tree import references, union
+from lightning_shardckpt.state.json_values import references, union
 from lightning_shardckpt.state.replica_digests import Digests, combined, differing, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes

@@ -1,4 +1,4 @@
-"""Contents of ``torch.save`` files besides values: kinds of storages, and versions in state dicts.
+"""Contents of ``torch.save`` files besides values: kinds of storages, and versions in state dicts. No torch.
 
 Checked with torch 2.13.
 """
@@ -9,16 +9,25 @@ import os
 from collections import OrderedDict
 from typing import Any
 
-import torch
+LEGACY_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""By the name of a dtype of ``torch``: the class of that module that a pickle names for the storage of a tensor.
 
-
-def storage_class(storage: torch.storage.TypedStorage) -> type:
-    """Return the class of the ``torch`` module that a pickle names for a storage, such as ``torch.FloatStorage``.
-
-    Relies on ``TypedStorage._pickle_storage_type``.
-    """
-    found: type = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]  # torch's
-    return found
+A tensor of any other dtype has an untyped storage there, and its dtype apart. Relies on
+``TypedStorage._pickle_storage_type`` and on ``Tensor._reduce_ex_internal``.
+"""
 
 
 def versions_of(state_dict: OrderedDict[Any, Any]) -> Any:
@@ -39,5 +48,7 @@ def byte_order(path: str | os.PathLike[str]) -> str | None:
 
     Relies on ``torch._C.PyTorchFileReader``, by which ``torch.load`` reads archives, odd ones included.
     """
+    import torch  # who reads an archive of others has it
+
     archive: Any = torch._C.PyTorchFileReader(os.fspath(path))  # its stub lacks half of it
     return archive.get_record("byteorder").decode() if archive.has_record("byteorder") else None

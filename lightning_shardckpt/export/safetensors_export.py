@@ -20,6 +20,7 @@ from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import ROOT_NAME, Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.sources.assemble import StoredState
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import is_companion
@@ -39,18 +40,12 @@ _METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
 _MARK, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
 
 
-class ExportSource(Protocol):
+class ExportSource(StoredState, Protocol):
     """A checkpoint of any format, opened."""
 
     @property
     def tensors(self) -> StoredTensors:
         """The tensors as bytes in files."""
-
-    def components(self) -> Mapping[str, Component]:
-        """Tensors by component."""
-
-    def document(self, role: str) -> Any:
-        """Return what was stored under a role, as JSON; None if nothing was."""
 
 
 @dataclass(slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from lightning_shardckpt.export.torch_values import of_torch
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.state.documents import HUGGING_FACE, checked
-from lightning_shardckpt.state.optimizer_merge import merge_optimizers
+from lightning_shardckpt.state.documents import document_of
+from lightning_shardckpt.state.json_values import decode_with
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.whole_tensors import WholeTensors
 
@@ -23,11 +25,10 @@ class ShardedCheckpoint:
         return self._checkpoint.root.components
 
     def document(self, role: str) -> Any:
-        """The JSON of "model", "optimizer" or "huggingface", from all groups of ranks; None if nothing was stored."""
-        begin = HUGGING_FACE if role == "huggingface" else f"{role}-state-dist-"
-        names = sorted(name for name in self._checkpoint.root.documents if name.startswith(begin))
-        where = f"checkpoint {self._checkpoint.path!r}"
-        found = [checked(role, self._checkpoint.document(name), f"{where}, {name}") for name in names]
-        if role == "optimizer" and len(found) > 1:
-            return merge_optimizers(found)
-        return {name: value for one in reversed(found) for name, value in one.items()} if found else None
+        """The JSON of a role, from all groups of ranks; None if nothing was stored."""
+        return document_of(self._checkpoint, role)
+
+    def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
+        """The trainer's state, with records of a file for ``torch.load`` in place of tensors."""
+        found: dict[str, Any] = decode_with(of_torch(stored), self.document("trainer") or {})
+        return found

@@ -1,8 +1,8 @@
 """Lay out a file for ``torch.load`` that may be larger than memory: every offset is known before a tensor is read.
 
 ``torch.save`` writes a zip archive of uncompressed records: ``data.pkl``, in which tensors refer to storages by number,
-and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here tensors on the meta device stand
-for those whose bytes come from elsewhere; the pickle is byte for byte that of ``torch.save``.
+and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here records stand for the tensors, whose
+bytes may come from elsewhere; the pickle is byte for byte that of ``torch.save``. No torch.
 """
 
 from __future__ import annotations
@@ -13,25 +13,19 @@ import sys
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass
-from functools import cache
-from pickle import Pickler  # writes only; nothing here unpickles
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
-
-from lightning_shardckpt.compat.torch_serialization import attach_versions, storage_class, versions_of
-from lightning_shardckpt.state.json_tree import Dropped
-from lightning_shardckpt.state.tensor_bytes import host_bytes
+from lightning_shardckpt.compat.torch_serialization import attach_versions, versions_of
+from lightning_shardckpt.export.pickle_writer import Named, write_pickle
+from lightning_shardckpt.export.torch_values import TensorPickling, TensorRecord, from_numpy, is_of_torch
+from lightning_shardckpt.state.json_values import Dropped
 from lightning_shardckpt.transfer.regions import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
 _LOCAL_HEADER, _ZIP64_FIELD = 30, 20
 _READABLE = 0o600 << 16  # what zipfile and torch.save say of the mode of a record
-_PROTOCOL = 2  # what torch.save uses and weights_only=True reads
-_LOADABLE = {type(None), bool, float, str, complex, bytes, torch.Tensor, torch.dtype, torch.device}
+_LOADABLE = {type(None), bool, float, str, complex, bytes, TensorRecord, Named}
+_OF_TORCH = ("Tensor", "dtype", "device")  # the same, of its classes
 _BIT_LIMIT = 2000  # weights_only=True reads no integer of 256 bytes or more
 ZIP64_BYTES = 1 << 30
 """A record of so many bytes gets the fields of zip64, long before zip needs them."""
@@ -43,25 +37,20 @@ class TorchFileLayout:
 
     Args:
         value: made of what ``Plain`` returns, else ``torch.load`` refuses the file.
-        stored: component and key of a tensor on the meta device; called once for each, however often it occurs.
         zip64_bytes: a record of so many bytes gets the fields of zip64.
     """
 
-    def __init__(
-        self, value: Any, stored: Callable[[torch.Tensor], tuple[str, str]], zip64_bytes: int = ZIP64_BYTES
-    ) -> None:
+    def __init__(self, value: Any, zip64_bytes: int = ZIP64_BYTES) -> None:
         self.regions: list[Region] = []
         self._zip64_bytes = zip64_bytes
         self._records: list[zipfile.ZipInfo] = []
-        pickled = io.BytesIO()
-        pickler = _Pickler(pickled)
-        pickler.dump(value)
+        tensors = TensorPickling()
+        pickled = write_pickle(value, tensors.made_by)
         # without .format_version, torch.load looks offsets up instead of deriving them from what torch.save writes
-        self._add("data.pkl", pickled.getbuffer())
+        self._add("data.pkl", memoryview(pickled))
         self._add("byteorder", memoryview(sys.byteorder.encode()))
-        for number, tensor in enumerate(pickler.tensors):
-            content = stored(tensor) if tensor.is_meta else host_bytes(tensor)
-            self._add(f"data/{number}", content, tensor.nbytes)
+        for number, tensor in enumerate(tensors.tensors):
+            self._add(f"data/{number}", tensor.content, tensor.nbytes)
         self._add("version", memoryview(b"3\n"))
 
     def _add(self, name: str, content: memoryview | tuple[str, str], nbytes: int | None = None) -> None:
@@ -112,59 +101,6 @@ def _padding(position: int) -> bytes:
     return struct.pack("<2sH", b"FB", length) + bytes(length)
 
 
-@dataclass(frozen=True, slots=True)
-class _PickledStorage:
-    """Stands for the storage of one tensor in the pickle."""
-
-    kind: type
-    number: int
-    numel: int
-
-
-@cache
-def _rebuilt(dtype: torch.dtype) -> tuple[Any, type, list[Any]]:
-    """Return how torch rebuilds a tensor of a dtype: the function, the kind of storage, and the last arguments."""
-    reduced: Any = torch.empty(0, dtype=dtype).__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
-    function, (storage, _, _, _, *rest) = reduced
-    if not isinstance(storage, torch.storage.TypedStorage):
-        return function, torch.UntypedStorage, rest
-    return function, storage_class(storage), rest
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a new tensor.
-
-    >>> _strides((5, 0, 3, 2))
-    (6, 6, 2, 1)
-    """
-    found = [1]
-    for length in reversed(shape[1:]):
-        found.append(found[-1] * max(length, 1))
-    return tuple(reversed(found)) if shape else ()
-
-
-class _Pickler(Pickler):
-    """Notes the tensors, each once; their position is the number of their storage."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file, protocol=_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return NotImplemented
-        function, kind, rest = _rebuilt(obj.dtype)
-        stand_in = _PickledStorage(kind, len(self.tensors), obj.nbytes if kind is torch.UntypedStorage else obj.numel())
-        self.tensors.append(obj)
-        # each its own, since a pickle refers to what was in it before
-        return function, (stand_in, 0, tuple(obj.shape), _strides(obj.shape), *map(copy, rest))
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _PickledStorage):
-            return None
-        return "storage", obj.kind, str(obj.number), "cpu", obj.numel
-
-
 class Plain:
     """Turns values into what ``torch.load`` reads by default; ``changed`` lists what had to become something else."""
 
@@ -177,7 +113,7 @@ class Plain:
         A path, a date, a range and the like become text; a frozenset a set, a deque a list, a namespace a dict; numpy
         arrays become tensors. What the checkpoint does not hold is left out, in a list None stands for it.
         """
-        if type(value) in _LOADABLE:
+        if type(value) in _LOADABLE or any(is_of_torch(value, name) for name in _OF_TORCH):
             return value
         if type(value) is int:
             return value if value.bit_length() < _BIT_LIMIT else self._as(str(value), value, path)
@@ -236,18 +172,16 @@ class Plain:
         return self._as(str(value), value, path)
 
     def _as(self, new: Any, old: Any, path: str) -> Any:
-        kind = type(old).__name__
-        self.changed.append(f"{path}: {kind} became {type(new).__name__}")
+        kind = "Tensor" if isinstance(new, TensorRecord) else type(new).__name__
+        self.changed.append(f"{path}: {type(old).__name__} became {kind}")
         return new
 
 
 def _from_numpy(value: Any) -> Any:
-    """A tensor for an array, a list where torch has no such dtype."""
+    """A tensor for an array; a list, which loses digits, where torch has no dtype that is so long."""
     value = value.astype(value.dtype.newbyteorder("="), copy=False)
-    try:
-        return torch.from_numpy(value)
-    except TypeError:
-        return value.tolist()
+    found = from_numpy(value)
+    return value.astype("c16" if value.dtype.kind == "c" else "f8").tolist() if found is None else found
 
 
 def _number(value: Any) -> Any:

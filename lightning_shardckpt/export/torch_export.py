@@ -1,6 +1,7 @@
 """Export a checkpoint to a file for ``torch.load``, with filters, names and dtypes.
 
 A Trainer's has Lightning's keys. That of a nested dict of objects has the keys of the dict, as a file of plain Fabric.
+No torch, unless a dtype is converted or a value is a device: from a checkpoint of this package, nothing else needs it.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from lightning_shardckpt.export import torch_archive
-from lightning_shardckpt.export.dtype import conversion
 from lightning_shardckpt.export.key_filter import Naming, unique
 from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.sources.open_source import assemble
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.export.safetensors_export import ExportSource
+from lightning_shardckpt.export.torch_values import TensorRecord, of_torch, stored_record
+from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.nested_dict import KEYS
+from lightning_shardckpt.state.json_values import decode_with, no_tensor
+from lightning_shardckpt.state.key_paths import KEYS
 from lightning_shardckpt.state.state_dicts import is_told_apart, states_of_checkpoint
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import fill
@@ -49,35 +48,35 @@ class TorchFile:
         return self.regions[-1].end
 
 
-def plan_torch(source: Source, options: Options, zip64_bytes: int = torch_archive.ZIP64_BYTES) -> TorchFile:
+def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = torch_archive.ZIP64_BYTES) -> TorchFile:
     """A file that ``torch.load`` reads by default; records of ``zip64_bytes`` get the fields of zip64.
 
     Raises:
         ValueError: if names collide, or an option names what is not there.
     """
     components = source.components()
-    keys: dict[int, tuple[str, str]] = {}
 
-    def stand_in(component: str, key: str) -> torch.Tensor:
+    def record(component: str, key: str) -> TensorRecord:
         spec = components[component].tensors[key]
         dtype = options.written_as(spec.dtype) if component == "model" else spec.dtype
-        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype], device="meta")
-        keys[id(tensor)] = component, key
-        return tensor
+        return stored_record(dtype, spec.shape, (component, key))
+
+    def decoded(value: Any) -> Any:
+        return decode_with(of_torch(no_tensor), value)
 
     plain = torch_archive.Plain()
-    checkpoint = assemble(source, stand_in, optimizers=options.optimizer)
+    checkpoint = assemble(source, record, decoded, optimizers=options.optimizer)
     _rename(checkpoint, options.naming)
     if options.optimizer_keys == "id":
         staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
         checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
     checkpoint = plain.of(_as_saved(checkpoint, options.naming))
-    archive = torch_archive.TorchFileLayout(checkpoint, lambda tensor: keys[id(tensor)], zip64_bytes)
+    archive = torch_archive.TorchFileLayout(checkpoint, zip64_bytes)
     return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
 
 
 def write_torch(
-    source: Source,
+    source: ExportSource,
     planned: TorchFile,
     file: File,
     advance: Callable[[int], object],
@@ -89,13 +88,17 @@ def write_torch(
     fill(file, [planned.archive.end()], source.tensors, None, lambda nbytes: None, tuning=tuning)
 
 
-def _converted(source: Source, options: Options, region: Region) -> Region:
+def _converted(source: ExportSource, options: Options, region: Region) -> Region:
     """The region, with a conversion where the tensor is stored in another dtype."""
     if isinstance(region.content, memoryview) or region.content[0] != "model" or not region.nbytes:
         return region
     stored = source.components()["model"].tensors[region.content[1]].dtype
     written = options.written_as(stored)
-    return region if written == stored else replace(region, conversion=conversion(stored, written))
+    if written == stored:
+        return region
+    from lightning_shardckpt.export.dtype import conversion  # torch: it takes two seconds, nothing else needs it
+
+    return replace(region, conversion=conversion(stored, written))
 
 
 def _as_saved(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import SourceView
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.optimizer import StoredOptimizer
 from lightning_shardckpt.state.state_dicts import insert
+from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 
 _EMPTY = Component({})
 
@@ -68,7 +68,8 @@ class AsValues(SourceView):
             others = [name for name in values if name.startswith(prefix)]
             insert(found, key, state | {name.removeprefix(prefix): decode_small(values[name]) for name in others})
         for key, number in self._optimizers.items():
-            one = StoredOptimizer(number, self.document("optimizer")[str(number)], self._stored.get("optimizer"))
+            document = self.document("optimizer")[str(number)]
+            one = StoredOptimizer(number, document, self._stored.get("optimizer"), decode_small)
             tensors = {of: stored(here) for here, (_, of) in self._of.items() if here.startswith(f"{key}/state/")}
             insert(found, key, one.state_dict(tensors))
         return found

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
-
-import torch
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
@@ -18,9 +14,6 @@ from lightning_shardckpt.sources.detect import Format, recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean
 from lightning_shardckpt.sources.paths import files_of
 from lightning_shardckpt.sources.source import ShardedSource, Source
-from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.optimizer import StoredOptimizer
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -144,24 +137,3 @@ def open_source(
 def _of_others(known: Format, path: str, weights_only: bool) -> tuple[Source, str]:
     source = known.open(path, weights_only)
     return source, f"{known.name}, {_digest(source)}"
-
-
-def assemble(source: Source, tensor: Callable[[str, str], torch.Tensor], *, optimizers: bool = True) -> dict[str, Any]:
-    """Lightning's checkpoint dict with whole tensors; ``tensor`` gives the one of a component and key."""
-    components = source.components()
-    tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
-    found = source.trainer(lambda key: tensor("trainer", key))
-    if "model" in components:
-        state: dict[str, Any] = {key: tensor("model", key) for key in components["model"].tensors}
-        state |= {alias: state[of] for alias, of in components["model"].aliases.items()}
-        state |= {name: decode_small(value) for name, value in (source.document("model") or {}).items()}
-        found["state_dict"] = state
-        if frozen := source.document("frozen"):
-            found[FROZEN] = frozen
-    document = source.document("optimizer") if optimizers else None
-    if document is not None:
-        component = components.get("optimizer")
-        whole = {key: tensor("optimizer", key) for key in component.tensors} if component is not None else {}
-        stored = [StoredOptimizer(i, document[str(i)], component) for i in range(len(document))]
-        found["optimizer_states"] = [one.state_dict(whole) for one in stored]
-    return found

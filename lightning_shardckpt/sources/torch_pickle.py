@@ -15,29 +15,16 @@ from typing import Any
 
 import torch
 
+from lightning_shardckpt.compat.torch_serialization import LEGACY_STORAGES
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_shape, check_size, shown
 from lightning_shardckpt.sources.safe_unpickler import Called, Known, ordered, unpickle
 from lightning_shardckpt.sources.torch_zip import CoalescedReads, FilePart, ZipArchive
-from lightning_shardckpt.state.tensor_bytes import DTYPES
+from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 
 _PICKLE, _SHORT_BYTES = "data.pkl", 8 << 10  # of one tensor
 _VALUE_BYTES = 64 << 20  # of what is not a tensor; Python needs a multiple of it
-_STORAGES = {
-    torch.float64: "Double",
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.int64: "Long",
-    torch.int32: "Int",
-    torch.int16: "Short",
-    torch.int8: "Char",
-    torch.uint8: "Byte",
-    torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-}
 _BYTES_STORAGE = "bytes"  # stands for the storage of a tensor whose dtype is said apart
 
 
@@ -73,10 +60,10 @@ def _rebuilt(storage: tuple[str, str], offset: int, shape: Shape, strides: Shape
     return Pickled(record, dtype, check_shape(shape), check_shape(strides), check_size(offset))
 
 
-KNOWN_DTYPES = {f"torch.{str(dtype).partition('.')[2]}": name for dtype, name in DTYPES.items()}
+KNOWN_DTYPES = {f"torch.{of_torch}": name for name, of_torch in TORCH_NAMES.items()}
 _KNOWN: Known = {
     **KNOWN_DTYPES,
-    **{f"torch.{kind}Storage": DTYPES[dtype] for dtype, kind in _STORAGES.items()},
+    **{f"torch.{storage}": KNOWN_DTYPES[f"torch.{dtype}"] for dtype, storage in LEGACY_STORAGES.items()},
     "torch.storage.UntypedStorage": _BYTES_STORAGE,
     "torch._utils._rebuild_tensor_v2": Called(_rebuilt),
     "torch._utils._rebuild_tensor_v3": Called(_rebuilt),

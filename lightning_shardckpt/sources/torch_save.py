@@ -24,8 +24,8 @@ from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTenso
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.dtensor_layout import this_rank, view_at
+from lightning_shardckpt.state.key_paths import KEYS
 from lightning_shardckpt.state.model import model_leaves
-from lightning_shardckpt.state.nested_dict import KEYS
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
 from lightning_shardckpt.state.state_dicts import checkpoint_of_states, is_lightnings, is_weights

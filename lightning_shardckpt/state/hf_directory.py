@@ -16,16 +16,10 @@ from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.state.documents import unpacked
+from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 from lightning_shardckpt.state.name_patterns import applied, pattern_of
 
-CONFIG_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
+CONFIG_DTYPES = {name: TORCH_NAMES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")}
 """Floating dtypes by their names in safetensors, as a config has them."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _ADAPTED = ".base_layer."

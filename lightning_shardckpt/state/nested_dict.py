@@ -19,22 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.system.gc_pause import gc_paused
 
-KEYS = "shardckpt_keys"
-"""Key of trainer state that tells where objects were: ``{"modules": {key: prefix}, "optimizers": [key, …]}``."""
-
-RESERVED = ("state_dict", "optimizer_states", "rank_state", KEYS)
-
 _FABRIC = "_original_module"  # of what Fabric's setup returns, the module that it was given
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a module that only runs another one: that one."""
 
-Path: TypeAlias = tuple[str | int, ...]
-"""Keys and list indices from the outermost dict to a value."""
 Keep: TypeAlias = Callable[[str, Any], bool]
 
 
@@ -47,15 +41,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> Any:
         """Take a state."""
-
-
-def key_of(path: Path) -> str:
-    """A path as trainer state spells it.
-
-    >>> key_of(("nets", 0, "ema"))
-    'nets/0/ema'
-    """
-    return "/".join(map(str, path))
 
 
 @dataclass(slots=True)

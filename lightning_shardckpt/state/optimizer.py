@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, saves_in_its_own_way
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
-from lightning_shardckpt.state.json_tree import decode_small, encode_small
+from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.optimizer_merge import add_value
 from lightning_shardckpt.state.snapshot import Leaves
 
@@ -138,44 +137,3 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
 
 def _name(param: str | int) -> str:
     return param if isinstance(param, str) else f"#{param}"
-
-
-class StoredOptimizer:
-    """One optimizer of a checkpoint: its groups, its values, and the names of its tensors."""
-
-    def __init__(self, number: int, document: dict[str, Any], component: Component | None) -> None:
-        groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
-        self.groups: list[list[str]] = [group["params"] for group in groups]
-        self.hyper: list[dict[str, Any]] = [decode_small(group["hyper"]) for group in groups]
-        self.numbered: bool = document["numbered"]
-        self.values: dict[str, dict[str, Any]] = {}
-        for name, shared in document["values"].items():
-            for item in shared:
-                for param in item["params"]:
-                    self.values.setdefault(param, {})[name] = decode_small(item["value"])
-        self.tensors: dict[str, dict[str, str]] = {}
-        prefix = f"{number}/"
-        for key in component.tensors if component is not None else ():
-            if key.startswith(prefix):
-                param, _, name = key[len(prefix) :].rpartition("/")
-                self.tensors.setdefault(param, {})[name] = key
-
-    def state_dict(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return state like torch's ``Optimizer.state_dict``, keyed as it was saved; ``tensors`` by stored key."""
-
-        def as_saved(param: str) -> str | int:
-            return int(param[1:]) if self.numbered else param
-
-        state = {
-            as_saved(p): {
-                **self.values.get(p, {}),
-                **{name: tensors[key] for name, key in self.tensors.get(p, {}).items()},
-            }
-            for group in self.groups
-            for p in group
-            if p in self.values or p in self.tensors
-        }
-        groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
-        if not groups and not state:
-            return {}  # as Lightning has it where a LightningModule has no optimizers
-        return {"state": state, "param_groups": groups}

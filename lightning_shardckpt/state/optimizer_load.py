@@ -18,8 +18,9 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
 from lightning_shardckpt.state.model import Differences
-from lightning_shardckpt.state.optimizer import NOT_HYPER, StoredOptimizer
+from lightning_shardckpt.state.optimizer import NOT_HYPER
 from lightning_shardckpt.state.partial_optimizer import Leaving
+from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 Keyed: TypeAlias = tuple[str, torch.Tensor]

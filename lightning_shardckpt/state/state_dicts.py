@@ -11,12 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.nested_dict import KEYS, RESERVED, Path, key_of
+from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 
 _VERSION = "pytorch-lightning_version"
 _METADATA = "_metadata"
@@ -46,6 +44,8 @@ def is_weights(found: Any) -> bool:
     """Return whether a value is a dict of tensors, and of at least one."""
     if not isinstance(found, Mapping) or not found:
         return False
+    import torch  # what makes a checkpoint a dict again needs none
+
     return all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items())
 
 

@@ -11,30 +11,11 @@ import ctypes
 import torch
 
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 from lightning_shardckpt.system.page_memory import prefer_huge_pages
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.complex128: "C128",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def dtype_name(tensor: torch.Tensor, what: str) -> str:

@@ -508,10 +508,12 @@ def test_memory_does_not_grow_and_torch_is_imported_for_a_conversion_only(tmp_pa
         shutil.rmtree(out) if Path(out).is_dir() else os.unlink(out)
 
 
-def test_an_export_of_safetensors_does_not_import_torch(saved: Path, tmp_path: Path) -> None:
+def test_an_export_does_not_import_torch(saved: Path, tmp_path: Path) -> None:
     code = f"""
 import sys
 from lightning_shardckpt.consolidate import consolidate
+consolidate({str(saved)!r}, {str(tmp_path)!r} + "/a.pt")
+consolidate({str(saved)!r}, {str(tmp_path)!r} + "/b.pt", exclude="both.*", optimizer_keys="id", add_prefix="net.")
 for number, options in enumerate(({{"optimizer": True}}, {{"split": "chunks"}}, {{"format": "huggingface"}})):
     out = {str(tmp_path)!r} + f"/{{number}}"
     consolidate({str(saved)!r}, out, **{{"format": "safetensors", "exclude": "*.complex128", **options}})

@@ -23,7 +23,8 @@ from lightning_shardckpt.format.plan import plan_save, split_into_files
 from lightning_shardckpt.format.shard_header import HeaderEntry, plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import checked
-from lightning_shardckpt.state.json_tree import TAGS, decode
+from lightning_shardckpt.state.json_tree import decode
+from lightning_shardckpt.state.json_values import TAGS
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.memory import MemoryStorage
 from lightning_shardckpt.transfer.reader import Checkpoint

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.model import Differences
-from lightning_shardckpt.state.optimizer import StoredOptimizer, optimizer_leaves
+from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.snapshot import specs_of
+from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 
 WHOLE = ("a", "b", "c", "d", "e")
 GROUPS = (("a", "c", "d"), ("b", "e"))
@@ -32,7 +34,8 @@ def stages(*parts: Sequence[Sequence[str]]) -> tuple[list[OptimizerLoad], Compon
     loads = []
     for part in parts:
         optimizer, names = trained(part)
-        loads.append(OptimizerLoad(0, optimizer, StoredOptimizer(0, document["0"], component), names, {}, WHOLE))
+        stored = StoredOptimizer(0, document["0"], component, decode_small)
+        loads.append(OptimizerLoad(0, optimizer, stored, names, {}, WHOLE))
     return loads, component
 
 

@@ -1,0 +1,58 @@
+"""Lightning's checkpoint dict of what is stored, with tensors or with what stands for them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Protocol
+
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.state.documents import FROZEN
+from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
+
+
+class StoredState(Protocol):
+    """A checkpoint of any format, without the bytes of its tensors."""
+
+    def components(self) -> Mapping[str, Component]:
+        """Tensors by component."""
+
+    def document(self, role: str) -> Any:
+        """Return what was stored under a role, as JSON; None if nothing was."""
+
+    def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
+        """The trainer's state; ``stored`` gives the tensor of a key of the component trainer."""
+
+
+def assemble(
+    source: StoredState,
+    tensor: Callable[[str, str], Any],
+    decoded: Callable[[Any], Any],
+    *,
+    optimizers: bool = True,
+) -> dict[str, Any]:
+    """Lightning's checkpoint dict with whole tensors.
+
+    Args:
+        source: what is stored.
+        tensor: gives the one of a component and key; called once for each.
+        decoded: makes a value of what ``encode_small`` returned.
+        optimizers: whether they are in it.
+    """
+    components = source.components()
+    tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
+    found = source.trainer(lambda key: tensor("trainer", key))
+    if "model" in components:
+        state: dict[str, Any] = {key: tensor("model", key) for key in components["model"].tensors}
+        state |= {alias: state[of] for alias, of in components["model"].aliases.items()}
+        state |= {name: decoded(value) for name, value in (source.document("model") or {}).items()}
+        found["state_dict"] = state
+        if frozen := source.document("frozen"):
+            found[FROZEN] = frozen
+    document = source.document("optimizer") if optimizers else None
+    if document is not None:
+        component = components.get("optimizer")
+        whole = {key: tensor("optimizer", key) for key in component.tensors} if component is not None else {}
+        stored = [StoredOptimizer(i, document[str(i)], component, decoded) for i in range(len(document))]
+        found["optimizer_states"] = [one.state_dict(whole) for one in stored]
+    return found

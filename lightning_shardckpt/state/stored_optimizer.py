@@ -1,0 +1,59 @@
+"""The state of an optimizer as a checkpoint has it, and as a state dict again. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_shardckpt.format.index import Component
+
+
+class StoredOptimizer:
+    """One optimizer of a checkpoint: its groups, its values, and the names of its tensors.
+
+    Args:
+        number: of the optimizer.
+        document: its part of the document "optimizer".
+        component: the tensors of all optimizers; None if there are none.
+        decoded: makes a value of what ``encode_small`` returned.
+    """
+
+    def __init__(
+        self, number: int, document: dict[str, Any], component: Component | None, decoded: Callable[[Any], Any]
+    ) -> None:
+        groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
+        self.groups: list[list[str]] = [group["params"] for group in groups]
+        self.hyper: list[dict[str, Any]] = [decoded(group["hyper"]) for group in groups]
+        self.numbered: bool = document["numbered"]
+        self.values: dict[str, dict[str, Any]] = {}
+        for name, shared in document["values"].items():
+            for item in shared:
+                for param in item["params"]:
+                    self.values.setdefault(param, {})[name] = decoded(item["value"])
+        self.tensors: dict[str, dict[str, str]] = {}
+        prefix = f"{number}/"
+        for key in component.tensors if component is not None else ():
+            if key.startswith(prefix):
+                param, _, name = key[len(prefix) :].rpartition("/")
+                self.tensors.setdefault(param, {})[name] = key
+
+    def state_dict(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return state like torch's ``Optimizer.state_dict``, keyed as it was saved; ``tensors`` by stored key, or what
+        stands for them."""
+
+        def as_saved(param: str) -> str | int:
+            return int(param[1:]) if self.numbered else param
+
+        state = {
+            as_saved(p): {
+                **self.values.get(p, {}),
+                **{name: tensors[key] for name, key in self.tensors.get(p, {}).items()},
+            }
+            for group in self.groups
+            for p in group
+            if p in self.values or p in self.tensors
+        }
+        groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
+        if not groups and not state:
+            return {}  # as Lightning has it where a LightningModule has no optimizers
+        return {"state": state, "param_groups": groups}
