@@ -20,7 +20,6 @@ from lightning_shardckpt.system.text import count_text, shape_text
 from lightning_shardckpt.tools.hyper_diff import hyper_parameters
 from lightning_shardckpt.tools.long_table import long_table
 from lightning_shardckpt.tools.ownership import boxes_of
-from lightning_shardckpt.tools.tensor_diff import Difference
 from lightning_shardckpt.tools.tensor_names import is_selected
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
@@ -179,6 +178,8 @@ class _ByValue:
         self._advance = advance
 
     def __call__(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
+        from lightning_shardckpt.tools.tensor_diff import Difference  # numpy, which nothing else here needs
+
         found = Difference()
         if prod(spec.shape):
             sides = zip(self._sides, keys, strict=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, nan, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
-from numpy.typing import NDArray
 
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _NUMPY = {
     "F64": "f8",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import numpy
-
 from lightning_shardckpt.format.box import Box, Shape
 
 _NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only their size matters; numpy copies these fastest
@@ -28,6 +26,8 @@ def pitches_of(shape: Shape, size: int) -> Shape:
 
 def copy_strided(shape: Shape, size: int, source: Strided, target: Strided) -> None:
     """Copy an array of ``shape``, whose elements have ``size`` bytes; the GIL is released meanwhile."""
+    import numpy  # here: where tensors lie in one piece, nothing else needs it
+
     kind = _NUMPY_TYPES[size]
     numpy.ndarray(shape, kind, *target)[...] = numpy.ndarray(shape, kind, *source)
 
