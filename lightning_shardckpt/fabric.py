@@ -87,7 +87,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        is_alone = self.num_processes * self._num_nodes == 1  # a notebook, say
+        if not is_alone and not self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
 
     @override

@@ -5,6 +5,7 @@ Checked with Lightning 2.6.6.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,7 +41,9 @@ def init_process_group(
 ) -> str:
     """Make the default process group, where there is none yet, and return its backend. Collective over the world.
 
-    Relies on ``_init_dist_connection``, which also destroys the group when the process ends.
+    Relies on ``_init_dist_connection``, which also destroys the group when the process ends, and leaves ``MASTER_ADDR``
+    and ``MASTER_PORT`` in the environment. One process alone takes them out again: a program that it starts would take
+    the port for that of its own ranks, while this process still listens there.
 
     Args:
         environment: knows address, rank and world size.
@@ -50,7 +53,12 @@ def init_process_group(
     """
     chosen: str = backend or _get_default_process_group_backend_for_device(device)
     bound = device if device.type != "cpu" else None
+    names = ("MASTER_ADDR", "MASTER_PORT") if environment.world_size() == 1 else ()
+    before = {name: os.environ.get(name) for name in names}
     _init_dist_connection(environment, chosen, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
     return chosen
 
 

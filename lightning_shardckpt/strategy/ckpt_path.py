@@ -50,6 +50,9 @@ _STEP, _HEAD_BYTES = re.compile(rb'"step":(\d{1,18}),"epoch":'), 1024
 class ResolvingLauncher(ScriptLauncher):
     """Starts the processes that are not there yet; replaces ``"last"`` and ``"best"`` before Lightning sees them.
 
+    One process alone starts none, and leaves no ``LOCAL_RANK`` in the environment: that would tell the next Trainer and
+    each program that is started from here that it is a rank of this run. So it may be a notebook.
+
     Args:
         args: for Lightning's launcher.
         meet: makes this process one of the ranks, which decide together.
@@ -67,13 +70,17 @@ class ResolvingLauncher(ScriptLauncher):
     @property
     def is_interactive_compatible(self) -> bool:
         """True if a notebook can be one of the processes."""
-        return self.cluster_environment.creates_processes_externally
+        return self._starts_none
+
+    @property
+    def _starts_none(self) -> bool:
+        return self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Call a Trainer's function in all processes."""
         assert trainer is not None
         call = inspect.signature(function).bind(*args, **kwargs)
-        if self.cluster_environment.creates_processes_externally:
+        if self._starts_none:
             return self._resolve_and_call(trainer, function, call)
         return super().launch(self._resolve_and_call, trainer, function, call, trainer=trainer)
 

@@ -181,8 +181,9 @@ def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
         return ["The topology is the same: the run continues exactly, as far as its hardware computes the same twice."]
     found = ["Weights, buffers and optimizer state are bit-equal; sums in another order round differently."]
     if data != data_before:
+        become = "1 data-parallel rank becomes" if data_before == 1 else f"{data_before} data-parallel ranks become"
         found.append(
-            f"{data_before} data-parallel ranks become {data}: the order of the data in mid-epoch does not continue. "
+            f"{become} {data}: the order of the data in mid-epoch does not continue. "
             "Change batch_size with it, so that the global batch keeps its size."
         )
     if data != data_before or before["pipeline"] != sizes["pipeline"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -25,6 +26,20 @@ def backends() -> list[str]:
 
 def test_a_process_group_is_made_once() -> None:
     assert run_ranks(1, backends, init_process_group=False) == [["gloo"] * 3]
+
+
+def environment_after(set_before: dict[str, str]) -> dict[str, str]:
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(set_before)
+    compat.init_process_group(LightningEnvironment(), torch.device("cpu"), backend=None, timeout_s=30)
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+@pytest.mark.parametrize("before", [{}, {"MASTER_ADDR": "127.0.0.1"}], ids=["nothing", "an address"])
+def test_a_process_alone_leaves_the_environment_as_it_was(before: dict[str, str]) -> None:
+    assert run_ranks(1, environment_after, before, init_process_group=False) == [before]
 
 
 def reductions() -> list[float]:
