@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -147,6 +148,13 @@ def test_the_output_has_both_curves_the_verdicts_and_the_seconds(job: Job) -> No
     assert [float(row[1]) for row in table] == pytest.approx(list(job.losses("uninterrupted").values()), abs=1e-6)
     seconds = lines[lines.index("Seconds") + 2 :][:5]
     assert [line.split()[0] for line in seconds] == ["uninterrupted", *TOPOLOGIES, "all"]
+
+
+def test_the_losses_are_drawn_with_a_curve_for_each_leg(job: Job, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")  # of the extra bench, which the tests do without
+    python(EXAMPLES / "losses.py", job.folder, tmp_path / "losses.svg")
+    drawn = (tmp_path / "losses.svg").read_text()
+    assert re.findall(r">(\w+) leg<", drawn) == list(TOPOLOGIES)
 
 
 @pytest.mark.sweep
