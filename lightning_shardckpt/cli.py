@@ -74,9 +74,11 @@ def _inspect(arguments: Namespace) -> int:
 def _verify(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.verify import verify
 
-    with progress() as advance:
-        options = arguments.storage_options
-        report = verify(arguments.path, quick=arguments.quick, advance=advance, storage_options=options)
+    options = arguments.storage_options
+    with progress() as bar:
+        report = verify(
+            arguments.path, quick=arguments.quick, advance=bar, expect=bar.expect, storage_options=options
+        )
     for finding in report.findings:
         print(finding)
     looked_at = f"{count_text(report.files, 'file')}, {size_text(report.nbytes)} of shards"
@@ -136,8 +138,8 @@ def _diff(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.diff import diff, is_same, shown
 
     options = {"tensors": arguments.tensors, "quick": arguments.quick, "storage_options": arguments.storage_options}
-    with progress() as advance:
-        found = diff(arguments.a, arguments.b, **options, advance=advance)
+    with progress() as bar:
+        found = diff(arguments.a, arguments.b, **options, advance=bar, expect=bar.expect)
     print(shown(found, arguments.all, arguments.json))
     same = is_same(found)
     return 2 if same is None else int(not same)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _QUIET_S = 1.0  # a progress bar appears only for what takes longer
@@ -70,14 +70,39 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-@contextmanager
-def progress(nbytes: int | None = None) -> Iterator[Callable[[int], object]]:
+class Progress:
     """A progress bar on stderr if that is a terminal; called with numbers of bytes that are done.
 
     Args:
         nbytes: that are to be done, if known.
+        quiet_s: how long something takes before the bar appears.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
 
-    with tqdm(total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, delay=_QUIET_S, disable=None) as bar:
-        yield bar.update
+    def __init__(self, nbytes: int | None = None, *, quiet_s: float = _QUIET_S) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
+
+        # disable=None: unless it is a terminal, whose width is asked for again and again
+        self._bar = tqdm(
+            total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, delay=quiet_s, disable=None, dynamic_ncols=True
+        )
+
+    def __call__(self, nbytes: int) -> None:
+        self._bar.update(nbytes)
+
+    def expect(self, nbytes: int) -> None:
+        """Tell how many bytes are to be done, once that is known."""
+        self._bar.total = nbytes
+
+    def close(self) -> None:
+        """Leave the bar as it is, and end its line."""
+        self._bar.close()
+
+
+@contextmanager
+def progress(nbytes: int | None = None, *, quiet_s: float = _QUIET_S) -> Iterator[Progress]:
+    """Show a ``Progress``, whose arguments are the same, for as long as the block runs."""
+    shown = Progress(nbytes, quiet_s=quiet_s)
+    try:
+        yield shown
+    finally:
+        shown.close()

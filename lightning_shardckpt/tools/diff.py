@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text
 from lightning_shardckpt.tools.hyper_diff import hyper_parameters
@@ -38,6 +39,7 @@ def diff(
     tensors: str | None = None,
     quick: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
+    expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what differs between two checkpoints, as values that JSON can hold.
@@ -48,6 +50,7 @@ def diff(
         tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
         quick: read no tensor; what the indexes cannot tell is ``undecided``.
         advance: told of the bytes of tensors as they are compared.
+        expect: told once, before, how many bytes that will be.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
 
     Raises:
@@ -61,7 +64,9 @@ def diff(
     ):
         compare: _Compare = _by_index(first, second) if quick else _ByValue(first, second, advance)
         found: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": [], "undecided": []}
-        for pair in _pairs(first, second, tensors):
+        pairs = list(_pairs(first, second, tensors))
+        expect(0 if quick else sum(_compared_bytes(pair, first, second) for pair in pairs))
+        for pair in pairs:
             kind, entry = _judged(pair, first, second, compare)
             if kind == "same":
                 found["same"] += 1
@@ -128,6 +133,14 @@ def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterat
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
     return {"dtype": spec.dtype, "shape": list(spec.shape)}
+
+
+def _compared_bytes(pair: _Pair, first: Checkpoint, second: Checkpoint) -> int:
+    """Return the bytes of a tensor that both have; 0 if it differs in dtype or shape, or one lacks it."""
+    if pair.a is None or pair.b is None:
+        return 0
+    a, b = (c.root.components[pair.component].tensors[key] for c, key in ((first, pair.a), (second, pair.b)))
+    return bytes_in(a.shape, a.dtype) if (a.dtype, a.shape) == (b.dtype, b.shape) else 0
 
 
 def _judged(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare) -> tuple[str, dict[str, Any]]:

@@ -48,6 +48,7 @@ def verify(
     *,
     quick: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
+    expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Compare a checkpoint with its indexes and return all findings.
@@ -55,7 +56,8 @@ def verify(
     Args:
         path: the checkpoint.
         quick: structure and sizes only; the content of tensors and documents is not read.
-        advance: told of the bytes of shard files that were checked, by any thread, one at a time.
+        advance: told of the bytes of shard files as they are checked, by any thread, one at a time.
+        expect: told once, before, of the bytes of all shard files.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
@@ -74,11 +76,12 @@ def verify(
                 job.check_indexes(name)
             except ShardCkptError as error:
                 job.findings.append(Finding(ROOT_NAME, f"{name}: {_short(error, ROOT_NAME)}"))
+        expect(job.nbytes)
         job.check_shard_files(advance)
         job.check_documents()
         job.findings += check_mirror(checkpoint, quick=quick)
         job.check_names()
-        return VerifyReport(tuple(job.findings), len(job.known), sum(info.nbytes for _, _, info in job.files))
+        return VerifyReport(tuple(job.findings), len(job.known), job.nbytes)
 
 
 class _Verification:
@@ -90,6 +93,11 @@ class _Verification:
         self.files: list[tuple[str, RankIndex, FileInfo]] = []
         self.known = {ROOT_NAME, *self._root.documents, *self._root.mirror}
         self._unknown_shards: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all shard files that the indexes name."""
+        return sum(info.nbytes for _, _, info in self.files)
 
     def _find(self, file: str, problem: str, tensor: str | None = None, rank: int | None = None) -> None:
         self.findings.append(Finding(file, problem, tensor, rank))
@@ -182,14 +190,20 @@ class _Verification:
         def check(number: int) -> None:
             _, index, info = self.files[number]
             entries = {k: e for k, found in index.shards.items() for e in found if e.file == info.name}
-            reader = self._checkpoint.reader.clone()
+            reader, left = self._checkpoint.reader.clone(), info.nbytes
+
+            def told(nbytes: int) -> None:
+                nonlocal left
+                left -= nbytes
+                with advancing:
+                    advance(nbytes)
+
             try:
                 shard_file = ShardFile(info, index.rank, save_id, entries)
-                of_files[number] = list(check_shard_file(reader, shard_file, self._quick))
+                of_files[number] = list(check_shard_file(reader, shard_file, self._quick, told))
             finally:
                 reader.close()
-            with advancing:
-                advance(info.nbytes)
+            told(left)  # its header, and what could not be read
 
         numbers = range(len(self.files))
         run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")

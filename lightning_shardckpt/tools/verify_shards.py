@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,8 +59,17 @@ class ShardFile:
         return Finding(self.info.name, problem, tensor, self.rank)
 
 
-def check_shard_file(reader: Reader, file: ShardFile, quick: bool) -> Iterator[Finding]:
-    """Yield how a file differs from its description; ``quick``: without looking at the data."""
+def check_shard_file(
+    reader: Reader, file: ShardFile, quick: bool, advance: Callable[[int], Any]
+) -> Iterator[Finding]:
+    """Yield how a file differs from its description.
+
+    Args:
+        reader: reads the file.
+        file: what it should be.
+        quick: does not look at the data.
+        advance: told of the bytes of data as they are read.
+    """
     try:
         size = reader.size(file.info.name)
         if size != file.info.nbytes:
@@ -69,7 +78,7 @@ def check_shard_file(reader: Reader, file: ShardFile, quick: bool) -> Iterator[F
         yield from _check_header(reader, file)
         if not quick:
             for key, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
-                yield from _check_data(reader, file, key, entry)
+                yield from _check_data(reader, file, key, entry, advance)
     except FileNotFoundError:
         yield file.finding(f"the file is missing{_lost(file, 0)}")
     except (OSError, EOFError, FormatError) as error:
@@ -146,13 +155,16 @@ def _place(stored: HeaderTensor) -> str:
     return f"{stored.dtype} {json.dumps(stored.shape)} at byte {stored.begin}"
 
 
-def _check_data(reader: Reader, file: ShardFile, key: str, entry: ShardEntry) -> Iterator[Finding]:
+def _check_data(
+    reader: Reader, file: ShardFile, key: str, entry: ShardEntry, advance: Callable[[int], Any]
+) -> Iterator[Finding]:
     blocks, bad = BlockChecksums(entry), list[tuple[int, int]]()
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.nbytes)))
     while blocks.at < entry.nbytes:
         piece = buffer[: entry.nbytes - blocks.at]
         reader.read_into(file.info.name, entry.begin + blocks.at, piece)
         bad += blocks.feed(piece)
+        advance(len(piece))
     if bad:
         more = f" and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
         yield file.finding(f"corrupted data, bytes {bad[0][0]} to {bad[0][1]}{more}", key)

@@ -128,6 +128,13 @@ def test_every_changed_tensor_is_found_with_the_size_of_the_change(saved: Path, 
         assert one["relative_l2"] == pytest.approx(expected, rel=1e-9), name
 
 
+@pytest.mark.parametrize("b", ["same", "changed"])
+def test_the_progress_ends_at_the_bytes_that_were_expected(saved: Path, b: str) -> None:
+    told, announced = list[int](), list[int]()
+    diff(saved / "a.ckpt", saved / f"{b}.ckpt", advance=told.append, expect=announced.append)
+    assert announced == [sum(told)] and len(told) > 5
+
+
 def test_every_byte_is_verified_and_trouble_has_its_own_status(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

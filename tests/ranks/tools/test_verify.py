@@ -66,6 +66,19 @@ def test_a_whole_checkpoint_gives_one_line_and_status_0(
     assert verify(saved).nbytes == sum(p.stat().st_size for p in saved.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("damage", [None, "truncated", "missing"])
+def test_the_progress_ends_at_the_bytes_that_were_expected(copy: Path, damage: str | None) -> None:
+    expected = sum(p.stat().st_size for p in copy.glob("*.safetensors"))
+    if damage == "truncated":
+        os.truncate(copy / DATA, 100)
+    elif damage == "missing":
+        (copy / DATA).unlink()
+    told, announced = list[int](), list[int]()
+    report = verify(copy, advance=told.append, expect=announced.append)
+    assert bool(report.findings) == (damage is not None)
+    assert announced == [sum(told)] == [expected] and min(told) >= 0 and len(told) > len(list(copy.glob("*.safetensors")))
+
+
 @pytest.mark.slow
 def test_a_flipped_byte_anywhere_in_any_file_is_found_and_its_file_named(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
