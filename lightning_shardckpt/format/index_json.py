@@ -24,6 +24,7 @@ from lightning_shardckpt.format.file_names import (
     to_columns,
 )
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankIndex, RootIndex, ShardEntry, TensorSpec
+from lightning_shardckpt.format.index_scan import ScannedEntry, scan_rank_index
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
 from lightning_shardckpt.format.strict_json import check_json_size, parse_json, texts
 from lightning_shardckpt.format.value_checks import (
@@ -96,7 +97,11 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     Raises:
         FormatError: naming ``where`` and what is wrong.
     """
-    return _decoded(text, where, _rank_index)
+    scanned = scan_rank_index(text, where)
+    if scanned is None:
+        return _decoded(parse_json(text, where), where, _rank_index)
+    value, entries = scanned
+    return _decoded(value, where, partial(_scanned_index, entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +178,7 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         raise CorruptionError(
             f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
         )
-    return _decoded(text, where, _root)
+    return _decoded(parse_json(text, where), where, _root)
 
 
 def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
@@ -185,9 +190,8 @@ def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
     return out if layout.order is None else {**out, "order": list(layout.order)}
 
 
-def _decoded(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
+def _decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
     """``decode`` applied to a JSON object of our format and version; whatever it trips over becomes a FormatError."""
-    value = parse_json(text, where)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise FormatError(f"{where}: not an index of {FORMAT}")
     version = value.get("version")
@@ -206,38 +210,63 @@ def _decoded(text: bytes, where: str, decode: Callable[[dict[str, Any]], _T]) ->
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
-    files = {name: file_info(name, n, c) for name, (n, c) in value["files"].items()}
-    left = {name: file.nbytes for name, file in files.items()}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     extents: dict[str, _Extent] = {}
     for key, first in value["metadata"].items():
         items = (first, *first["more"]) if "more" in first else (first,)
-        entries = tuple([_entry(item, extents) for item in items])
+        shards[check_text(key)] = tuple([_entry(item, extents) for item in items])
+    return _with_shards(value, shards)
+
+
+def _scanned_index(entries: list[ScannedEntry], value: dict[str, Any]) -> RankIndex:
+    shards: dict[str, tuple[ShardEntry, ...]] = {}
+    extents: dict[tuple[str, str], _Extent] = {}
+    for key, about, begin, block_text, sums in entries:
+        kind = about, block_text
+        if kind not in extents:
+            item = parse_json(f'{{{about},"block":{block_text}}}'.encode(), shown(key))
+            extents[kind] = _extent(*map(item.__getitem__, _EXTENT))
+        box, shape, dtype, file, block, nbytes = extents[kind]
+        _check_count(sums, block, nbytes)
+        shards[key] = (ShardEntry(box, shape, dtype, file, begin, block, nbytes, sums),)
+    return _with_shards(value, shards)
+
+
+def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]]) -> RankIndex:
+    files = {name: file_info(name, n, c) for name, (n, c) in value["files"].items()}
+    sizes = {name: file.nbytes for name, file in files.items()}
+    left = dict(sizes)
+    for key, entries in shards.items():
         for entry in entries:
-            end, size = entry.begin + entry.nbytes, files[entry.file].nbytes
-            if end > size:
-                raise FormatError(f"{shown(key)} ends at byte {end} of {entry.file}, which has {size}")
-            left[entry.file] -= entry.nbytes
-            if left[entry.file] < 0:
-                raise FormatError(f"{shown(key)} and the tensors before it share bytes of {entry.file}")
-        shards[check_text(key)] = entries
+            file, nbytes = entry.file, entry.nbytes
+            end = entry.begin + nbytes
+            if end > sizes[file]:
+                raise FormatError(f"{shown(key)} ends at byte {end} of {file}, which has {sizes[file]}")
+            left[file] -= nbytes
+            if left[file] < 0:
+                raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 
 
+def _check_count(sums: tuple[str, ...], block: int, nbytes: int) -> None:
+    if len(sums) != -(-nbytes // block):
+        raise FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
+
+
 _Extent = tuple[Box, Shape, str, str, int, int]
+_EXTENT = ("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
 
 def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
     """``extents`` are those that were seen: many tensors are alike. Their repr tells 1 from 1.0 and true."""
-    extent = [item["offsets"], item["lengths"], item["global_shape"], item["dtype"], item["file"], item["block"]]
+    extent = [item[name] for name in _EXTENT]
     text = repr(extent)
     if text not in extents:
         extents[text] = _extent(*extent)
     box, shape, dtype, file, block, nbytes = extents[text]
     sums = check_digests(item["checksums"])
-    if len(sums) != -(-nbytes // block):
-        raise FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
+    _check_count(sums, block, nbytes)
     return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 
 
