@@ -104,7 +104,7 @@ class LoadJob:
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
         self._skips = Skips(live.skip)
-        self.targets: list[ReadTarget] = []
+        self._matched: dict[str, str] = {}  # live name → stored key of the model's tensors to fill
         self.notes: list[str] = []
         self.skipped: list[str] = []
 
@@ -143,15 +143,16 @@ class LoadJob:
             known = {*stored.tensors, *stored.aliases, *extra[0], *extra[1], *(left_out or {})}
             matched = self._without_skipped(matched, names_of(live, ties), known, found)
         if "model" in self._live.parts:
-            self.targets = [ReadTarget("model", key, self._live.model.tensors[name]) for name, key in matched.items()]
+            self._matched = matched
         else:
             found.problems.clear()
         if self._live.optimizers is not None:
             self._compare_optimizers(self._live.optimizers, matched, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
-        pairs = ((stored.tensors[target.key].dtype, DTYPES[target.tensor.dtype]) for target in self.targets)
-        casts = sorted({f"{a} to {b}" for a, b in pairs if a != b})
+        tensors = self._live.model.tensors
+        pairs = {(stored.tensors[key].dtype, tensors[name].dtype) for name, key in self._matched.items()}
+        casts = sorted({f"{a} to {DTYPES[b]}" for a, b in pairs if a != DTYPES[b]})
         self.source = CastingSource(self.source) if self._live.cast else self.source
         return {
             "differences": found.problems,
@@ -252,22 +253,27 @@ class LoadJob:
                 self.source.backed("optimizer", key)  # its shape is only what the checkpoint says
         self._take_numbers(judged["joined"])
         shared = overlapping(self._live_tensors())
+        tensors = self._live.model.tensors
+        filled = [("model", key, tensors[name]) for name, key in self._matched.items()]  # they are live
+        new: list[tuple[str, str, torch.Tensor]] = []
         for optimizer in self._optimizers:
-            there, new = optimizer.tensors(self._components.get("optimizer"), shared)
-            self.targets += [ReadTarget("optimizer", key, tensor) for key, tensor in there]
-            self.targets += [ReadTarget("optimizer", key, tensor, fresh=True) for key, tensor in new]
+            there, allocated = optimizer.tensors(self._components.get("optimizer"), shared)
+            filled += [("optimizer", key, tensor) for key, tensor in there]
+            new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
         if "model" in self._live.parts:
             wanted = (name for name in extra if name in self._live.extra_state and not self._skips(name))
             self.extra_state = {name: decode_small(extra[name]) for name in wanted}
-        self._read_trainer()
-        for target in self.targets:
-            if not target.fresh and is_expanded(target.local):
+        for key, tensor in self._read_trainer().items():
+            (filled if tensor is self._live.placed.get(key) else new).append(("trainer", key, tensor))
+        targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in filled]
+        for target in targets:
+            if is_expanded(target.local):
                 raise StateError(
                     f"{target.component}/{target.key} cannot be filled: elements of the tensor, of shape "
                     f"{tuple(target.local.shape)} and strides {target.local.stride()}, are one; load into a clone of it"
                 )
-        return self.targets if keep_live else [target.as_fresh() for target in self.targets]
+        return targets + [ReadTarget(component, key, tensor, fresh=True) for component, key, tensor in new]
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that optimizer state could share memory with."""
@@ -315,8 +321,8 @@ class LoadJob:
             load.compare(component, found, self._elsewhere)
             self._optimizers.append(load)
 
-    def _read_trainer(self) -> None:
-        """The trainer's state; its tensors are allocated now and filled with the others."""
+    def _read_trainer(self) -> dict[str, torch.Tensor]:
+        """Read the trainer's state, and return its tensors by key, which are to be filled with the others."""
         component = self._components.get("trainer", Component({}))
         tensors: dict[str, torch.Tensor] = {}
         model = self._live.model
@@ -334,17 +340,13 @@ class LoadJob:
                 continue
             shape = spec.shape if device == "meta" else self.source.backed("trainer", key)
             tensors[key] = torch.empty(shape, dtype=dtype, device=device)
-        self.targets += [
-            ReadTarget("trainer", key, tensor, fresh=tensor is not self._live.placed.get(key))
-            for key, tensor in tensors.items()
-            if not tensor.is_meta
-        ]
         self.trainer = self.source.trainer(tensors.__getitem__)
         if self._elsewhere:
             drop_elsewhere(self.trainer, self._is_elsewhere)
         first = decode_small(self.source.document("rank"))
         rank = 0 if first is None else self._pick_rank(first)
         self.trainer["rank_state"] = first if rank == 0 else decode_small(self.source.document("rank", rank))
+        return {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
 
     def _is_elsewhere(self, key: str) -> bool:
         """Return whether a key of trainer state is about what only other pipeline stages have."""

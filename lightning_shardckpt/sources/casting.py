@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -31,15 +31,17 @@ class CastingSource(SourceView):
 
     def verify(self, targets: list[ReadTarget]) -> int:
         """Verify all; what is to be converted is read for that alone, unless nobody minds what is in its memory."""
-        found = self._source.verify([target for target in targets if not self._is_converted(target)])
-        for batch in self._batches([t for t in targets if self._is_converted(t) and not t.fresh]):
+        same, converted = self._divided(targets)
+        found = self._source.verify(same)
+        for batch in self._batches([target for target in converted if not target.fresh]):
             found += self._source.verify(batch)
         return found
 
     def fill(self, targets: list[ReadTarget]) -> None:
         """Read into memory what keeps its dtype, and the rest through a bounded amount of it, verified once more."""
-        self._source.fill([target for target in targets if not self._is_converted(target)])
-        for batch in self._batches([t for t in targets if self._is_converted(t)]):
+        same, converted = self._divided(targets)
+        self._source.fill(same)
+        for batch in self._batches(converted):
             self._source.verify(batch)
             self._source.fill(batch)
             for window in batch:
@@ -49,8 +51,14 @@ class CastingSource(SourceView):
     def _stored(self, target: ReadTarget) -> torch.dtype:
         return TORCH_DTYPES[self.components()[target.component].tensors[target.key].dtype]
 
-    def _is_converted(self, target: ReadTarget) -> bool:
-        return self._stored(target) != target.local.dtype
+    def _divided(self, targets: Iterable[ReadTarget]) -> tuple[list[ReadTarget], list[ReadTarget]]:
+        """The targets that have the stored dtype, and those that have another one."""
+        same, converted = list[ReadTarget](), list[ReadTarget]()
+        components = self.components()
+        for target in targets:
+            stored = components[target.component].tensors[target.key].dtype
+            (same if TORCH_DTYPES[stored] == target.local.dtype else converted).append(target)
+        return same, converted
 
     def _batches(self, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
         """Windows of the targets, with memory of the stored dtype, not much of it at a time."""

@@ -11,13 +11,13 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from lightning_shardckpt.distributed.liveness import local_ranks
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.index import Component, ShardEntry
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
@@ -38,7 +38,6 @@ _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larg
 
 
 _NOTHING = torch.empty(0, device="cpu")  # whatever the default is
-_Overlaps: TypeAlias = "list[tuple[Overlap, tuple[int, int, int] | None]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +67,9 @@ class ReadTarget:
 
     def renamed(self, component: str, key: str) -> ReadTarget:
         """Return the same memory, to be filled with another stored tensor."""
-        return self._with(component=component, key=key)
-
-    def as_fresh(self) -> ReadTarget:
-        """Return the same memory, of whose content nobody minds."""
-        return self._with(fresh=True)
-
-    def _with(self, **changed: Any) -> ReadTarget:
         found = copy.copy(self)  # dataclasses.replace would allocate ``local`` anew
-        for name, value in changed.items():
-            object.__setattr__(found, name, value)
+        object.__setattr__(found, "component", component)
+        object.__setattr__(found, "key", key)
         return found
 
     def parts(self, rank: int) -> tuple[Part, ...]:
@@ -130,8 +122,7 @@ class ShardedSource:
 
     def __init__(self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING) -> None:
         self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
-        self._rank = this_rank()
-        self._overlaps: dict[tuple[Any, ...], tuple[_Overlaps, tuple[Part, ...]]] = {}
+        self._planned: dict[str, _ComponentReads] = {}
         self._held: dict[int, memoryview] = {}  # by id of the target
         self._rest: list[tuple[torch.Tensor, list[Request]]] = []  # to be read again
 
@@ -188,13 +179,16 @@ class ShardedSource:
         self._held |= _spare_memory(live, room)
         wanted, once = list[tuple[torch.Tensor, list[Request]]](), 0
         for target in targets:
-            requests = self._plan(target)
-            if target.fresh or id(target) in self._held:
-                wanted.append((_NOTHING if id(target) in self._held else target.local, requests))
-                once += target.local.nbytes
+            local, held = target.local, self._held.get(id(target))
+            is_here = held is not None or is_host_memory(local)
+            memory = held if held is not None else bytes_of(local) if is_here else memoryview(b"")
+            requests, elsewhere = self._plan(target, memory), _NOTHING if is_here else local
+            if target.fresh or held is not None:
+                wanted.append((elsewhere, requests))
+                once += local.nbytes
             else:
                 wanted.append((_NOTHING, [request.untargeted() for request in requests]))
-                self._rest.append((target.local, requests))
+                self._rest.append((elsewhere, requests))
         fetch_into(self.checkpoint, wanted, verify=self._verify, tuning=self._tuning)
         return sum(target.local.nbytes for target in targets) if self._verify else once
 
@@ -210,36 +204,62 @@ class ShardedSource:
         rest, self._rest = self._rest, []
         fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
 
-    def _plan(self, target: ReadTarget) -> list[Request]:
-        """The byte ranges that this rank needs for one tensor; its own memory, where that is the host's."""
-        local, component, key = target.local, target.component, target.key
-        memory = self._held.get(id(target))
-        if memory is None:
-            memory = bytes_of(local) if is_host_memory(local) else memoryview(b"")
-        shape, requests = tuple(local.shape), []
-        for overlap, run in self._overlaps_of(component, key, target.parts(self._rank), shape):
-            entry = self.checkpoint.entry(component, key, overlap)
-            self.checkpoint.check_file(component, overlap.writer, entry.file)
+    def _plan(self, target: ReadTarget, memory: memoryview) -> list[Request]:
+        """The byte ranges that this rank needs for one tensor, and where they go."""
+        if target.component not in self._planned:
+            self._planned[target.component] = _ComponentReads(self.checkpoint, target.component)
+        return self._planned[target.component].requests(target, memory)
+
+
+class _Need(NamedTuple):
+    """What tensors of one kind need of a stored box: as in ``Request``.
+
+    ``stored``: box, global shape and dtype of the entry that each of them has in ``of_writer``, the boxes by key.
+    """
+
+    overlap: Overlap
+    run: tuple[int, int, int] | None
+    stored: tuple[Box, Shape, str]
+    of_writer: Mapping[str, tuple[ShardEntry, ...]]
+
+
+class _ComponentReads:
+    """The reads that targets of one component need. What is the same for all tensors of one kind is found once."""
+
+    def __init__(self, checkpoint: Checkpoint, component: str) -> None:
+        self._checkpoint, self._component, self._rank = checkpoint, component, this_rank()
+        self._specs, self._replicas = checkpoint.root.components[component].tensors, checkpoint.replicas(component)
+        self._kinds: dict[tuple[Any, ...], tuple[list[_Need], tuple[Part, ...]]] = {}
+        self._checked: set[tuple[int, str]] = set()  # files, by writer and name
+
+    def requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
+        """The byte ranges that this rank needs for one tensor, whose local part is ``memory``."""
+        key, shape, parts = target.key, tuple(target.local.shape), target.parts(self._rank)
+        kind = id(self._specs[key]), self._replicas[key], id(parts), shape
+        if kind not in self._kinds:
+            self._kinds[kind] = self._needs(key, parts, shape), parts  # while they are here, nothing has their id
+        requests = []
+        for overlap, run, stored, of_writer in self._kinds[kind][0]:
+            entries = of_writer.get(key, ())
+            is_alike = len(entries) == 1 and entries[0][:3] == stored
+            entry = entries[0] if is_alike else self._checkpoint.entry(self._component, key, overlap)
+            if (overlap.writer, entry.file) not in self._checked:
+                self._checkpoint.check_file(self._component, overlap.writer, entry.file)
+                self._checked.add((overlap.writer, entry.file))
             requests.append(Request(key, overlap, entry, shape, run, memory))
         return requests
 
-    def _overlaps_of(self, component: str, key: str, parts: tuple[Part, ...], shape: Shape) -> _Overlaps:
-        """Return what a tensor needs of which stored boxes; the same for all tensors of one kind.
+    def _needs(self, key: str, parts: tuple[Part, ...], shape: Shape) -> list[_Need]:
+        """Return what a tensor needs of which stored boxes.
 
         Each box is looked up as it is found: of those that a hostile layout claims, most are not there.
         """
-        spec, replica = (
-            self.checkpoint.root.components[component].tensors[key],
-            self.checkpoint.replicas(component)[key],
-        )
-        kind = (id(spec), replica, id(parts), shape)
-        if kind not in self._overlaps:
-            found: _Overlaps = []
-            for overlap in plan_load(spec, replica, parts):
-                self.checkpoint.entry(component, key, overlap)
-                found.append((overlap, single_run(overlap, shape, DTYPE_BYTES[spec.dtype])))
-            self._overlaps[kind] = found, parts  # while it is here, nothing else has its id
-        return self._overlaps[kind][0]
+        spec, found = self._specs[key], list[_Need]()
+        for overlap in plan_load(spec, self._replicas[key], parts):
+            stored = self._checkpoint.entry(self._component, key, overlap)[:3]
+            run = single_run(overlap, shape, DTYPE_BYTES[spec.dtype])
+            found.append(_Need(overlap, run, stored, self._checkpoint.index(self._component, overlap.writer).shards))
+        return found
 
 
 def fetch_into(
@@ -261,9 +281,9 @@ def fetch_into(
     requests: list[Request] = []
     nbytes = 0  # of the batch
     for local, found in wanted:
-        if not is_host_memory(local):
+        if local is not _NOTHING and not is_host_memory(local):
             if nbytes + local.nbytes > _BATCH_BYTES:
-                _flush(files, batch, requests, verify)
+                _flush(files, batch, requests, verify, tuning)
                 nbytes = 0
             host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             batch.append((local, host))
@@ -271,13 +291,17 @@ def fetch_into(
             memory = bytes_of(host)
             found = [request._replace(target=memory) for request in found]
         requests += found
-    _flush(files, batch, requests, verify)
+    _flush(files, batch, requests, verify, tuning)
 
 
 def _flush(
-    files: Files, batch: list[tuple[torch.Tensor, torch.Tensor]], requests: list[Request], verify: bool
+    files: Files,
+    batch: list[tuple[torch.Tensor, torch.Tensor]],
+    requests: list[Request],
+    verify: bool,
+    tuning: Tuning,
 ) -> None:
-    fetch(files, requests, verify=verify)
+    fetch(files, requests, verify=verify, tuning=tuning)
     for local, host in batch:
         local.copy_(host, non_blocking=local.is_cuda)  # torch gives pinned memory out again when that is done
     batch.clear()

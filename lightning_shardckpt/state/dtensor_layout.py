@@ -48,8 +48,9 @@ def acts_as_whole(tensor: torch.Tensor) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank holds of a tensor, detached; shares storage with it."""
-    return dtensor.local_tensor(tensor).detach()
+    """The memory that this rank holds of a tensor, without history; shares storage with it, and may be it."""
+    local = dtensor.local_tensor(tensor)
+    return local.detach() if local.requires_grad else local
 
 
 def this_rank() -> int:
@@ -65,7 +66,7 @@ def parts_of(tensor: torch.Tensor, rank: int) -> tuple[Part, ...]:
     """
     if not isinstance(tensor, DTensor):
         return _whole(tuple(tensor.shape))
-    return _parts(*_kind(tensor), tuple(tensor.shape), tuple(dtensor.local_tensor(tensor).shape), rank)
+    return _parts(*_kind(tensor), tensor.shape, dtensor.local_tensor(tensor).shape, rank)
 
 
 @lru_cache(maxsize=65536)
@@ -75,8 +76,9 @@ def _whole(shape: Shape) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=65536)
 def _parts(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, local_shape: Shape, rank: int
+    mesh: DeviceMesh, placements: tuple[Placement, ...], size: torch.Size, local_size: torch.Size, rank: int
 ) -> tuple[Part, ...]:
+    shape, local_shape = tuple(size), tuple(local_size)
     if mesh.get_coordinate() is None:
         raise StateError(f"rank {rank} has a DTensor of shape {shape}, but is not in its {mesh}")
     parts = parts_of_rank(_layout(mesh, placements, len(shape)), shape, rank)
@@ -127,8 +129,9 @@ def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether elements of a tensor are one in memory, as ``Tensor.expand`` makes them."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return not tensor.is_contiguous() and any(n > 1 and not stride for n, stride in sizes)
+    if tensor.is_contiguous():
+        return False
+    return any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
