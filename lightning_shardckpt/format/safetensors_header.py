@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, parse_json, texts
-from lightning_shardckpt.format.value_checks import bytes_in, check_dtype, check_shape, check_size, check_text, shown
+from lightning_shardckpt.format.value_checks import (
+    bytes_in,
+    check_dtype,
+    check_shape,
+    check_size,
+    check_text,
+    check_texts,
+    shown,
+)
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library takes 100,000,000
 LENGTH_BYTES = 8
@@ -47,7 +55,7 @@ def build_header(
         FormatError: for a name that a header cannot hold.
     """
     tensors = tuple(tensors)
-    names = texts([check_text(tensor.name) for tensor in tensors])
+    names = texts(check_texts([tensor.name for tensor in tensors]))
     kinds: dict[tuple[str, Shape], tuple[str, int]] = {}  # many tensors are alike
     items, offsets, offset = [], [], 0
     for (plain, dtype, shape), name in zip(tensors, names, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
@@ -27,8 +28,7 @@ _NO_ID = "0" * SAVE_ID_LENGTH
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One tensor of a shard file: a box of the tensor ``key`` whose corner is ``start``."""
 
     key: str
@@ -56,15 +56,16 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
     Raises:
         FormatError: for a name that a header cannot hold, or for more of them than a reader would accept.
     """
-    tensors = [NamedTensor(entry.key, *stored_as(entry.dtype, entry.shape)) for entry in entries]
-    corners: dict[tuple[bool, Shape], str] = {}  # many entries are alike
-    items = []
-    for entry, name in zip(entries, texts([entry.key for entry in entries]), strict=True):
-        kind = entry.dtype == "C128", entry.start
-        if kind not in corners:
-            start = [*entry.start, 0] if entry.dtype == "C128" else list(entry.start)
-            corners[kind] = json.dumps({"saved_offsets": start})
-        items.append(f"{name}: {corners[kind]}")
+    kinds: dict[tuple[str, Shape, Shape], tuple[str, Shape, str]] = {}  # many entries are alike
+    tensors, items = [], []
+    for (key, dtype, shape, start), name in zip(entries, texts([entry.key for entry in entries]), strict=True):
+        kind = dtype, shape, start
+        if kind not in kinds:
+            corner = [*start, 0] if dtype == "C128" else list(start)
+            kinds[kind] = *stored_as(dtype, shape), json.dumps({"saved_offsets": corner})
+        stored_dtype, stored_shape, offsets = kinds[kind]
+        tensors.append(NamedTensor(key, stored_dtype, stored_shape))
+        items.append(f"{name}: {offsets}")
     metadata = {
         "format": "pt",
         "DCP_SHARDING_INFO": f"{{{', '.join(items)}}}",

@@ -106,6 +106,12 @@ def check_digests(values: Any) -> tuple[str, ...]:
     return tuple(map(check_digest, digests))
 
 
+def check_texts(values: list[Any]) -> list[str]:
+    """``values``, each of which must be as in ``check_text``; as fast as there are many of them."""
+    are_plain = set(map(type, values)) <= {str} and "".join(values).isascii()
+    return values if are_plain else list(map(check_text, values))
+
+
 def check_text(value: Any) -> str:
     """``value``, which must be a string that UTF-8 can hold: JSON can escape half a character."""
     if not isinstance(value, str):

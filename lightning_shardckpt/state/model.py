@@ -225,9 +225,11 @@ def match_model(
     known = {**{key: key for key in stored.tensors}, **stored.aliases}
     matched: dict[str, str] = {}
     for key, tensor in live.tensors.items():
-        sources = [known[key]] if key in known and len(names[key]) == 1 else []
-        sources = sources or list(dict.fromkeys(known[name] for name in names[key] if name in known))
-        absent = next((left_out[name] for name in names[key] if name in left_out), None)
+        if key in known and len(names[key]) == 1:  # a shortcut: nearly all have one name
+            sources = [known[key]]
+        else:
+            sources = list(dict.fromkeys(known[name] for name in names[key] if name in known))
+        absent = next((left_out[name] for name in names[key] if name in left_out), None) if left_out else None
         if not sources and absent is None:
             names[key] += [name for name in map(base_fqn, names[key]) if name in known]
             sources = [known[name] for name in names[key] if name in known][:1]

@@ -87,10 +87,10 @@ class Checkpoint:
         Raises:
             FormatError: if the rank's index does not have it as the root index describes it.
         """
-        spec = self.root.components[component].tensors[key]
-        index = self.index(component, overlap.writer)
+        spec, stored = self.root.components[component].tensors[key], overlap.stored
+        index = self._indexes.get((component, overlap.writer)) or self.index(component, overlap.writer)
         for entry in index.shards.get(key, ()):
-            if entry.box == overlap.stored and entry.dtype == spec.dtype and entry.global_shape == spec.shape:
+            if entry.box == stored and entry.dtype == spec.dtype and entry.global_shape == spec.shape:
                 return entry
         raise FormatError(
             f"{self._where(ROOT_NAME)}: the index of rank {overlap.writer} has no box {overlap.stored.start}.."
@@ -133,7 +133,9 @@ class Checkpoint:
     def _as_written(self, entries: list[tuple[str, ShardEntry]]) -> bytes | None:
         """Return how this package writes the header of a file with these entries; another writer's may be as good."""
         try:
-            header = plan_header([HeaderEntry(k, e.dtype, e.box.shape, e.box.start) for k, e in entries])
+            boxes = {id(entry.box): entry.box for _, entry in entries}  # most have the same one
+            places = {of: (box.shape, box.start) for of, box in boxes.items()}
+            header = plan_header([HeaderEntry(k, e.dtype, *places[id(e.box)]) for k, e in entries])
         except FormatError:
             return None
         if header.begins != tuple(entry.begin for _, entry in entries):

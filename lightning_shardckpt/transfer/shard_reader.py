@@ -63,11 +63,13 @@ class ShardReader:
         target = first.request.target
         data = target[first.at : first.at + nbytes] if span.direct and target is not None else self.window[:nbytes]
         read_verbatim(self, first.request.entry.file, low, data)
+        verifies, is_direct = self._plan.verifies, span.direct
         for piece in span.slices:
-            here = data[piece.low - low : piece.high - low]
-            self._verify(piece.request, here, piece.low)
-            if not span.direct and piece.request.target is not None:
-                piece.place(here, piece.request.target)
+            request, here = piece.request, data[piece.low - low : piece.high - low]
+            if verifies(request):
+                check_blocks(self.path, request.key, request.overlap.writer, request.entry, here, piece.low)
+            if not is_direct and request.target is not None:
+                piece.place(here, request.target)
 
     def _read_rows(self, task: Rows) -> None:
         request, groups, window = task.request, task.groups, self.window
