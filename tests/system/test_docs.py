@@ -15,6 +15,7 @@ import pydoc
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -65,6 +66,11 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 def test_every_link_to_another_site_is_well_formed() -> None:
     links = {link for page in TEXTS for link in re.findall(r"\]\(([^)\s]*://[^)\s]*)\)", prose(page))}
     assert links and [link for link in links if not re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[\w./#-]*)?", link)] == []
+
+
+def test_nothing_is_misspelled() -> None:
+    done = subprocess.run([sys.executable, "-m", "codespell_lib"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def leads_somewhere(page: Path, link: str) -> bool:
