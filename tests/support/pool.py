@@ -326,7 +326,10 @@ def _give_gloo_one_worker() -> None:
     gloo: Any = torch.distributed.ProcessGroupGloo
     original = gloo.__init__
 
-    def initialise(group: Any, store: Any, rank: int, size: int, *, timeout: datetime.timedelta) -> None:
+    def initialise(
+        group: Any, store: Any, rank: int, size: int, *, timeout: datetime.timedelta, enable_reconfigure: bool = False
+    ) -> None:
+        assert not enable_reconfigure, "options of gloo have no such thing"  # torch 2.15 passes it, False by default
         options, interface = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
         device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
         options._devices, options._threads, options._timeout = [device], 1, timeout
