@@ -195,9 +195,13 @@ class _Directory:
                     known[text] = []
                     found.append({**group, "params": known[text]})
                 known[text].append(fqn)
-        for group in found:
-            group["params"] = [clean_fqn(name) for name in group["params"]]
-        return list(found)
+        groups: list[Any] = found if isinstance(found, list) else [found]
+        for number, group in enumerate(groups):
+            names = group.get("params") if isinstance(group, dict) else None
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise FormatError(f"param group {number} of an optimizer has no list of parameter names")
+            group["params"] = [clean_fqn(name) for name in names]
+        return groups
 
     def _rest(self, layout: DCPKeys) -> dict[str, Any]:
         """Return what is neither model nor optimizer, nested as it was."""

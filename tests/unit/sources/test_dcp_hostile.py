@@ -254,6 +254,12 @@ def _planner(metadata: Metadata, path: Any) -> None:
     metadata.planner_data["optim.param_groups.0.lr"] = path
 
 
+def _groups(metadata: Metadata, path: tuple[str | int, ...], key: str) -> None:
+    """Let one value take the place of all that is stored of param groups."""
+    metadata.planner_data = {k: old for k, old in metadata.planner_data.items() if old[1] != "param_groups"}
+    metadata.planner_data[key] = ("optim", *path)
+
+
 def _size(metadata: Metadata, size: list[int]) -> None:
     metadata.state_dict_metadata["model.a.weight"].size = torch.Size(size)
 
@@ -281,6 +287,9 @@ CHANGES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "executed": (lambda m: replace(m, planner_data=Bad()), r"names '(posix|os)\.system'"),
     "no metadata": (lambda m: {"a": 1}, "where a metadata is expected"),
     "an odd optimizer": (lambda m: _planner(m, ("optim", "param_groups", 7, "lr")), "expected 0 to"),
+    "a group without parameters": (lambda m: _groups(m, ("param_groups", 0, "lr"), "notes.x"), "group 0 .*no list"),
+    "names that are none": (lambda m: _groups(m, ("param_groups", 0, "params"), "notes.x"), "group 0 .*no list"),
+    "groups that are none": (lambda m: _groups(m, ("param_groups",), "notes.x"), "group 0 .*no list"),
     "a strange entry": (lambda m: _planner(m, ("optim", "else", "lr")), "nothing that torch stores of an optimizer"),
     "storage data of another kind": (lambda m: replace(m, storage_data=[_StorageInfo("a", 1, 2)]), r"\.metadata"),
 }
