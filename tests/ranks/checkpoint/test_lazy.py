@@ -93,7 +93,8 @@ def test_metadata_says_what_was_saved(saved: Path) -> None:
     expected = zoo.whole_tensors()
     found = lightning_shardckpt.metadata(saved)
     assert (found.step, found.epoch, found.world_size, found.topology) == (7, 3, 4, {"shard": 2, "tensor": 2})
-    assert found.software is not None and found.software["torch"] == torch.__version__
+    assert found.software is not None
+    assert torch.__version__.startswith(found.software["torch"])  # which may add the build, such as +cu132
     model = {name: t for name, t in found.tensors.items() if not name.startswith(("optimizer/", "trainer/"))}
     assert {n: (t.shape, t.nbytes) for n, t in model.items()} == {
         n: (tuple(t.shape), t.nbytes) for n, t in (expected | {"tied.float64": expected["rows.float64"]}).items()
