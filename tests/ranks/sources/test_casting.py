@@ -18,6 +18,7 @@ from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.errors import CorruptionError, MismatchError
 from tests.support.nets import full_state
 from tests.support.pool import run_ranks
+from tests.support.tiny import EXECUTES
 
 WIDE = 1100  # so that a weight is read in more than one window
 
@@ -59,7 +60,7 @@ def fit(path: str, precision: Any, steps: int, sharded: bool, resume: str | None
     module = Net()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, ckpt_path=resume, weights_only=False if resume else None)
+        trainer.fit(module, ckpt_path=resume, **(EXECUTES if resume else {}))
     trainer.save_checkpoint(path)
     (optimizer,) = trainer.optimizers
     state = [[v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in module.parameters()]

@@ -165,10 +165,10 @@ class Built(lightning_dirs.Net):
         self.configure_model()
 
 
-def resume_with(path: str, weights_only: bool | None) -> int:
+def resume_with(path: str, options: dict[str, bool]) -> int:
     module = lightning_dirs.Net()
     run = lightning_dirs.trainer("ours", max_steps=2, callbacks=[lightning_dirs.Counts()])
-    run.fit(module, lightning_dirs.loader(), ckpt_path=path, weights_only=weights_only)
+    run.fit(module, lightning_dirs.loader(), ckpt_path=path, **options)
     return run.global_step
 
 
@@ -179,8 +179,9 @@ def test_what_would_have_to_be_executed_is_read_only_if_the_user_says_so(
     meta = torch.load(path / "meta.pt")
     torch.save({**meta, "hyper_parameters": {"made_by": lightning_dirs.Counts}}, path / "meta.pt")
     with pytest.raises(RankFailure, match=r"meta\.pt is not read: .*pass weights_only=False to the Trainer's"):
-        run_ranks(1, resume_with, str(path), None)
-    assert run_ranks(1, resume_with, str(path), False) == [2]
+        run_ranks(1, resume_with, str(path), {})
+    if tiny.EXECUTES:  # Lightning 2.5 gives no way to say so
+        assert run_ranks(1, resume_with, str(path), tiny.EXECUTES) == [2]
 
 
 def save_as_last(folder: str, path: str) -> tuple[int, int]:
@@ -330,7 +331,7 @@ def validate(paths: list[str]) -> list[float]:
     found = []
     for path in paths:
         run = lightning_dirs.trainer("ours", callbacks=[lightning_dirs.Counts()])
-        found += run.validate(Validated(), lightning_dirs.loader(), ckpt_path=path, verbose=False, weights_only=True)
+        found += run.validate(Validated(), lightning_dirs.loader(), ckpt_path=path, verbose=False)
     return [one["loss"] for one in found]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+from tests.support.tiny import EXECUTES
 from tests.sweeps.twins import callbacks, changes, hooks, manual, models, optimizers, reads
 from tests.sweeps.twins.base import CASES, PLAN, TENSOR_PARALLEL, Case
 
@@ -172,7 +173,7 @@ def _run(case: Case, strategy: Any, devices: int, path: Path | None, resume: boo
     try:
         with warnings.catch_warnings():  # of natural code there are some, on rank zero alone
             warnings.simplefilter("ignore")
-            trainer.fit(module, ckpt_path=path if resume else None, weights_only=False if resume else None)
+            trainer.fit(module, ckpt_path=path if resume else None, **(EXECUTES if resume else {}))
     except Exception as error:
         return Found({}, [], f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     return Found(_whole(module), module.seen)  # type: ignore[arg-type]  # every case has it

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat import lightning_loops as compat
+from tests.support.tiny import EXECUTES
 from tests.unit.compat.test_lightning_trainer import Asks, Logs, trainer
 
 
@@ -146,7 +147,7 @@ def resumed(tmp_path: Path, *callbacks: pl.Callback, at: str, epochs: int) -> pl
 
     trainer(tmp_path, Asks(at, save), max_epochs=1, max_steps=-1).fit(LogsAndPlateaus(), batches(4), batches(1))
     run = trainer(tmp_path, *callbacks, max_epochs=epochs, max_steps=-1)
-    run.fit(LogsAndPlateaus(), batches(4), batches(1), ckpt_path=str(path), weights_only=False)
+    run.fit(LogsAndPlateaus(), batches(4), batches(1), ckpt_path=str(path), **EXECUTES)
     return run
 
 
@@ -172,5 +173,5 @@ def test_a_run_begins_the_next_epoch_as_if_it_had_finished_the_last_one(tmp_path
     steps = Asks("on_train_batch_start", lambda run: run.fit_loop.epoch_loop.batch_idx)
     options = {"max_steps": 6, "limit_val_batches": 0}
     run = trainer(tmp_path, Asks("on_train_start", go_on), epochs, steps, **options)
-    run.fit(BoringModel(), batches(3), ckpt_path=str(path), weights_only=False)
+    run.fit(BoringModel(), batches(3), ckpt_path=str(path), **EXECUTES)
     assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6
