@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.process_group import backend_name
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -51,7 +52,7 @@ def exchange(
     for runs in zip_longest(*(_runs(share, size) for share in shares), fillvalue=()):
         for view, at in _placed(runs[me]):
             mine[at : at + view.numel()].copy_(view)
-        dist.all_gather_single(everything, mine, group=group)
+        all_gather_single(everything, mine, group=group)
         for owner, run in enumerate(runs):
             for view, at in _placed(run) if owner != me else ():
                 view.copy_(everything[owner * size + at : owner * size + at + view.numel()])

@@ -1,6 +1,6 @@
 """Names of torch.distributed below its public API for pipelined steps: collectives to replace, objects as bytes.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _COLLECTIVES = [
         *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
         *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce"),
         *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
-        *("all_gather_single", "reduce_scatter_single", "all_reduce_coalesced", "all_gather_coalesced"),
+        *("all_reduce_coalesced", "all_gather_coalesced"),
+        *("all_gather_single", "reduce_scatter_single"),  # since torch 2.13
+        *("gather_single", "gather_into_tensor"),  # since torch 2.14
     )
     if hasattr(dist, name)
 ]

@@ -38,11 +38,13 @@ def gathered(times: int) -> list[str]:
     """Many all-gathers under way at a time, of the kind that DTensor makes; names of this process's threads."""
     import torch
     import torch.distributed as dist
-    from torch.distributed._functional_collectives import all_gather_single
+    from torch.distributed import _functional_collectives as functional
+
+    all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # torch 2.12
 
     for group in (dist.group.WORLD, dist.new_group()):
         for _ in range(times):
-            under_way = [all_gather_single(torch.ones(4), 0, group) for _ in range(100)]
+            under_way = [all_gather(torch.ones(4), 0, group) for _ in range(100)]
             assert all(bool((one == 1).all()) for one in under_way)
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.autograd_backward import is_result_of
+from lightning_shardckpt.compat.collectives import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.peers import MARK_BYTES, Peers
@@ -151,7 +152,7 @@ class GatherPlan:
             mark = peers.mark(self._number, "gather")
             flat[begin:].view(torch.uint8)[:MARK_BYTES].copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
         found = flat.new_empty(peers.size * flat.numel())
-        work = dist.all_gather_single(found, flat, group=peers.group, async_op=True)
+        work = all_gather_single(found, flat, group=peers.group, async_op=True)
         peers.wait(work, self.purpose)
         rows = found.view(peers.size, -1)
         if marked:
@@ -215,7 +216,7 @@ class GatherPlan:
             reduced = source[peers.rank].clone()
         else:
             reduced = source.new_empty(source.shape[1])
-            work = dist.reduce_scatter_single(reduced, source.view(-1), group=peers.group, async_op=True)
+            work = reduce_scatter_single(reduced, source.view(-1), group=peers.group, async_op=True)
             peers.wait(work, f"the gradients of {self.purpose}")
         total = [peers.size * (number + 2), peers.size * (number + 2) ** 2]
         if marked and reduced[checked : checked + 2].tolist() != total:

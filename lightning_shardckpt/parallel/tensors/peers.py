@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.process_group import group_of_name
 from lightning_shardckpt.compat.torch_store import Store, default_store, own_view
 from lightning_shardckpt.errors import RankError, TopologyError
@@ -145,7 +146,7 @@ class Peers:
         """The flat tensors of all ranks after each other, after an `announce`. Collective."""
         group = self.reads if flat.device.type == "cpu" else self.group
         found = flat.new_empty(self.size * flat.numel())
-        work = dist.all_gather_single(found, flat.contiguous(), group=group, async_op=True)
+        work = all_gather_single(found, flat.contiguous(), group=group, async_op=True)
         self._wait(work, what, number=self._reads_done)
         return found
 
@@ -161,7 +162,7 @@ class Peers:
         own = torch.zeros(len(marks) + 1 + _INLINE, dtype=torch.float64)
         own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
         found = own.new_empty(self.size * own.numel())
-        work = dist.all_gather_single(found, own, group=self.reads, async_op=True)
+        work = all_gather_single(found, own, group=self.reads, async_op=True)
         self._wait(work, f"{what} ({line})", number=self._reads_done)
         every = found.view(self.size, -1).tolist()
         if any(one[: len(marks)] != every[0][: len(marks)] for one in every):
@@ -173,7 +174,7 @@ class Peers:
         text = what.encode()[:_TEXT_BYTES]
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         found = own.new_empty(self.size * _TEXT_BYTES)
-        dist.all_gather_single(found, own, group=self.reads)
+        all_gather_single(found, own, group=self.reads)
         said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found.view(self.size, -1)]
         each = "; ".join(f"rank {rank}: {one}" for rank, one in zip(self.ranks, said, strict=True))
         raise TopologyError(f"the ranks ask for values of different sharded tensors at a time: {each}. {_ADVICE}")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shardckpt.compat.collectives import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.errors import RankError, TopologyError
 from lightning_shardckpt.parallel.pipeline.agree import agree, gathered
 from lightning_shardckpt.parallel.pipeline.checks import without_world_collectives
@@ -288,8 +289,8 @@ WORLD: dict[str, Callable[[Tensor, Any], Any]] = {
     "all_gather": lambda t, g: dist.all_gather([torch.zeros(2) for _ in range(3)], t, group=g),
     "all_gather_object": lambda t, g: dist.all_gather_object([None] * 3, 1, group=g),
     "broadcast_object_list": lambda t, g: dist.broadcast_object_list([1], 0, g),
-    "all_gather_single": lambda t, g: dist.all_gather_single(torch.zeros(6), t, group=g),
-    "reduce_scatter_single": lambda t, g: dist.reduce_scatter_single(torch.zeros(1), torch.zeros(3), group=g),
+    "all_gather_single": lambda t, g: all_gather_single(torch.zeros(6), t, group=g),
+    "reduce_scatter_single": lambda t, g: reduce_scatter_single(torch.zeros(1), torch.zeros(3), group=g),
 }
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_shardckpt.compat.pipelining import pickled, unpickled, watched_collectives
 
@@ -53,3 +56,18 @@ def test_an_object_comes_back_from_its_bytes(alone: dist.ProcessGroup) -> None:
     padded = torch.cat([content, torch.zeros(5, dtype=torch.uint8)])
     found = unpickled(padded, count, alone)
     assert found["a"] == value["a"] and torch.equal(found["b"], torch.arange(3))
+
+
+def test_every_collective_of_this_torch_is_watched() -> None:
+    """Oracle: what has a group, but the names of functions that send to one rank, or don't communicate."""
+    between_two = {f"{way}{kind}" for way in ("send", "recv", "isend", "irecv") for kind in ("", "_object_list")}
+    silent = {"get_", "is_", "new_", "split_", "shrink_", "destroy_", "set_", "supports_", "record_"}
+    originals = dict(vars(dist))
+    expected = set()
+    for name in set(distributed_c10d.__all__) - between_two:
+        function = originals.get(name)
+        if type(function) is FunctionType and not name.startswith(tuple(silent)):
+            expected |= {name} if "group" in inspect.signature(function).parameters else set()
+    with watched_collectives(lambda name, group: None):
+        watched = {name for name, value in vars(dist).items() if originals.get(name) is not value}
+    assert len(expected) > 18 and watched == expected
