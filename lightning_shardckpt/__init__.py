@@ -6,7 +6,7 @@ Public names are resolved when they are first used: the tools in this package st
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.compat.lightning_cli import register_with_lightning
+from lightning_shardckpt.strategy.registration import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait

@@ -68,7 +68,7 @@ def _status(command: Command) -> int:
     except BrokenPipeError:  # such as `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail at exit
         return 1
-    except (ShardCkptError, OSError, ValueError) as error:
+    except (ShardCkptError, OSError, ValueError, ImportError) as error:  # ImportError: no torch, or none that will do
         return _failed(command, str(error))
     except KeyboardInterrupt:
         return 130

@@ -1,0 +1,70 @@
+"""The versions of torch and Lightning that this package runs with, and the refusal of others.
+
+Private names may mean something else in another version, or be gone. So an import of what needs torch or Lightning ends
+here, before the first such name is used. Metadata tell what is installed, without an import of it. Tools that run
+without torch don't come here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+SUPPORTED = {"torch": ((2, 12), (2, 15)), "lightning": ((2, 5), (2, 6))}
+"""The first and the last minor version of each that the tests have run with, as ``pyproject.toml`` has them."""
+
+ALLOW_UNTESTED = "LIGHTNING_SHARDCKPT_ALLOW_UNTESTED"
+"""The environment variable that lets other versions in, at the user's own risk, if it is 1."""
+
+
+def require_supported_versions() -> None:
+    """Refuse versions of torch and Lightning that have not been tested, or warn if the user allows them.
+
+    A nightly or a development build counts as the version that it leads to: 2.16.0.dev20261120 is 2.16. A package that
+    is not installed, or whose version has no number, is left to the import that needs it.
+
+    Raises:
+        ImportError: says what is installed, what is supported and what to do.
+    """
+    problems = [text for name in SUPPORTED if (text := _problem(name))]
+    if not problems:
+        return
+    if os.environ.get(ALLOW_UNTESTED) == "1":
+        warnings.warn(
+            f"lightning-shardckpt has not been tested with these versions: {'; '.join(problems)}. "
+            f"Results may differ without an error ({ALLOW_UNTESTED}=1)",
+            stacklevel=2,
+        )
+        return
+    wanted = " ".join(f'"{name}{_requirement(name)}"' for name in SUPPORTED)
+    raise ImportError(
+        f"lightning-shardckpt cannot be used with the installed versions: {'; '.join(problems)}\n"
+        "It relies on private names of torch and Lightning, with which others may give errors or different results.\n"
+        f"Run `pip install {wanted}`, or use a release of lightning-shardckpt for the installed versions. "
+        f"Set {ALLOW_UNTESTED}=1 to go on at your own risk."
+    )
+
+
+def _problem(name: str) -> str | None:
+    """Return what is installed against what is supported; None if it is supported, or nothing can be said."""
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return None
+    number = re.match(r"(\d+)\.(\d+)", installed)
+    first, last = SUPPORTED[name]
+    if number is None or first <= (int(number[1]), int(number[2])) <= last:
+        return None
+    return f"{name} {installed} is installed, {_text(first)} to {_text(last)} are supported"
+
+
+def _requirement(name: str) -> str:
+    """Return the bounds as pip writes them, such as ``>=2.12,<2.16``."""
+    first, (major, minor) = SUPPORTED[name]
+    return f">={_text(first)},<{major}.{minor + 1}"
+
+
+def _text(number: tuple[int, int]) -> str:
+    return ".".join(map(str, number))
