@@ -141,7 +141,7 @@ def test_code_trains_as_on_one_process(topology: str, names: tuple[str, ...], na
 REFUSED = [
     ("pp2 x fsdp2", "ReadsInHook", "a hook of a parameter of shape (5, 8), changes nothing"),
     *((topology, name, said) for name, case in CASES.items() for topology, said in case.refused.items()),
-    *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items()),
+    *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items() if name in CASES),  # Lightning 2.5 lacks one
 ]
 
 

@@ -9,13 +9,11 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
-    WeightAveraging,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,12 +35,13 @@ class Validated(Natural):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@case(callbacks=lambda: [WeightAveraging(avg_fn=get_swa_avg_fn())], limit_val_batches=1)
-class Averages(Validated): ...
+if hasattr(pl.callbacks, "WeightAveraging"):  # since Lightning 2.6
 
+    @case(callbacks=lambda: [pl.callbacks.WeightAveraging(avg_fn=get_swa_avg_fn())], limit_val_batches=1)
+    class Averages(Validated): ...
 
-@case(callbacks=lambda: [EMAWeightAveraging(decay=0.8, update_every_n_steps=1)], limit_val_batches=1)
-class AveragesExponentially(Validated): ...
+    @case(callbacks=lambda: [pl.callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=1)], limit_val_batches=1)
+    class AveragesExponentially(Validated): ...
 
 
 @case(
