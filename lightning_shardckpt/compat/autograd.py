@@ -1,6 +1,6 @@
 """Nodes of the autograd graph that accumulate gradients.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

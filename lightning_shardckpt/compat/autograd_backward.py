@@ -1,6 +1,6 @@
 """Ask the engine of autograd about the backward that runs, and the graph about its nodes.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

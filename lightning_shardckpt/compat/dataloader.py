@@ -1,6 +1,6 @@
 """Give a DataLoader's iterators another source of indices, without changing its samplers.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

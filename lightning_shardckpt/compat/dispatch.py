@@ -1,6 +1,6 @@
 """Operations of torch below the public API: a dispatch mode, schemas, and the identity of memory.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A DTensor's local tensor and spec, and the placement of a dim that is sharded twice.
 
-Checked with torch 2.13. ``DTensor.to_local`` and ``DTensor.from_local`` record history and check shapes over all ranks;
-what is here does neither.
+Checked with torch 2.12 to 2.15. ``DTensor.to_local`` and ``DTensor.from_local`` record history and check shapes over
+all ranks; what is here does neither.
 """
 
 from __future__ import annotations

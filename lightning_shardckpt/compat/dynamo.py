@@ -1,6 +1,6 @@
 """Keep code out of what torch.compile compiles, and see through the modules that it makes.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernels over lists of gradients, and the place where a GradScaler calls one.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

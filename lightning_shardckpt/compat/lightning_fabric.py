@@ -1,6 +1,6 @@
 """Private names of Lightning Fabric: how it starts processes, reduces, moves optimizers and guards the backward.
 
-Checked with Lightning 2.6.6.
+Checked with Lightning 2.5.6 and 2.6.6.
 """
 
 from __future__ import annotations

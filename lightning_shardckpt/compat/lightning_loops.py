@@ -1,6 +1,6 @@
 """Private names of Lightning's fit loop: its loaders, when it stops and validates, and how it restarts.
 
-Checked with Lightning 2.6.6.
+Checked with Lightning 2.5.6 and 2.6.6.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Private names of Lightning's Trainer: how it restores, hears signals, knows metrics and names directories.
 
-Checked with Lightning 2.6.6.
+Checked with Lightning 2.5.6 and 2.6.6.
 """
 
 from __future__ import annotations

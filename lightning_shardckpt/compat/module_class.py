@@ -1,6 +1,6 @@
 """Change what live modules, and the classes of modules and parameters, do: mixed-in classes, hooks, constructors.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

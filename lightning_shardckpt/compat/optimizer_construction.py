@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 def changed_parameters(change: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, ``Optimizer.__init__`` gets ``change(params)`` in place of its first argument.
 
-    Checked with torch 2.13. Relies on every optimizer calling it with the parameters, before it does anything with
-    them.
+    Checked with torch 2.12 to 2.15. Relies on every optimizer calling it with the parameters, before it does anything
+    with them.
     """
     original = Optimizer.__init__
 

@@ -1,4 +1,4 @@
-"""Process groups by the names that torch gives them, and their backends. Checked with torch 2.13."""
+"""Process groups by the names that torch gives them, and their backends. Checked with torch 2.12 to 2.15."""
 
 from __future__ import annotations
 

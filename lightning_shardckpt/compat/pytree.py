@@ -1,6 +1,6 @@
 """Flatten nested structures as torch does: lists, tuples, dicts, named tuples, and what is registered as a node.
 
-Checked with torch 2.13. Relies on ``torch.utils._pytree``, which has no public name. An object that is no such
+Checked with torch 2.12 to 2.15. Relies on ``torch.utils._pytree``, which has no public name. An object that is no such
 container is a leaf, ``None`` included; models of transformers register their outputs and caches.
 """
 

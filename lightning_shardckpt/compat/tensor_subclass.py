@@ -1,6 +1,6 @@
 """Names below the public API for tensor subclasses: dispatch, parameters, hooks, versions and memory.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

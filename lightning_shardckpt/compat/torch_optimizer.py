@@ -1,6 +1,6 @@
 """Private names of optimizers: what they do besides torch's own ``state_dict`` and ``load_state_dict``.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Contents of ``torch.save`` files besides values: kinds of storages, and versions in state dicts. No torch.
 
-Checked with torch 2.13.
+Checked with torch 2.12 to 2.15.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The key-value store of torch's process groups. Checked with torch 2.13."""
+"""The key-value store of torch's process groups. Checked with torch 2.12 to 2.15."""
 
 from __future__ import annotations
 

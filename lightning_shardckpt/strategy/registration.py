@@ -1,7 +1,7 @@
 """Make ``strategy="sharded"`` known to Lightning, without importing Lightning.
 
 The tools of this package start without it. So the name is registered when Lightning's registries are there: now, if
-somebody has imported them, else as soon as somebody does. Checked with Lightning 2.6.6, whose registries are
+somebody has imported them, else as soon as somebody does. Checked with Lightning 2.5.6 and 2.6.6, whose registries are
 ``StrategyRegistry`` and ``STRATEGY_REGISTRY``.
 """
 
