@@ -68,10 +68,12 @@ def _status(command: Command) -> int:
     except BrokenPipeError:  # such as `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail at exit
         return 1
-    except (ShardCkptError, OSError, ValueError, ImportError) as error:  # ImportError: no torch, or none that will do
+    except (ShardCkptError, OSError, ValueError) as error:
         return _failed(command, str(error))
     except KeyboardInterrupt:
         return 130
+    except ImportError as error:  # such as no torch, or none that will do
+        return _failed(command, f"{type(error).__name__}: {error}")
     except Exception as error:  # the libraries that read URLs raise classes of their own
         if not any(isinstance(value, str) and is_url(value) for value in vars(command.arguments).values()):
             raise
