@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
-from lightning_shardckpt.compat.torch_serialization import attach_versions, versions_of
 from lightning_shardckpt.export.pickle_writer import Named, write_pickle
 from lightning_shardckpt.export.torch_values import TensorPickling, TensorRecord, from_numpy, is_of_torch
 from lightning_shardckpt.state.json_values import Dropped
@@ -23,6 +22,7 @@ from lightning_shardckpt.transfer.regions import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
 _LOCAL_HEADER, _ZIP64_FIELD = 30, 20
+_VERSIONS = "_metadata"  # attribute of a state dict: the versions of modules, which ``Module.load_state_dict`` reads
 _READABLE = 0o600 << 16  # what zipfile and torch.save say of the mode of a record
 _LOADABLE = {type(None), bool, float, str, complex, bytes, TensorRecord, Named}
 _OF_TORCH = ("Tensor", "dtype", "device")  # the same, of its classes
@@ -149,9 +149,9 @@ class Plain:
                 new = self._key(key, where)
                 self._tell_merged(int(new in kept), path)
                 kept[new] = self.of(item, where)
-        if type(value) is OrderedDict and (attached := versions_of(value)) is not None:
-            kept = OrderedDict(kept)  # a module's state dict, with versions
-            attach_versions(kept, self.of(attached, f"{path}/_metadata"))
+        if type(value) is OrderedDict and (versions := vars(value).get(_VERSIONS)) is not None:
+            kept = OrderedDict(kept)  # a module's state dict
+            vars(kept)[_VERSIONS] = self.of(versions, f"{path}/{_VERSIONS}")
             return kept
         return type(value)(kept) if type(value) in (Counter, OrderedDict) else kept
 

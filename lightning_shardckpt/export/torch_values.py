@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lightning_shardckpt.compat.torch_serialization import LEGACY_STORAGES
 from lightning_shardckpt.export.pickle_writer import Call, Named, Reference
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.state.dtype_names import TORCH_NAMES
+from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 from lightning_shardckpt.state.json_values import OfTorch, shape_filled_by
 
 

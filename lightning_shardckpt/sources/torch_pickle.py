@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.compat.torch_serialization import LEGACY_STORAGES
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_shape, check_size, shown
 from lightning_shardckpt.sources.safe_unpickler import Called, Known, ordered, unpickle
 from lightning_shardckpt.sources.torch_zip import CoalescedReads, FilePart, ZipArchive
-from lightning_shardckpt.state.dtype_names import TORCH_NAMES
+from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 
 _PICKLE, _SHORT_BYTES = "data.pkl", 8 << 10  # of one tensor
 _VALUE_BYTES = 64 << 20  # of what is not a tensor; Python needs a multiple of it

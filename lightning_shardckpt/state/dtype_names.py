@@ -1,4 +1,4 @@
-"""Names of dtypes: those of the format, which are safetensors', and torch's. No torch."""
+"""Names of dtypes: those of the format, which are safetensors', torch's, and those in files of torch.save. No torch."""
 
 TORCH_NAMES = {
     "F64": "float64",
@@ -22,3 +22,22 @@ TORCH_NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
 """By the format's name of every dtype that a checkpoint can hold: the attribute of the module ``torch``."""
+
+LEGACY_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""By the name of a dtype of ``torch``: the class of that module that a pickle names for the storage of a tensor.
+
+A tensor of any other dtype has an untyped storage there, and its dtype apart.
+"""

@@ -69,7 +69,8 @@ def test_every_link_to_another_site_is_well_formed() -> None:
 
 
 def test_nothing_is_misspelled() -> None:
-    done = subprocess.run([sys.executable, "-m", "codespell_lib"], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "codespell_lib"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 

@@ -1,7 +1,7 @@
 """The quick tests with every supported version of torch and Lightning, each in an environment of its own.
 
-    pipx run nox -s versions
-    pipx run nox -s "versions(torch='2.15.0', lightning='2.6.6')" -- tests/unit
+    pipx run nox -f configs/noxfile.py -s versions
+    pipx run nox -f configs/noxfile.py -s "versions(torch='2.15.0', lightning='2.6.6')" -- tests/unit
 
 An environment takes several gigabytes; what follows -- goes to pytest.
 """
@@ -25,6 +25,7 @@ CHOSEN_HERE = ("torch==", "lightning==", "pytorch-lightning==", "setuptools==")
 @nox.parametrize(("torch", "lightning"), VERSIONS)
 def versions(session: nox.Session, torch: str, lightning: str) -> None:
     """Run the tests that are not slow."""
+    session.chdir(Path(__file__).parents[1])
     pins = Path("configs/constraints.txt").read_text().splitlines()
     constraints = Path(session.create_tmp(), "constraints.txt")
     constraints.write_text("\n".join(pin for pin in pins if not pin.startswith(CHOSEN_HERE)))
