@@ -95,6 +95,7 @@ def _load(
     def turn(way: Way) -> Facts:
         peers.prepare(state)
         if cache == SAVED:
+            clear(_path(folder, way))
             way.save(state, _path(folder, way))
         if way.fresh:
             peers.forget(state)
