@@ -60,6 +60,7 @@ def save(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
+    digest: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
@@ -94,6 +95,7 @@ def save(
         sync_files: make the checkpoint durable; see ``ShardCkptIO``.
         also: see ``ShardCkptIO``.
         replicas: see ``ShardCkptIO``.
+        digest: see ``ShardCkptIO``.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
         storage_options: for URLs, see ``ShardCkptIO``.
         throttle_uploads: for URLs, see ``ShardCkptIO``.
@@ -106,7 +108,7 @@ def save(
     savers = _savers_of(process_group)
     drain_all()  # one of them may be to this path
     where = os.fspath(path)
-    options = SaveOptions(size_per_shard, also, replicas)
+    options = SaveOptions(size_per_shard, also, replicas, digest)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
     notes = engine.save(
@@ -132,6 +134,7 @@ def save_async(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
+    digest: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
@@ -168,7 +171,7 @@ def save_async(
     Raises:
         Exception: what a save before this one failed with, on every rank; else as ``save`` does.
     """
-    options, going_on = SaveOptions(size_per_shard, also, replicas), AsyncOptions(max_pending, overlap_copy)
+    options, going_on = SaveOptions(size_per_shard, also, replicas, digest), AsyncOptions(max_pending, overlap_copy)
     savers, where = _savers_of(process_group), os.fspath(path)
     background = _background(savers, process_group, going_on.max_pending)
     storage = _storage(sync_files, storage_options, throttle_uploads)

@@ -53,7 +53,10 @@ from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.pending_saves import drain_all
 
 _VERSION = "pytorch-lightning_version"
-_FIXED = {"size_per_shard", "verify", "also", "replicas", "share_reads", "use_async", "max_pending", "overlap_copy"}
+_FIXED = {
+    *("size_per_shard", "verify", "also", "replicas", "digest", "share_reads"),
+    *("use_async", "max_pending", "overlap_copy"),
+}
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which lets them be as they are; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -110,6 +113,8 @@ class ShardCkptIO(CheckpointIO):
         also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
             when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.
+        digest: record digests of model and optimizer, which are the same on every topology: see ``digest`` of the
+            tools. They are computed beside the writing, by a thread.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
             Lightning's ModelCheckpoint also looks at its ``dirpath``, and has no such options: give it what it needs by
             environment variables, such as ``AWS_ENDPOINT_URL``.
@@ -139,13 +144,14 @@ class ShardCkptIO(CheckpointIO):
         replicas: Replicas = "same",
         adapters_only: bool = False,
         also: ExtraFormat | None = None,
+        digest: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
         resume: Sequence[str] | None = None,
         resume_skip: Sequence[str] = (),
     ) -> None:
-        self.save_options = SaveOptions(size_per_shard, also, replicas)
+        self.save_options = SaveOptions(size_per_shard, also, replicas, digest)
         async_options = AsyncOptions(max_pending, overlap_copy)
         self.async_saves = AsyncSaves(async_options if use_async else None)
         self.load_options = LoadOptions(verify=bool(verify), share_reads=share_reads)

@@ -1,4 +1,4 @@
-"""The command line of the tools: ``python -m lightning_shardckpt {inspect,verify,diff,explain,map,consolidate} …``.
+"""The command line of the tools: ``python -m lightning_shardckpt {inspect,verify,digest,diff,…} …``.
 
 Exit status: 0, 1 for a problem, 2 for wrong usage; of ``diff`` 0 for the same, 1 for different, 2 for trouble, as of
 diff(1). Problems go to stderr as a message, without a traceback.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -46,9 +46,11 @@ def _parser() -> ArgumentParser:
     verify = ArgumentParser(description="Compares every byte of a checkpoint with what was saved.")
     verify.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
+    verify.add_argument("--digest", action="store_true", help="also compute the recorded digests anew")
     add_storage_options(verify)
     tools.add_subcommand("verify", verify, help="whether a checkpoint is whole")
 
+    _add_digest(tools)
     _add_diff(tools)
     _add_explain(tools)
     _add_map(tools)
@@ -77,7 +79,12 @@ def _verify(arguments: Namespace) -> int:
     options = arguments.storage_options
     with progress() as bar:
         report = verify(
-            arguments.path, quick=arguments.quick, advance=bar, expect=bar.expect, storage_options=options
+            arguments.path,
+            quick=arguments.quick,
+            digest=arguments.digest,
+            advance=bar,
+            expect=bar.expect,
+            storage_options=options,
         )
     for finding in report.findings:
         print(finding)
@@ -134,6 +141,33 @@ def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--layers", type=str, nargs="+", default=[], metavar="PATTERN", help=names)
 
 
+def _add_digest(tools: Any) -> None:
+    digest = ArgumentParser(
+        description="Prints digests of tensors, of components and of the whole, which are the same on every topology "
+        "and in every format. Where the save recorded them, only indexes are read."
+    )
+    digest.add_argument("path", type=str, help="the checkpoint, of any format that is read, or a URL")
+    digest.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
+    kinds, named = Literal["stored", "huggingface"], "huggingface: the model as an export names and splits it"
+    digest.add_argument("--names", type=kinds, default="stored", help=named)
+    digest.add_argument("--recompute", action="store_true", help="read the tensors, whatever was recorded")
+    digest.add_argument("--all", action="store_true", help="long tables in full")
+    digest.add_argument("--json", action="store_true", help="everything, for programs")
+    add_storage_options(digest)
+    tools.add_subcommand("digest", digest, help="whether two checkpoints hold the same, as a few digits")
+
+
+def _digest(arguments: Namespace) -> int:
+    from lightning_shardckpt.tools.digest import digest, shown
+
+    options = {"tensors": arguments.tensors, "names": arguments.names, "recompute": arguments.recompute}
+    options["storage_options"] = arguments.storage_options
+    with progress() as bar:
+        found = digest(arguments.path, **options, advance=bar, expect=bar.expect)
+    print(shown(found, arguments.all, arguments.json))
+    return 0
+
+
 def _diff(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.diff import diff, is_same, shown
 
@@ -166,6 +200,7 @@ def _map(arguments: Namespace) -> int:
 _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "inspect": _inspect,
     "verify": _verify,
+    "digest": _digest,
     "diff": _diff,
     "explain": _explain,
     "map": _map,

@@ -25,6 +25,7 @@ class SaveOptions:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         also: a format in which the model is written a second time, into the same directory, by the same ranks.
         replicas: whether tensors that several ranks hold must be the same, or the first rank's are stored.
+        digest: whether digests of the tensors are recorded, which do not depend on the topology.
 
     Raises:
         ValueError: for a value that cannot be, naming the option.
@@ -33,6 +34,7 @@ class SaveOptions:
     size_per_shard: float = 1024
     also: ExtraFormat | None = None
     replicas: Replicas = "same"
+    digest: bool = False
 
     def __post_init__(self) -> None:
         if self.size_per_shard <= 0:

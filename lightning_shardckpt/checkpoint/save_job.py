@@ -36,12 +36,14 @@ from lightning_shardckpt.checkpoint.staging import (
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
 from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.component_digest import DIGESTED, constant_part, part_of_component
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import table_digest
 from lightning_shardckpt.format.strict_json import check_json_size
+from lightning_shardckpt.format.tensor_digest import TensorDigest, total
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
@@ -50,6 +52,7 @@ from lightning_shardckpt.state.replica_digests import Digests, combined, differi
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.protocol import Draft, Storage
+from lightning_shardckpt.transfer.digests_beside import BoxDigests
 from lightning_shardckpt.transfer.writer import MB, write_component
 
 
@@ -280,11 +283,15 @@ class SaveJob:
             self.copies.check()
         rank, save_id = self._ranks.rank, agreed["save_id"]
         draft = self._draft or self._storage.draft(self.path, save_id)
-        indexes, documents = {}, []
+        indexes, documents, digests = {}, [], dict[str, str]()
         for component, files in self._plan.files.items():
-            info = write_component(draft, component, rank, save_id, files, lambda p: host_bytes(staged.tensors[id(p)]))
+            boxes = BoxDigests() if self._options.digest and component in DIGESTED else None
+            stage = lambda p: host_bytes(staged.tensors[id(p)])  # noqa: E731
+            info = write_component(draft, component, rank, save_id, files, stage, boxes)
             if info is not None:
                 indexes[component] = _info_to_json(info)
+            if boxes is not None:
+                digests[component] = str(part_of_component(self._plan.tables[component], boxes.found))
         for name, content in staged.documents.items():
             draft.write(name, [content])
             documents.append(_info_to_json(FileInfo(name, len(content), checksum(content))))
@@ -298,6 +305,7 @@ class SaveJob:
         return {
             "indexes": indexes,
             "documents": documents,
+            "digests": digests,
             "elements": self._plan.elements,
             "shard_bytes": shard_bytes,
         }
@@ -325,7 +333,9 @@ class SaveJob:
         for name, table in self._plan.tables.items():
             wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}
             indexes = {rank: FileInfo(*infos[name]) for rank, infos in wrote.items()}
-            components[name] = Component(table.tensors, table.aliases, indexes)
+            parts = [TensorDigest.parse(report["digests"][name]) for report in reports if name in report["digests"]]
+            digest = total([constant_part(table), *parts]) if self._options.digest and name in DIGESTED else None
+            components[name] = Component(table.tensors, table.aliases, indexes, digest)
         written, expected = sum(report["elements"] for report in reports), self._plan.all_elements
         if written != expected:
             raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")

@@ -45,6 +45,8 @@ class Written(TypedDict):
     indexes: dict[str, list[Any]]
     """By component."""
     documents: list[list[Any]]
+    digests: dict[str, str]
+    """By component, what this rank's boxes add to its digest, if digests are recorded."""
     elements: int
     shard_bytes: int
     """Of all shard files; the sizes of the others are listed."""

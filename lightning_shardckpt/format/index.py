@@ -16,6 +16,7 @@ from lightning_shardckpt.format.file_names import (
 from lightning_shardckpt.format.layout import Holders, Layout
 from lightning_shardckpt.format.safetensors_header import HeaderTensor
 from lightning_shardckpt.format.shard_header import stored_as
+from lightning_shardckpt.format.tensor_digest import TensorDigest
 
 ROOT_NAME = "checkpoint.index.json"
 MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
@@ -59,6 +60,8 @@ class RankIndex:
     rank: int
     files: dict[str, FileInfo]
     shards: dict[str, tuple[ShardEntry, ...]]
+    digests: dict[str, tuple[TensorDigest, ...]] = field(default_factory=dict)
+    """What each box adds to the digest of its tensor, where the save computed that; in the order of ``shards``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Component:
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str] = field(default_factory=dict)
     indexes: dict[int, FileInfo] = field(default_factory=dict)
+    digest: TensorDigest | None = None
+    """Of all tensors under all their names, if the save computed it."""
 
 
 @dataclass(frozen=True, slots=True)

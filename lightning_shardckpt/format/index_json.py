@@ -27,6 +27,7 @@ from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankInd
 from lightning_shardckpt.format.index_scan import ScannedEntry, scan_rank_index
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
 from lightning_shardckpt.format.strict_json import check_json_size, parse_json, texts
+from lightning_shardckpt.format.tensor_digest import TensorDigest
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
     bytes_in,
@@ -46,6 +47,7 @@ VERSION = 2
 MANY_RANKS = 256
 """Worlds of more have a root index of version 2, which does not repeat names that follow from the rank."""
 COMPONENTS = ("model", "optimizer", "trainer")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 _T = TypeVar("_T")
 
@@ -56,7 +58,7 @@ def _text(value: Any) -> str:
 
 def rank_index_to_json(index: RankIndex) -> bytes:
     """The bytes of a per-rank index."""
-    head = {
+    head: dict[str, Any] = {
         "format": FORMAT,
         "version": 1,
         "save_id": index.save_id,
@@ -64,6 +66,8 @@ def rank_index_to_json(index: RankIndex) -> bytes:
         "rank": index.rank,
         "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
     }
+    if index.digests:
+        head["digests"] = {name: list(map(str, found)) for name, found in index.digests.items()}
     kinds: dict[tuple[int, Shape, str, str], str] = {}  # many entries are alike
     metadata = []
     for name, entries in zip(texts(list(index.shards)), index.shards.values(), strict=True):
@@ -151,7 +155,8 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
         indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
         if head["version"] == 2:
             indexes = to_columns(component.indexes)
-        components.append(f'{_text(name)}:{tables.components[name][:-1]},"indexes":{_text(indexes)}}}')
+        digest = "" if component.digest is None else f',"digest":"{component.digest}"'
+        components.append(f'{_text(name)}:{tables.components[name][:-1]},"indexes":{_text(indexes)}{digest}}}')
     single, by_rank = (root.documents, {}) if head["version"] == 1 else documents_by_rank(root.documents)
     documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
     if head["version"] == 2:
@@ -246,7 +251,22 @@ def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]
             if left[file] < 0:
                 raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
-    return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
+    return RankIndex(save_id, check_text(value["component"]), rank, files, shards, _digests(value, shards))
+
+
+def _digests(
+    value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]]
+) -> dict[str, tuple[TensorDigest, ...]]:
+    found = {name: tuple(map(_digest, of)) for name, of in value.get("digests", {}).items()}
+    if found and {name: len(of) for name, of in found.items()} != {name: len(of) for name, of in shards.items()}:
+        raise FormatError("its digests are not of the boxes that it lists")
+    return found
+
+
+def _digest(text: Any) -> TensorDigest:
+    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+        raise FormatError(f"{shown(text)}, where a digest of 32 lower-case hex digits belongs")
+    return TensorDigest.parse(text)
 
 
 def _check_count(sums: tuple[str, ...], block: int, nbytes: int) -> None:
@@ -325,15 +345,17 @@ def _component(
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:
             raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
+    digest = _digest(item["digest"]) if "digest" in item else None
     if version == 2:
-        return Component(tensors, aliases, from_columns(item["indexes"], partial(rank_index_name, component), world))
+        columns = from_columns(item["indexes"], partial(rank_index_name, component), world)
+        return Component(tensors, aliases, columns, digest)
     indexes = {}
-    for rank, (name, nbytes, digest) in item["indexes"].items():
+    for rank, (name, nbytes, sums) in item["indexes"].items():
         number = int(rank)
         if str(number) != rank or not 0 <= number < world:
             raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
-        indexes[number] = file_info(name, nbytes, digest)
-    return Component(tensors, aliases, indexes)
+        indexes[number] = file_info(name, nbytes, sums)
+    return Component(tensors, aliases, indexes, digest)
 
 
 def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:

@@ -14,10 +14,13 @@ from math import isfinite, prod
 from typing import Any
 
 from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.component_digest import DIGESTED
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
+from lightning_shardckpt.format.tensor_digest import total
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text
+from lightning_shardckpt.tools.digest import recorded_digests
 from lightning_shardckpt.tools.hyper_diff import hyper_parameters
 from lightning_shardckpt.tools.long_table import long_table
 from lightning_shardckpt.tools.ownership import boxes_of
@@ -48,7 +51,8 @@ def diff(
         a: a checkpoint.
         b: another one.
         tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        quick: read no tensor; what the indexes cannot tell is ``undecided``.
+        quick: read no tensor; what the indexes cannot tell, since both sides store it in other boxes and digests were
+            not recorded, is ``undecided``.
         advance: told of the bytes of tensors as they are compared.
         expect: told once, before, how many bytes that will be.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
@@ -165,7 +169,11 @@ _Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any
 
 
 def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
-    """Compare checksums of blocks, which decide where both tensors are stored in the same boxes and blocks."""
+    """Compare checksums of blocks, which decide where both tensors are stored in the same boxes and blocks.
+
+    Elsewhere digests decide, if both saves recorded them.
+    """
+    digests = [recorded_digests(checkpoint) for checkpoint in (first, second)]
 
     def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], tuple[str, ...]]:
         replica = checkpoint.replicas(component)[key]
@@ -175,9 +183,12 @@ def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
 
     def compare(component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
         a, b = (stored(c, component, key) for c, key in zip((first, second), keys, strict=True))
-        if a.keys() != b.keys():
+        if a.keys() == b.keys():
+            return ("same" if a == b else "different"), {}
+        if component not in DIGESTED or None in digests:
             return "undecided", {}
-        return ("same" if a == b else "different"), {}
+        known = [total(of[component][key]) for of, key in zip(digests, keys, strict=True) if of is not None]
+        return ("same" if known[0] == known[1] else "different"), {}
 
     return compare
 

@@ -25,6 +25,7 @@ from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.workers import run_tasks
+from lightning_shardckpt.tools.digest import differing_digests, recorded_digests
 from lightning_shardckpt.tools.verify_mirror import check_mirror
 from lightning_shardckpt.tools.verify_shards import Finding, ShardFile, check_shard_file
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -47,6 +48,7 @@ def verify(
     path: str | os.PathLike[str],
     *,
     quick: bool = False,
+    digest: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
     expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
@@ -56,13 +58,18 @@ def verify(
     Args:
         path: the checkpoint.
         quick: structure and sizes only; the content of tensors and documents is not read.
+        digest: compute the digests of tensors anew, and compare them with those that the save recorded. Where nothing
+            else was found, as damaged tensors have other digests, and for one more reading of the tensors.
         advance: told of the bytes of shard files as they are checked, by any thread, one at a time.
         expect: told once, before, of the bytes of all shard files.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
+        ValueError: for both ``quick`` and ``digest``.
     """
+    if quick and digest:
+        raise ValueError("digest reads all tensors, quick none: choose one")
     try:
         checkpoint = open_checkpoint(path, storage_options=storage_options)
     except CheckpointNotFoundError:
@@ -81,7 +88,24 @@ def verify(
         job.check_documents()
         job.findings += check_mirror(checkpoint, quick=quick)
         job.check_names()
+        if digest and not job.findings:
+            job.findings += _check_digests(checkpoint)
         return VerifyReport(tuple(job.findings), len(job.known), job.nbytes)
+
+
+def _check_digests(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Compare recorded digests with those of the tensors as they are stored."""
+    try:
+        recorded = recorded_digests(checkpoint)
+    except ShardCkptError as error:
+        yield Finding(ROOT_NAME, _short(error, ROOT_NAME))
+        return
+    if recorded is None:
+        yield Finding(ROOT_NAME, "no digests were recorded, so none can be compared; ShardCkptIO(digest=True) records")
+        return
+    for component, name, found, expected in differing_digests(checkpoint, recorded):
+        problem = f"its digest is {found}, the save recorded {expected}: its bytes are not those that were in memory"
+        yield Finding(ROOT_NAME, problem, f"{component}: {name}")
 
 
 class _Verification:

@@ -37,3 +37,12 @@ def scatter(data: memoryview, target: memoryview, outer: Shape, where: Box, size
     pitches = pitches_of(outer, size)
     at = sum(a * pitch for a, pitch in zip(where.start, pitches, strict=True))
     copy_strided(where.shape, size, (data, 0, pitches_of(where.shape, size)), (target, at, pitches))
+
+
+def gather(data: memoryview, outer: Shape, where: Box, size: int) -> memoryview:
+    """Return the row-major elements of the box ``where`` of a row-major array of shape ``outer``."""
+    pitches = pitches_of(outer, size)
+    at = sum(a * pitch for a, pitch in zip(where.start, pitches, strict=True))
+    found = memoryview(bytearray(where.numel * size))
+    copy_strided(where.shape, size, (data, at, pitches), (found, 0, pitches_of(where.shape, size)))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_shardckpt.format.index_json import rank_index_to_json
 from lightning_shardckpt.format.plan import Piece, split_into_files
 from lightning_shardckpt.format.shard_header import HeaderEntry, ShardHeader, plan_header
 from lightning_shardckpt.storage.protocol import Draft
+from lightning_shardckpt.transfer.digests_beside import BoxDigests
 
 MB = 1 << 20
 _MIN_BLOCK, _MAX_BLOCK = 4096, MB
@@ -64,11 +66,13 @@ def write_component(
     save_id: str,
     files: list[FilePlan],
     stage: Stage,
+    digests: BoxDigests | None = None,
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> FileInfo | None:
     """Write a rank's shard files, then their index; None if it has no files.
 
-    ``advance`` is told of the bytes as they are handed to the storage.
+    ``digests`` computes those of the boxes as they are written, for the index. ``advance`` is told of the bytes as they
+    are handed to the storage.
     """
     if not files:
         return None
@@ -77,18 +81,24 @@ def write_component(
     for file in files:
         header = file.header.of(save_id)
         written: list[ShardEntry] = []
-        draft.write(file.name, _content(header, file, stage, written, advance))
+        draft.write(file.name, _content(header, file, stage, written, digests, advance))
         infos[file.name] = FileInfo(file.name, file.nbytes, checksum(header))
         for piece, entry in zip(file.pieces, written, strict=True):
             shards[piece.key] = (*shards[piece.key], entry) if piece.key in shards else (entry,)
-    index = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards))
+    found = {} if digests is None else {key: tuple(of) for key, of in digests.found.items()}
+    index = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards, found))
     info = FileInfo(rank_index_name(component, rank), len(index), checksum(index))
     draft.write(info.name, [index])
     return info
 
 
 def _content(
-    header: bytes, file: FilePlan, stage: Stage, written: list[ShardEntry], advance: Callable[[int], Any]
+    header: bytes,
+    file: FilePlan,
+    stage: Stage,
+    written: list[ShardEntry],
+    digests: BoxDigests | None,
+    advance: Callable[[int], Any],
 ) -> Iterator[bytes | memoryview]:
     """The parts of a shard file in order; notes each piece's entry in ``written`` as it goes by."""
     yield header
@@ -99,9 +109,10 @@ def _content(
             raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {nbytes} were planned for {box}")
         block, sums = block_bytes(nbytes), list[str]()
         step = max(_PART // block, 1) * block
-        for at in range(0, nbytes, step):
-            part = data[at : at + step]
-            sums += block_checksums(part, block)
-            yield part
-            advance(len(part))
+        with digests.beside(piece, data) if digests is not None else nullcontext():
+            for at in range(0, nbytes, step):
+                part = data[at : at + step]
+                sums += block_checksums(part, block)
+                yield part
+                advance(len(part))
         written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, tuple(sums)))

@@ -1,0 +1,327 @@
+"""Show digests that are the same on every topology and in every format: ``python -m lightning_shardckpt digest PATH``.
+
+Where the save recorded them, indexes are all that is read; else every byte is read and verified. Checkpoints of this
+package need no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, Protocol, get_args
+
+from lightning_shardckpt.errors import CorruptionError
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.component_digest import DIGESTED, whole_digest
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ROOT_NAME, Component
+from lightning_shardckpt.format.safetensors_files import OutputTensor
+from lightning_shardckpt.format.tensor_digest import TensorDigest, mark_of, tensor_mark, total
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.sources.detect import recognised
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.state import hf_directory
+from lightning_shardckpt.state.documents import document_of
+from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.system.text import count_text, shape_text, table
+from lightning_shardckpt.tools.long_table import long_table
+from lightning_shardckpt.tools.tensor_names import is_selected
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.shard_reader import ShardReader
+from lightning_shardckpt.transfer.tensor_windows import TensorWindows, windows
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
+
+Names = Literal["stored", "huggingface"]
+"""Whose names of tensors: those that are stored, or those of a Hugging Face export."""
+_WINDOW_BYTES = MAX_BLOCK_BYTES
+_LISTED = 20
+
+
+def digest(
+    path: str | os.PathLike[str],
+    *,
+    tensors: str | None = None,
+    names: Names = "stored",
+    recompute: bool = False,
+    advance: Callable[[int], Any] = lambda nbytes: None,
+    expect: Callable[[int], Any] = lambda nbytes: None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return digests of a checkpoint, as values that JSON can hold: 32 hexadecimal digits each.
+
+    They are equal for equal state: on any topology, and in any format that is read (DCP, Lightning, a file of
+    ``torch.save``, Hugging Face). ``components`` has those of ``model`` and ``optimizer``, each of all its tensors
+    under all their names; ``optimizer_values`` is of what optimizers have besides tensors (steps, param groups);
+    ``whole`` is of these three, whatever ``tensors`` selects.
+
+    Args:
+        path: a checkpoint of this package or of another program, or a URL.
+        tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
+        names: ``"huggingface"`` for the model alone, as ``consolidate --format huggingface`` names and splits it.
+        recompute: read the tensors even if the save recorded digests.
+        advance: told of the bytes of tensors as they are read.
+        expect: told once, before, how many bytes that will be.
+        storage_options: for URLs, see ``ShardCkptIO``.
+
+    Raises:
+        CheckpointNotFoundError: if there is none; says what is there instead.
+        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+        ValueError: for Hugging Face names of a checkpoint that does not tell of such a model.
+    """
+    if names not in get_args(Names):
+        raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
+    with _opened(file_path(path), storage_options) as stored:
+        tables = {name: stored.components()[name] for name in DIGESTED if name in stored.components()}
+        found: dict[str, list[_Row]] = {}
+        recorded = _recorded(stored) if isinstance(stored, _Ours) and names == "stored" and not recompute else None
+        if recorded is not None:
+            found = {name: _named(name, of, recorded[name]) for name, of in tables.items()}
+        elif names == "huggingface":
+            parts = _hugging_face_parts(stored, tables.get("model", Component({})))
+            read = _Reading(stored.tensors, advance)
+            expect(sum(read.nbytes("model", key) for key in parts))
+            found = {"model": [row for key, of in parts.items() for row in read.parts("model", key, of)]}
+        else:
+            read = _Reading(stored.tensors, advance)
+            expect(sum(read.nbytes(name, key) for name, of in tables.items() for key in of.tensors))
+            sums = {name: {key: [read.tensor(name, key)] for key in of.tensors} for name, of in tables.items()}
+            found = {name: _named(name, of, sums[name]) for name, of in tables.items()}
+        components = {name: total(row.of_component() for row in rows) for name, rows in found.items()}
+        every = dict(components)
+        if names == "stored" and stored.document("optimizer"):
+            every["optimizer_values"] = _of_values(stored.document("optimizer"))
+        listed = [row for rows in found.values() for row in rows if is_selected([row.name], tensors)]
+        return {
+            "path": os.fspath(path),
+            "recorded": recorded is not None,
+            "tensors": [row.as_json() for row in listed],
+            "components": {name: str(one) for name, one in components.items()},
+            "counts": {name: len(rows) for name, rows in found.items()},
+            "optimizer_values": str(every["optimizer_values"]) if "optimizer_values" in every else None,
+            "whole": str(whole_digest(every)),
+        }
+
+
+# ── what is opened ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Stored(Protocol):
+    """A checkpoint of any format, opened."""
+
+    @property
+    def tensors(self) -> StoredTensors:
+        """The tensors as bytes in files."""
+
+    def components(self) -> Mapping[str, Component]:
+        """Tensors by component."""
+
+    def document(self, role: str) -> Any:
+        """The JSON of a role; None if nothing was stored."""
+
+
+class _Ours:
+    """A checkpoint of this package, without torch."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.tensors = checkpoint, WholeTensors(checkpoint)
+
+    def components(self) -> Mapping[str, Component]:
+        return self.checkpoint.root.components
+
+    def document(self, role: str) -> Any:
+        return document_of(self.checkpoint, role)
+
+
+@contextmanager
+def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[_Stored]:
+    with ExitStack() as stack:
+        if is_url(path) or recognised(path) is None:
+            yield _Ours(stack.enter_context(open_checkpoint(path, storage_options=storage_options)))
+            return
+        from lightning_shardckpt.distributed.ranks import Ranks
+        from lightning_shardckpt.sources.open_source import opened  # torch, which ours do without
+
+        yield stack.enter_context(opened(path, ranks=Ranks.alone(), storage=StorageRouter()))
+
+
+# ── what is recorded ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    component: str
+    name: str
+    dtype: str
+    shape: Shape
+    digest: TensorDigest
+
+    def of_component(self) -> TensorDigest:
+        """Return what this tensor adds to the digest of its component."""
+        mark = tensor_mark(self.name, self.dtype, self.shape)
+        return mark + self.digest.times(mark)
+
+    def as_json(self) -> dict[str, Any]:
+        about = {"component": self.component, "name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+        return about | {"digest": str(self.digest)}
+
+
+def recorded_digests(checkpoint: Checkpoint) -> dict[str, dict[str, list[TensorDigest]]] | None:
+    """Return what boxes add to the digests of tensors, by component and key; None if the save did not record it.
+
+    Raises:
+        CorruptionError: if they do not add up to the component's.
+    """
+    found: dict[str, dict[str, list[TensorDigest]]] = {}
+    for name in DIGESTED:
+        component = checkpoint.root.components.get(name)
+        if component is None:
+            continue
+        if component.digest is None:
+            return None
+        boxes = found.setdefault(name, {key: [] for key in component.tensors})
+        for rank in component.indexes:
+            for key, digests in checkpoint.index(name, rank).digests.items():
+                boxes[key] += digests
+        if total(row.of_component() for row in _named(name, component, boxes)) != component.digest:
+            raise CorruptionError(
+                f"checkpoint {checkpoint.path!r}, file {ROOT_NAME}: the digest of {name!r} is {component.digest}, "
+                "those of its boxes in the rank indexes add up to another"
+            )
+    return found
+
+
+def differing_digests(
+    checkpoint: Checkpoint, recorded: Mapping[str, Mapping[str, list[TensorDigest]]]
+) -> Iterator[tuple[str, str, TensorDigest, TensorDigest]]:
+    """Read all tensors, and yield component, key, digest and recorded digest of those whose digests differ."""
+    read = _Reading(WholeTensors(checkpoint), lambda nbytes: None)
+    for component, keys in recorded.items():
+        for key, digests in keys.items():
+            if (found := read.tensor(component, key)) != (expected := total(digests)):
+                yield component, key, found, expected
+
+
+def _recorded(stored: _Ours) -> dict[str, dict[str, list[TensorDigest]]] | None:
+    return recorded_digests(stored.checkpoint)
+
+
+def _named(component: str, described: Component, boxes: Mapping[str, list[TensorDigest]]) -> list[_Row]:
+    """Return a row for each name of each tensor."""
+    rows = []
+    for name, key in [*((key, key) for key in described.tensors), *described.aliases.items()]:
+        spec = described.tensors[key]
+        rows.append(_Row(component, name, spec.dtype, spec.shape, total(boxes[key])))
+    return rows
+
+
+# ── what is computed ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Reading:
+    """Reads tensors a window at a time; every byte is verified where the format has checksums."""
+
+    def __init__(self, stored: StoredTensors, advance: Callable[[int], Any]) -> None:
+        self._stored, self._advance = stored, advance
+        self._source = ShardReader(stored.path, stored.reader, target_bytes=_WINDOW_BYTES)
+
+    def nbytes(self, component: str, key: str) -> int:
+        """Return the size of a stored tensor."""
+        spec = self._stored.spec(component, key)
+        return bytes_in(spec.shape, spec.dtype)
+
+    def tensor(self, component: str, key: str) -> TensorDigest:
+        """Return the digest of a stored tensor."""
+        from lightning_shardckpt.format.box_digest import range_digest  # numpy, which recorded digests do without
+
+        nbytes, shape = self.nbytes(component, key), self._stored.spec(component, key).shape
+        return total(
+            range_digest(data, begin, nbytes, shape)
+            for begin, _, data in self._windows(component, key)
+        )
+
+    def parts(self, component: str, key: str, parts: list[OutputTensor]) -> Iterator[_Row]:
+        """Yield what an export makes of a stored tensor, which is read once."""
+        from lightning_shardckpt.format.box_digest import range_digest
+        from lightning_shardckpt.transfer.strided_copy import gather
+
+        spec = self._stored.spec(component, key)
+        size, sums = DTYPE_BYTES[spec.dtype], [TensorDigest() for _ in parts]
+        whole = Box.whole(spec.shape)
+        for _, window, data in self._windows(component, key):
+            for number, part in enumerate(parts):
+                box = part.box or whole
+                common = window.intersect(box) if spec.shape else window
+                if common is None:
+                    continue
+                bytes_of_common, at = gather(data, window.shape, common.within(window), size), 0
+                for begin, end in common.within(box).runs(box.shape):
+                    run = bytes_of_common[at : at + (end - begin) * size]
+                    sums[number] += range_digest(run, begin * size, part.nbytes, part.shape)
+                    at += len(run)
+        for part, found in zip(parts, sums, strict=True):
+            yield _Row(component, part.name, part.dtype, part.shape, found)
+
+    def _windows(self, component: str, key: str) -> Iterator[tuple[int, Box, memoryview]]:
+        """Yield a tensor's bytes in order: where they begin, their box, and the bytes."""
+        spec = self._stored.spec(component, key)
+        if not prod(spec.shape):
+            return
+        read = TensorWindows(spec.shape, self._stored.boxes(component, key), _WINDOW_BYTES)
+        for window in windows(spec.shape, _WINDOW_BYTES // DTYPE_BYTES[spec.dtype]):
+            filled = read.fill(self._source)
+            assert filled is not None, "both are cut alike"
+            yield filled[0], window, filled[1]
+            self._advance(len(filled[1]))
+
+
+def _hugging_face_parts(stored: _Stored, component: Component) -> dict[str, list[OutputTensor]]:
+    """Return what an export makes of each tensor of the model, by the tensor's key."""
+    model = hf_directory.pick(stored.document("huggingface"), "")
+    if model is None:
+        raise ValueError("the checkpoint does not tell of a model of transformers, so it has no names of Hugging Face")
+    parts: dict[str, list[OutputTensor]] = {}
+    for part in model.tensors(component):
+        parts.setdefault(part.source[1], []).append(part)
+    return parts
+
+
+def _of_values(document: Mapping[str, Any]) -> TensorDigest:
+    """Return the digest of what optimizers have besides tensors: each value, under its parameter's name."""
+    found = list[TensorDigest]()
+    for number, of in document.items():
+        for group in of["groups"].values():
+            hyper = [(key, value, group["params"]) for key, value in group["hyper"].items()]
+            found += [_value_mark(number, name, key, value) for key, value, names in hyper for name in names]
+        for state, values in of["values"].items():
+            stored = [(one["value"], name) for one in values for name in one["params"]]
+            found += [_value_mark(number, name, f"state {state}", value) for value, name in stored]
+    return total(found)
+
+
+def _value_mark(number: str, parameter: str, key: str, value: Any) -> TensorDigest:
+    return mark_of(number, parameter, key, json.dumps(value, sort_keys=True, separators=(",", ":")))
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shown(found: dict[str, Any], everything: bool, as_json: bool) -> str:
+    """Return the output of the command for what ``digest`` returned."""
+    if as_json:
+        return json.dumps(found, indent=2, ensure_ascii=False)
+    rows = [(t["name"], t["dtype"], shape_text(t["shape"]), t["digest"]) for t in found["tensors"]]
+    blocks = []
+    for component in found["components"]:
+        own = [row for row, t in zip(rows, found["tensors"], strict=True) if t["component"] == component]
+        if own:
+            header = (component, "dtype", "shape", "digest")
+            blocks.append(long_table(header, own, lambda row: row, limit=None if everything else _LISTED))
+    lines = [(f"{n} ({count_text(found['counts'][n], 'tensor')})", d) for n, d in found["components"].items()]
+    if found["optimizer_values"] is not None:
+        lines.append(("values of optimizers", found["optimizer_values"]))
+    lines.append(("whole", found["whole"]))
+    how = "as the save recorded them" if found["recorded"] else "computed from the tensors"
+    return "\n\n".join([*blocks, table((how, "digest"), lines)])
