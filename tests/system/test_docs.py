@@ -308,7 +308,7 @@ def run_command(line: str, folder: Path, status: int = 0) -> str:
     """Run a line of bash on as many ranks as its files or arguments say, instead of one that starts the others."""
     program, *arguments = shlex.split(line)
     assert program == "python"
-    texts = [path.read_text() for path in map(folder.joinpath, arguments) if path.is_file()]
+    texts = [path.read_text(errors="replace") for path in map(folder.joinpath, arguments) if path.is_file()]
     asked = re.search(r"devices\W+(\d+)", "\n".join(texts))
     return str(run_ranks(int(asked[1]) if asked else 1, main, arguments, str(folder), status)[0])
 
