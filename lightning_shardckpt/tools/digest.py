@@ -69,7 +69,8 @@ def digest(
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
-        ValueError: for Hugging Face names of a checkpoint that does not tell of such a model.
+        ValueError: for Hugging Face names of a checkpoint that does not tell of such a model, or if no name matches
+            ``tensors``.
     """
     if names not in get_args(Names):
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
@@ -94,6 +95,8 @@ def digest(
         if names == "stored" and stored.document("optimizer"):
             every["optimizer_values"] = _of_values(stored.document("optimizer"))
         listed = [row for rows in found.values() for row in rows if is_selected([row.name], tensors)]
+        if tensors is not None and not listed:
+            raise ValueError(f"{os.fspath(path)} has no tensor whose name matches {tensors!r} or contains it")
         return {
             "path": os.fspath(path),
             "recorded": recorded is not None,

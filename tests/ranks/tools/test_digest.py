@@ -194,5 +194,7 @@ def test_the_command_shows_them(saved: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["components"] == expected["components"]
     assert main(["digest", str(saved / "alone.ckpt"), "--names", "huggingface"]) == 1
     assert "model of transformers" in capsys.readouterr().err
+    assert main(["digest", str(saved / "zoo.ckpt"), "--tensors", "row.*"]) == 1
+    assert "no tensor whose name matches 'row.*'" in capsys.readouterr().err
     assert main(["digest", str(saved / "none.ckpt")]) == 1
     assert "none.ckpt" in capsys.readouterr().err
