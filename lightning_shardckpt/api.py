@@ -61,6 +61,7 @@ def save(
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
     digest: bool = False,
+    incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
@@ -96,6 +97,7 @@ def save(
         also: see ``ShardCkptIO``.
         replicas: see ``ShardCkptIO``.
         digest: see ``ShardCkptIO``.
+        incremental: see ``ShardCkptIO``.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
         storage_options: for URLs, see ``ShardCkptIO``.
         throttle_uploads: for URLs, see ``ShardCkptIO``.
@@ -108,7 +110,7 @@ def save(
     savers = _savers_of(process_group)
     drain_all()  # one of them may be to this path
     where = os.fspath(path)
-    options = SaveOptions(size_per_shard, also, replicas, digest)
+    options = SaveOptions(size_per_shard, also, replicas, digest, incremental)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
     notes = engine.save(
@@ -119,6 +121,7 @@ def save(
         options=options,
         storage=storage,
         plans=savers.plans,
+        history=savers.history,
     )
     _warn(savers, [*saving.notes, *notes])
 
@@ -135,6 +138,7 @@ def save_async(
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
     digest: bool = False,
+    incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
@@ -171,7 +175,8 @@ def save_async(
     Raises:
         Exception: what a save before this one failed with, on every rank; else as ``save`` does.
     """
-    options, going_on = SaveOptions(size_per_shard, also, replicas, digest), AsyncOptions(max_pending, overlap_copy)
+    options = SaveOptions(size_per_shard, also, replicas, digest, incremental)
+    going_on = AsyncOptions(max_pending, overlap_copy)
     savers, where = _savers_of(process_group), os.fspath(path)
     background = _background(savers, process_group, going_on.max_pending)
     storage = _storage(sync_files, storage_options, throttle_uploads)
@@ -187,6 +192,7 @@ def save_async(
         background=background,
         storage=storage,
         plans=savers.plans,
+        history=savers.history,
         overlap_copy=going_on.overlap_copy,
     )
     _warn(savers, [*saving.notes, *background.notes()])
@@ -308,6 +314,7 @@ def load(
     )
     options = LoadOptions(strict=strict, verify=verify, share_reads=share_reads)
     remainder, loaded = restore.run(os.fspath(path), savers.ranks, options=options, storage=places)
+    savers.history.loaded(os.fspath(path))
     _warn(savers, loaded.notes)
     for note in loaded.skipped if savers.ranks.rank == 0 else ():
         _log.info(note)

@@ -32,6 +32,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
 )
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave, FinishedSaves
+from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import about_of
 from lightning_shardckpt.checkpoint.parts import PARTS, checked_parts, checked_patterns
@@ -54,7 +55,7 @@ from lightning_shardckpt.system.pending_saves import drain_all
 
 _VERSION = "pytorch-lightning_version"
 _FIXED = {
-    *("size_per_shard", "verify", "also", "replicas", "digest", "share_reads"),
+    *("size_per_shard", "verify", "also", "replicas", "digest", "incremental", "share_reads"),
     *("use_async", "max_pending", "overlap_copy"),
 }
 _WITHOUT_STRATEGY = (
@@ -110,6 +111,11 @@ class ShardCkptIO(CheckpointIO):
         adapters_only: save only what training changes: adapters of PEFT, other parameters that are trained, buffers,
             optimizers and the rest of the trainer. Frozen parameters of the base model are left out, and a load leaves
             them as they are, so the module must have them from elsewhere. For ``ShardedStrategy``.
+        incremental: hard-link shard files whose content an earlier checkpoint of this run in the same directory has,
+            instead of writing them again: a frozen base model, embeddings that no step touched. That they are equal is
+            found by checksums of what is in memory. Links share their bytes on the disk, so damage of one is damage of
+            all; deleting one checkpoint leaves the others whole. Where the file system cannot link, and on object
+            stores, everything is written, with a note.
         also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
             when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.
@@ -143,6 +149,7 @@ class ShardCkptIO(CheckpointIO):
         share_reads: bool | None = None,
         replicas: Replicas = "same",
         adapters_only: bool = False,
+        incremental: bool = False,
         also: ExtraFormat | None = None,
         digest: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -151,7 +158,7 @@ class ShardCkptIO(CheckpointIO):
         resume: Sequence[str] | None = None,
         resume_skip: Sequence[str] = (),
     ) -> None:
-        self.save_options = SaveOptions(size_per_shard, also, replicas, digest)
+        self.save_options = SaveOptions(size_per_shard, also, replicas, digest, incremental)
         async_options = AsyncOptions(max_pending, overlap_copy)
         self.async_saves = AsyncSaves(async_options if use_async else None)
         self.load_options = LoadOptions(verify=bool(verify), share_reads=share_reads)
@@ -170,7 +177,7 @@ class ShardCkptIO(CheckpointIO):
             throttle_uploads=throttle_uploads,
             pre_download=pre_download,
         )
-        self._plans, self._hugging_face = PlanCache(), HuggingFace()
+        self._plans, self._history, self._hugging_face = PlanCache(), SaveHistory(), HuggingFace()
         self._finished = FinishedSaves()
         self._attached = _Attached()
         self._fabric: FabricStrategy | None = None  # it asks for Fabric's states
@@ -285,6 +292,7 @@ class ShardCkptIO(CheckpointIO):
                     options=options,
                     storage=storage,
                     plans=plans,
+                    history=self._history,
                     on_complete=complete,
                 )
                 notes = ["\n".join(notes)] if notes else []
@@ -298,6 +306,7 @@ class ShardCkptIO(CheckpointIO):
                     background=background,
                     storage=storage,
                     plans=plans,
+                    history=self._history,
                     overlap_copy=self.async_saves.overlaps_copies,
                     on_complete=complete,
                 )
@@ -423,6 +432,7 @@ class ShardCkptIO(CheckpointIO):
         path, safe = file_path(path), weights_only is not False
         verify, storage = self.load_options.verify, self.storage
         found = load_whole(path, map_location, verify=verify, weights_only=safe, storage=storage)
+        self._history.loaded(path)
         if not is_torch_file(path) and (frozen := found.pop(FROZEN, None)):
             self._warn([f"{path!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
         return found
@@ -467,6 +477,7 @@ class ShardCkptIO(CheckpointIO):
             pick_rank=pick_rank,
             storage=self.storage,
         )
+        self._history.loaded(os.fspath(path))
         self._warn(loaded.notes)
         return loaded
 

@@ -19,6 +19,7 @@ import torch
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
 from lightning_shardckpt.checkpoint.finished_saves import Completed
+from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.replica_reads import ReplicaReads, is_high_latency
@@ -49,6 +50,7 @@ def save(
     options: SaveOptions = _SAVE_DEFAULTS,
     storage: Storage = _PLACES,
     plans: PlanCache | None = None,
+    history: SaveHistory | None = None,
     on_complete: Callable[[Completed], None] | None = None,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
@@ -64,6 +66,7 @@ def save(
         options: what the caller chose.
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
         plans: of earlier saves by the same caller; what still holds of them is not planned again.
+        history: of earlier saves and loads by the same caller, whose files may be linked; used after ``agree``.
         on_complete: called on every rank when the checkpoint is complete.
 
     Returns:
@@ -74,7 +77,7 @@ def save(
         MismatchError: if replicas differ, naming tensors and ranks.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
-    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache())
+    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache(), history or SaveHistory())
     with gc_paused(), job:
         agreed = _agreed(job, describe, ranks)
         return _written(job, agreed, on_complete, ranks)
@@ -90,6 +93,7 @@ def save_async(
     background: Background,
     storage: Storage = _PLACES,
     plans: PlanCache | None = None,
+    history: SaveHistory | None = None,
     overlap_copy: bool = False,
     on_complete: Callable[[Completed], None] | None = None,
 ) -> Future[list[str]]:
@@ -107,6 +111,7 @@ def save_async(
         background: of this rank; it writes what it was given earlier first.
         storage: see ``save``.
         plans: see ``save``.
+        history: see ``save``; used by the thread that writes.
         overlap_copy: return before parameters and optimizer state are copied. Nobody may change them before
             ``background.wait_for_copies``; if somebody does, the save fails.
         on_complete: see ``save``; called in the thread that writes.
@@ -120,7 +125,7 @@ def save_async(
             then. Else as ``save`` does.
     """
     background.settle(ranks, room_for=path)
-    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache())
+    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache(), history or SaveHistory())
     with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)
         agreed = _agreed(job, describe, ranks)
@@ -148,9 +153,10 @@ def _agreed(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agr
 def _written(
     job: SaveJob, agreed: Agreement, on_complete: Callable[[Completed], None] | None, ranks: Ranks
 ) -> list[str]:
-    nbytes = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
+    nbytes, linked = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
+    job.completed()
     if on_complete is not None:
-        on_complete(Completed(nbytes, 0.0 if job.copies is None else job.copies.held_s))
+        on_complete(Completed(nbytes, 0.0 if job.copies is None else job.copies.held_s, linked))
     return job.notes
 
 

@@ -26,6 +26,7 @@ class SaveOptions:
         also: a format in which the model is written a second time, into the same directory, by the same ranks.
         replicas: whether tensors that several ranks hold must be the same, or the first rank's are stored.
         digest: whether digests of the tensors are recorded, which do not depend on the topology.
+        incremental: link shard files that an earlier checkpoint in the same directory has already.
 
     Raises:
         ValueError: for a value that cannot be, naming the option.
@@ -35,6 +36,7 @@ class SaveOptions:
     also: ExtraFormat | None = None
     replicas: Replicas = "same"
     digest: bool = False
+    incremental: bool = False
 
     def __post_init__(self) -> None:
         if self.size_per_shard <= 0:

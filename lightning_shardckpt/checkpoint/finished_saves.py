@@ -23,10 +23,12 @@ class Completed:
     Attributes:
         nbytes: of all files that all ranks wrote.
         copies_held_s: seconds that training waited for copies after the save had returned.
+        linked_nbytes: of those of the files that were linked, and not written.
     """
 
     nbytes: int
     copies_held_s: float = 0.0
+    linked_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class FinishedSave:
             with ``overlap_copy`` those in which an optimizer waited for copies. Without ``use_async`` the whole save.
         nbytes: of the files of the checkpoint, over all ranks.
         pending: asynchronous saves that waited to be written when this one was done.
+        linked_nbytes: of those bytes, the ones in files that were linked, and not written; see ``incremental``.
     """
 
     path: str
@@ -49,6 +52,7 @@ class FinishedSave:
     blocked_s: float
     nbytes: int
     pending: int
+    linked_nbytes: int = 0
 
 
 class FinishedSaves:
@@ -80,7 +84,8 @@ class FinishedSaves:
             if returned_s is not None and ended is not None:
                 duration_s, completed, pending = ended
                 blocked_s = returned_s + completed.copies_held_s
-                self._latest.append(FinishedSave(path, step, duration_s, blocked_s, completed.nbytes, pending))
+                nbytes, linked = completed.nbytes, completed.linked_nbytes
+                self._latest.append(FinishedSave(path, step, duration_s, blocked_s, nbytes, pending, linked))
 
         def complete(completed: Completed) -> None:
             nonlocal ended

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.checkpoint.step_gate import StepGate
@@ -34,6 +35,7 @@ class SaveGroup:
     members: tuple[int, ...] | None
     """Ranks of the default process group, where these are not all of them."""
     plans: PlanCache = field(default_factory=PlanCache)
+    history: SaveHistory = field(default_factory=SaveHistory)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
     background: Background | None = None
     gate: StepGate | None = None
@@ -93,6 +95,7 @@ def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
         {prefix + alias: prefix + of for alias, of in plain.aliases.items()},
         frozenset(prefix + key for key in plain.pinned),
         records={prefix + key: record for key, record in plain.records.items()},
+        frozen=frozenset(prefix + key for key in plain.frozen),
     )
     other = {prefix + key: value for key, value in found.documents["model"].items()}
     leaves, documents = {**found.leaves, "model": model}, {**found.documents, "model": other}

@@ -15,6 +15,7 @@ import torch
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, only_model, plan_mirror
+from lightning_shardckpt.checkpoint.incremental import Indexes, RankPieces, SaveHistory, write_changed
 from lightning_shardckpt.checkpoint.pipeline_groups import (
     check_held,
     check_ties,
@@ -53,7 +54,7 @@ from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.transfer.digests_beside import BoxDigests
-from lightning_shardckpt.transfer.writer import MB, write_component
+from lightning_shardckpt.transfer.writer import MB, Stage, write_component, write_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,13 @@ class SaveJob:
         options: SaveOptions,
         storage: Storage,
         plans: PlanCache,
+        history: SaveHistory,
     ) -> None:
         self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
-        self._options, self._plans, self._digests = options, plans, Digests()
+        self._options, self._plans, self._history, self._digests = options, plans, history, Digests()
+        self._frozen: dict[str, frozenset[str]] = {}
+        self._indexes: Indexes = {}
+        self._box_digests: dict[str, BoxDigests] = {}
         self._mirroring: HFMirror | None = None
         self._draft: Draft | None = None
         self.notes: list[str] = []
@@ -258,6 +263,7 @@ class SaveJob:
             tables = {**tables, "trainer": trainer}
         about = tables, rank, self._ranks.world, self._options.size_per_shard
         self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
+        self._frozen = {name: leaves.frozen for name, leaves in self._snapshot.leaves.items()}
         if self._options.also is not None:
             self._mirroring = self._mirror(table_of(tables, "model"), agreed["mirror"])
         tensors: dict[int, torch.Tensor] = {}
@@ -281,17 +287,12 @@ class SaveJob:
         staged = self._staged or self._live(agreed)
         if self.copies is not None:
             self.copies.check()
-        rank, save_id = self._ranks.rank, agreed["save_id"]
+        save_id = agreed["save_id"]
         draft = self._draft or self._storage.draft(self.path, save_id)
-        indexes, documents, digests = {}, [], dict[str, str]()
-        for component, files in self._plan.files.items():
-            boxes = BoxDigests() if self._options.digest and component in DIGESTED else None
-            stage = lambda p: host_bytes(staged.tensors[id(p)])  # noqa: E731
-            info = write_component(draft, component, rank, save_id, files, stage, boxes)
-            if info is not None:
-                indexes[component] = _info_to_json(info)
-            if boxes is not None:
-                digests[component] = str(part_of_component(self._plan.tables[component], boxes.found))
+        write = self._write_linking if self._options.incremental else self._write_all
+        indexes, shard_bytes, linked_bytes = write(draft, lambda p: host_bytes(staged.tensors[id(p)]), save_id)
+        documents = []
+        parts = {name: part_of_component(self._plan.tables[name], of.found) for name, of in self._box_digests.items()}
         for name, content in staged.documents.items():
             draft.write(name, [content])
             documents.append(_info_to_json(FileInfo(name, len(content), checksum(content))))
@@ -301,14 +302,52 @@ class SaveJob:
         if self.copies is not None:
             self.copies.check()
             self.copies.forget()
-        shard_bytes = sum(file.nbytes for files in self._plan.files.values() for file in files)
         return {
-            "indexes": indexes,
+            "indexes": {name: _info_to_json(info) for name, info in indexes.items()},
             "documents": documents,
-            "digests": digests,
+            "digests": {name: str(part) for name, part in parts.items()},
             "elements": self._plan.elements,
             "shard_bytes": shard_bytes,
+            "linked_bytes": linked_bytes,
+            "notes": [] if draft is self._draft else draft.notes,
         }
+
+    def _write_all(self, draft: Draft, stage: Stage, save_id: str) -> tuple[dict[str, FileInfo], int, int]:
+        """Write the shard files and the index of each component; the bytes of all shard files, and of linked ones."""
+        rank, indexes = self._ranks.rank, dict[str, FileInfo]()
+        for name, files in self._plan.files.items():
+            info = write_component(draft, name, rank, save_id, files, stage, self._digests_of(name))
+            if info is not None:
+                indexes[name] = info
+        return indexes, sum(file.nbytes for files in self._plan.files.values() for file in files), 0
+
+    def _write_linking(self, draft: Draft, stage: Stage, save_id: str) -> tuple[dict[str, FileInfo], int, int]:
+        """Do the same, but link the files that an earlier checkpoint has."""
+        rank, indexes, linked_bytes = self._ranks.rank, dict[str, FileInfo](), 0
+        with self._history.base(self.path, draft, self._storage, rank) as base:
+            for name, files in self._plan.files.items():
+                pieces = [piece for file in files for piece in file.pieces]
+                if not pieces:
+                    continue
+                mine = RankPieces(name, rank, pieces, self._frozen.get(name, frozenset()), self._options.size_per_shard)
+                known = self._history.component(name)
+                digests = self._digests_of(name)
+                self._indexes[name], linked = write_changed(draft, mine, save_id, stage, base, known, digests)
+                indexes[name] = write_index(draft, self._indexes[name])
+                linked_bytes += linked
+        shard_bytes = sum(file.nbytes for index in self._indexes.values() for file in index.files.values())
+        return indexes, shard_bytes, linked_bytes
+
+    def _digests_of(self, component: str) -> BoxDigests | None:
+        """Return what computes the digests of a component's boxes, if they are recorded."""
+        if not self._options.digest or component not in DIGESTED:
+            return None
+        return self._box_digests.setdefault(component, BoxDigests())
+
+    def completed(self) -> None:
+        """Let later saves link the files of this one: it is complete on all ranks. Runs on every rank."""
+        if self._options.incremental:
+            self._history.saved(self.path, self._indexes)
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
         rank, found = self._ranks.rank, dict(self._snapshot.documents)
@@ -324,8 +363,10 @@ class SaveJob:
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 yield name, content
 
-    def commit(self, reports: list[Written]) -> int:
-        """Check that nothing is missing, write the root index, and publish; return the bytes of all files.
+    def commit(self, reports: list[Written]) -> tuple[int, int]:
+        """Check that nothing is missing, write the root index, and publish.
+
+        Returns the bytes of all files, and of those that were linked.
 
         Runs on rank 0, when all ranks have written.
         """
@@ -358,10 +399,12 @@ class SaveJob:
         self._draft.write(ROOT_NAME, [content])
         self._draft.publish()
         self.notes += self._draft.notes
+        self.notes += dict.fromkeys(note for report in reports for note in report["notes"])
         self._draft = None
         listed = [*root.documents.values(), *root.mirror.values()]
         listed += [info for component in components.values() for info in component.indexes.values()]
-        return sum(report["shard_bytes"] for report in reports) + sum(info.nbytes for info in listed) + len(content)
+        shard_bytes, linked_bytes = (sum(r[what] for r in reports) for what in ("shard_bytes", "linked_bytes"))
+        return shard_bytes + sum(info.nbytes for info in listed) + len(content), linked_bytes
 
     def _begin(self, save_id: str) -> None:
         draft = self._storage.draft(self.path, save_id)

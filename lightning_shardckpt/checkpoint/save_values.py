@@ -50,3 +50,7 @@ class Written(TypedDict):
     elements: int
     shard_bytes: int
     """Of all shard files; the sizes of the others are listed."""
+    linked_bytes: int
+    """Of those that were linked, and not written."""
+    notes: list[str]
+    """Sentences for the user; rank 0 has its own."""

@@ -12,23 +12,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.format.layout import as_holders
-from lightning_shardckpt.format.value_checks import check_digest, check_digests, check_file_name, check_size, shown
+from lightning_shardckpt.format.value_checks import (
+    check_digest,
+    check_digests,
+    check_file_name,
+    check_save_id,
+    check_size,
+    shown,
+)
 
 _BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file by its base name, with its size and the xxh3-64 of its content (of its header, for a shard file)."""
+    """A file by its base name, with its size and the xxh3-64 of its content (of its header, for a shard file).
+
+    ``save_id`` is of the earlier save that wrote a shard file, if it was not the save that describes it.
+    """
 
     name: str
     nbytes: int
     checksum: str
+    save_id: str = ""
 
 
 def file_info(name: Any, nbytes: Any, digest: Any) -> FileInfo:
     """A file as JSON had it. Raises FormatError."""
     return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest))
+
+
+def linked_file_info(name: Any, nbytes: Any, digest: Any, save_id: Any) -> FileInfo:
+    """A shard file of an earlier save as JSON had it. Raises FormatError."""
+    return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest), check_save_id(save_id))
 
 
 def shard_file_name(component: str, rank: int, number: int) -> str:

@@ -63,6 +63,11 @@ class RankIndex:
     digests: dict[str, tuple[TensorDigest, ...]] = field(default_factory=dict)
     """What each box adds to the digest of its tensor, where the save computed that; in the order of ``shards``."""
 
+    def digest(self, key: str, box: Box) -> TensorDigest | None:
+        """Return what a box adds to the digest of its tensor, if the save computed that."""
+        boxes = [entry.box for entry in self.shards[key]]
+        return self.digests[key][boxes.index(box)] if self.digests else None
+
 
 @dataclass(frozen=True, slots=True)
 class Component:

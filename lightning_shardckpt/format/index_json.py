@@ -20,6 +20,7 @@ from lightning_shardckpt.format.file_names import (
     documents_by_rank,
     file_info,
     from_columns,
+    linked_file_info,
     rank_index_name,
     to_columns,
 )
@@ -42,8 +43,9 @@ from lightning_shardckpt.format.value_checks import (
 )
 
 FORMAT = "lightning-shardckpt"
-VERSION = 2
+VERSION = 3
 """The highest that is read. What has the same words in version 1 is written as that."""
+_NEWEST_ROOT = 2  # version 3 is of rank indexes alone
 MANY_RANKS = 256
 """Worlds of more have a root index of version 2, which does not repeat names that follow from the rank."""
 COMPONENTS = ("model", "optimizer", "trainer")
@@ -60,11 +62,11 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     """The bytes of a per-rank index."""
     head: dict[str, Any] = {
         "format": FORMAT,
-        "version": 1,
+        "version": 3 if any(file.save_id for file in index.files.values()) else 1,
         "save_id": index.save_id,
         "component": index.component,
         "rank": index.rank,
-        "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
+        "files": {f.name: [f.nbytes, f.checksum] + [f.save_id] * bool(f.save_id) for f in index.files.values()},
     }
     if index.digests:
         head["digests"] = {name: list(map(str, found)) for name, found in index.digests.items()}
@@ -183,7 +185,7 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         raise CorruptionError(
             f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
         )
-    return _decoded(parse_json(text, where), where, _root)
+    return _decoded(parse_json(text, where), where, _root, newest=_NEWEST_ROOT)
 
 
 def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
@@ -195,14 +197,14 @@ def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
     return out if layout.order is None else {**out, "order": list(layout.order)}
 
 
-def _decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
+def _decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], *, newest: int = VERSION) -> _T:
     """``decode`` applied to a JSON object of our format and version; whatever it trips over becomes a FormatError."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise FormatError(f"{where}: not an index of {FORMAT}")
     version = value.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if type(version) is not int or not 1 <= version <= newest:
         raise FormatError(
-            f"{where}: format version {shown(version)}, this package reads 1 to {VERSION}; use a newer "
+            f"{where}: format version {shown(version)}, this package reads 1 to {newest}; use a newer "
             "lightning-shardckpt"
         )
     try:
@@ -238,7 +240,8 @@ def _scanned_index(entries: list[ScannedEntry], value: dict[str, Any]) -> RankIn
 
 
 def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]]) -> RankIndex:
-    files = {name: file_info(name, n, c) for name, (n, c) in value["files"].items()}
+    described = linked_file_info if value["version"] == 3 else file_info
+    files = {name: (described if len(info) > 2 else file_info)(name, *info) for name, info in value["files"].items()}
     sizes = {name: file.nbytes for name, file in files.items()}
     left = dict(sizes)
     for key, entries in shards.items():

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn, shared_names
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
+from lightning_shardckpt.state.compound_tensors import MARK, is_compound, take_apart
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
@@ -65,6 +65,12 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 def buffer_names(module: nn.Module) -> frozenset[str]:
     """Canonical FQNs of a module's buffers under all their names."""
     return frozenset(clean_fqn(name) for name, _ in module.named_buffers(remove_duplicate=False))
+
+
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """Canonical FQNs of a module's parameters for which no gradient is computed, under all their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(clean_fqn(name) for name, parameter in named if not parameter.requires_grad)
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
@@ -113,7 +119,9 @@ def model_leaves(
     for alias in aliases:
         del tensors[alias]
     pinned = buffer_names(module) & tensors.keys() if module is not None else frozenset[str]()
-    leaves = Leaves(tensors, aliases, frozenset(pinned), records=records)
+    frozen = frozen_names(module) if module is not None else frozenset[str]()
+    frozen = frozenset(key for key in tensors if frozen and key.partition(MARK)[0] in frozen)
+    leaves = Leaves(tensors, aliases, frozenset(pinned), records=records, frozen=frozen)
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, module, whole.ties)
     return leaves, other | records
@@ -142,6 +150,7 @@ def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[st
         frozenset(renamed.get(key, key) for key in leaves.pinned),
         {first: name in own for name, first in renamed.items()},
         leaves.records,
+        frozenset(renamed.get(key, key) for key in leaves.frozen),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.storage.protocol import Bytes, Reader
 
 
 class MemoryReader:
@@ -48,7 +50,7 @@ class MemoryReader:
 class MemoryDraft:
     """A dict that becomes visible under its path when published."""
 
-    prefix = ""
+    prefix, can_link = "", True
 
     def __init__(self, storage: MemoryStorage, path: str) -> None:
         self._storage, self._path, self._files = storage, path, dict[str, bytes]()
@@ -70,6 +72,16 @@ class MemoryDraft:
         for offset, data in pieces:
             content.extend(bytes(max(offset + len(data) - len(content), 0)))
             content[offset : offset + len(data)] = data
+
+    def link(self, name: str, of: Reader, there: str) -> OSError | None:
+        """Keep the same bytes."""
+        if not isinstance(of, MemoryReader):
+            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), there)
+        try:
+            self.write(name, [of._file(there)])
+        except FileNotFoundError as error:
+            return error
+        return None
 
     def publish(self) -> None:
         """Show the files at the path."""

@@ -50,10 +50,12 @@ class Draft(Protocol):
 
     ``notes`` are sentences for the user: what was found of saves that were killed, and what could not be deleted.
     ``prefix`` is what the place puts before the names of files, but for the root index, which has to say so.
+    ``can_link``: whether ``link`` may work here.
     """
 
     notes: list[str]
     prefix: str
+    can_link: bool
 
     def begin(self) -> None:
         """Make the place where all ranks write, and remove what dead saves left beside it.
@@ -71,6 +73,14 @@ class Draft(Protocol):
         """Write pieces of a file that other ranks write pieces of, too, each at its offset; else like ``write``.
 
         Raises ValueError where the backend can write whole files only.
+        """
+
+    def link(self, name: str, of: Reader, there: str) -> OSError | None:
+        """Make a new file that is the file ``there`` of another checkpoint, without writing its bytes.
+
+        It is durable on return as if it was written. It stays when the other checkpoint is deleted.
+
+        Returns the error of a place that can't do it; the file is not there then, and is to be written.
         """
 
     def publish(self) -> None:

@@ -223,7 +223,7 @@ class _Verification:
                     advance(nbytes)
 
             try:
-                shard_file = ShardFile(info, index.rank, save_id, entries)
+                shard_file = ShardFile(info, index.rank, info.save_id or save_id, entries)
                 of_files[number] = list(check_shard_file(reader, shard_file, self._quick, told))
             finally:
                 reader.close()

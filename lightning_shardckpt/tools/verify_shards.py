@@ -109,7 +109,8 @@ def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
         return
     save_id = save_id_of(header)
     if save_id != file.save_id:
-        yield file.finding(f"belongs to save {save_id}, this checkpoint is save {file.save_id}")
+        what = "file is of" if file.info.save_id else "checkpoint is"
+        yield file.finding(f"belongs to save {save_id}, this {what} save {file.save_id}")
     elif not intact:
         yield file.finding("the header is damaged: it does not match its checksum")
     if save_id == file.save_id:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_shardckpt.format.plan import Piece
@@ -36,6 +36,13 @@ class BoxDigests:
         for error in (*interrupts, worker.error):
             if error is not None:
                 raise error
+
+    def add(self, piece: Piece, known: TensorDigest | None, data: Callable[[], memoryview]) -> None:
+        """Note the digest of a box that is not written; computed from ``data``, if it is not known."""
+        if known is None:
+            self._add(piece, data())
+        else:
+            self.found.setdefault(piece.key, []).append(known)
 
     def _add(self, piece: Piece, data: memoryview) -> None:
         from lightning_shardckpt.format.box_digest import box_digest  # numpy, which nothing else of a save needs

@@ -114,7 +114,7 @@ class Checkpoint:
         entries = self._in_file(component, rank, name)
         if len({key for key, _ in entries}) != len(entries):
             raise FormatError(f"{self._where(name)}: the index of rank {rank} has several boxes of one tensor in it")
-        if start != self._as_written(entries):
+        if start != self._as_written(entries, info):
             self._compare_header(start, entries, info, rank)
         if sum(entry.nbytes for _, entry in entries) != info.nbytes - len(start):
             raise FormatError(f"{self._where(name)}: its tensors do not fill the file of {info.nbytes} bytes")
@@ -130,7 +130,7 @@ class Checkpoint:
             self._files[component, rank] = files
         return sorted(self._files[component, rank].get(name, ()), key=lambda item: item[1].begin)
 
-    def _as_written(self, entries: list[tuple[str, ShardEntry]]) -> bytes | None:
+    def _as_written(self, entries: list[tuple[str, ShardEntry]], info: FileInfo) -> bytes | None:
         """Return how this package writes the header of a file with these entries; another writer's may be as good."""
         try:
             boxes = {id(entry.box): entry.box for _, entry in entries}  # most have the same one
@@ -140,11 +140,11 @@ class Checkpoint:
             return None
         if header.begins != tuple(entry.begin for _, entry in entries):
             return None
-        return header.of(self.root.save_id)
+        return header.of(info.save_id or self.root.save_id)
 
     def _compare_header(self, start: bytes, entries: list[tuple[str, ShardEntry]], info: FileInfo, rank: int) -> None:
         header = parse_header(start, self._where(info.name))
-        self._own(save_id_of(header), info.name)
+        self._own(save_id_of(header), info.name, info.save_id)
         stored = header.tensors
         expected = {key: entry.stored for key, entry in entries}
         for key in sorted(stored.keys() | expected.keys()):
@@ -176,8 +176,12 @@ class Checkpoint:
         if size != info.nbytes:
             raise CorruptionError(f"{self._where(info.name)}: {size} bytes, expected {info.nbytes}")
 
-    def _own(self, save_id: str, name: str) -> None:
-        if save_id != self.root.save_id:
+    def _own(self, save_id: str, name: str, linked_from: str = "") -> None:
+        if linked_from and save_id != linked_from:
+            raise CorruptionError(
+                f"{self._where(name)}: belongs to save {save_id}, this file is of save {linked_from}"
+            )
+        if not linked_from and save_id != self.root.save_id:
             raise CorruptionError(
                 f"{self._where(name)}: belongs to save {save_id}, this checkpoint is save {self.root.save_id}"
             )

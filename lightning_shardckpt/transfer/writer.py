@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +50,23 @@ class FilePlan:
         return self.header.begins[-1] + self.pieces[-1].nbytes
 
 
-def plan_files(component: str, rank: int, pieces: list[Piece], size_per_shard: float) -> list[FilePlan]:
-    """The shard files, of at most ``size_per_shard`` MB each, that a rank writes its pieces into."""
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A shard file that is there, and what the index says of its pieces, in order."""
+
+    info: FileInfo
+    entries: Sequence[tuple[str, ShardEntry]]
+
+
+def plan_files(
+    component: str, rank: int, pieces: list[Piece], size_per_shard: float, *, first: int = 1
+) -> list[FilePlan]:
+    """The shard files, of at most ``size_per_shard`` MB each, that a rank writes its pieces into.
+
+    ``first``: the number in the name of the first one.
+    """
     files = []
-    for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=1):
+    for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=first):
         entries = [HeaderEntry(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
         files.append(FilePlan(shard_file_name(component, rank, number), tuple(group), plan_header(entries)))
     return files
@@ -76,20 +89,51 @@ def write_component(
     """
     if not files:
         return None
+    written = [write_file(draft, file, save_id, stage, digests, advance) for file in files]
+    return write_index(draft, index_of(component, rank, save_id, written, digests))
+
+
+def write_file(
+    draft: Draft,
+    file: FilePlan,
+    save_id: str,
+    stage: Stage,
+    digests: BoxDigests | None = None,
+    advance: Callable[[int], Any] = lambda nbytes: None,
+) -> WrittenFile:
+    """Write a shard file. ``digests`` and ``advance``: see ``write_component``."""
+    header = file.header.of(save_id)
+    written: list[ShardEntry] = []
+    draft.write(file.name, _content(header, file, stage, written, digests, advance))
+    info = FileInfo(file.name, file.nbytes, checksum(header))
+    return WrittenFile(info, [(piece.key, entry) for piece, entry in zip(file.pieces, written, strict=True)])
+
+
+def index_of(
+    component: str, rank: int, save_id: str, written: Iterable[WrittenFile], digests: BoxDigests | None = None
+) -> RankIndex:
+    """The index of a rank's shard files; ``digests`` are those of their boxes."""
     infos: dict[str, FileInfo] = {}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
-    for file in files:
-        header = file.header.of(save_id)
-        written: list[ShardEntry] = []
-        draft.write(file.name, _content(header, file, stage, written, digests, advance))
-        infos[file.name] = FileInfo(file.name, file.nbytes, checksum(header))
-        for piece, entry in zip(file.pieces, written, strict=True):
-            shards[piece.key] = (*shards[piece.key], entry) if piece.key in shards else (entry,)
+    for file in written:
+        infos[file.info.name] = file.info
+        for key, entry in file.entries:
+            shards[key] = (*shards[key], entry) if key in shards else (entry,)
     found = {} if digests is None else {key: tuple(of) for key, of in digests.found.items()}
-    index = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards, found))
-    info = FileInfo(rank_index_name(component, rank), len(index), checksum(index))
-    draft.write(info.name, [index])
+    return RankIndex(save_id, component, rank, infos, shards, found)
+
+
+def write_index(draft: Draft, index: RankIndex) -> FileInfo:
+    """Write a rank's index; all files that it describes are there."""
+    content = rank_index_to_json(index)
+    info = FileInfo(rank_index_name(index.component, index.rank), len(content), checksum(content))
+    draft.write(info.name, [content])
     return info
+
+
+def hash_step(block: int) -> int:
+    """Return how many bytes, which are whole blocks, are hashed at a time."""
+    return max(_PART // block, 1) * block
 
 
 def _content(
@@ -108,7 +152,7 @@ def _content(
         if len(data) != nbytes:
             raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {nbytes} were planned for {box}")
         block, sums = block_bytes(nbytes), list[str]()
-        step = max(_PART // block, 1) * block
+        step = hash_step(block)
         with digests.beside(piece, data) if digests is not None else nullcontext():
             for at in range(0, nbytes, step):
                 part = data[at : at + step]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.storage.local import locks
-from lightning_shardckpt.storage.local.posix import naming
+from lightning_shardckpt.storage.local.posix import POSIX, FileSystem, naming
 
 OPEN_FILES = 64  # of one reader; a process may often have 1,024
 
@@ -65,6 +66,19 @@ class LocalReader:
             if count == 0:
                 raise EOFError(f"{name} ends at byte {offset + done}, expected {offset + len(target)}")
             done += count
+
+    def link(self, name: str, path: str, file_system: FileSystem = POSIX) -> int:
+        """Make a hard link to a file at ``path``; a descriptor of the file, valid until this reads another one.
+
+        Raises:
+            OSError: if that is not possible; nothing is there then.
+        """
+        file = self._file(name)
+        file_system.link(name, self._directory, path)
+        if not os.path.samestat(os.fstat(file), os.lstat(path)):
+            os.unlink(path)
+            raise FileNotFoundError(errno.ENOENT, "it was exchanged meanwhile", os.path.join(self._path, name))
+        return file
 
     def names(self) -> list[str]:
         """Return every entry of the directory, sorted."""

@@ -32,7 +32,7 @@ from lightning_shardckpt.storage.local.posix import (
     write_parts,
 )
 from lightning_shardckpt.storage.local.replaceable import check_replaceable
-from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _ATTEMPTS = 20  # of what another process can get in the way of, again and again
@@ -160,7 +160,7 @@ def _why_incomplete(path: str) -> str:
 class LocalDraft:
     """A temporary directory beside the target."""
 
-    prefix = ""
+    prefix, can_link = "", True
 
     def __init__(
         self, target: str, save_id: str, storage: LocalStorage, *, file_system: FileSystem, tuning: Tuning
@@ -202,6 +202,25 @@ class LocalDraft:
                 write_at(file, memoryview(data), offset)
             if self._sync_files:
                 os.fsync(file)
+
+    def link(self, name: str, of: Reader, there: str) -> OSError | None:
+        """Make a hard link; sync the file, since who wrote it may not have, and its entry, unless syncs are left out.
+
+        Returns the error of a file system that doesn't link, or not this file; nothing is there then.
+        """
+        path = os.path.join(self._directory, name)
+        if not isinstance(of, LocalReader):
+            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
+        try:
+            file = of.link(there, path, self._file_system)
+        except OSError as error:
+            return error
+        self._seen = True
+        with naming(path):
+            if self._sync_files:
+                os.fsync(file)
+        self._sync(self._directory)
+        return None
 
     @contextmanager
     def _creating(self, name: str, *, shared: bool = False) -> Iterator[int]:

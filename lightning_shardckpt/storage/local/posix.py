@@ -81,6 +81,11 @@ def rename_at_once(source: str, target: str, flag: int) -> bool:
     raise OSError(code, f"{what} {source!r} and {target!r}: {os.strerror(code)}")
 
 
+def link_file(name: str, directory: int, path: str) -> None:
+    """Make a hard link at ``path`` to a file of an open directory; what a symbolic link names is not followed."""
+    os.link(name, path, src_dir_fd=directory, follow_symlinks=False)
+
+
 def write_parts(file: int, parts: Iterable[Bytes]) -> None:
     """Write all parts, many with one system call; they are made one batch at a time."""
     for _ in _written(file, parts):
@@ -175,8 +180,9 @@ def locks_bind_everybody(directory: str, mounts_file: str = "/proc/self/mountinf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSystem:
-    """The two things that differ between file systems; a test gives functions of its own."""
+    """What differs between file systems; a test gives functions of its own."""
 
+    link: Callable[[str, int, str], None] = link_file
     rename_at_once: Callable[[str, str, int], bool] = rename_at_once
     locks_bind_everybody: Callable[[str], bool] = locks_bind_everybody
 

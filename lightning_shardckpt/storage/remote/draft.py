@@ -7,11 +7,13 @@ else lies under the path then is of saves that can't be committed any more, and 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
 from lightning_shardckpt.storage.remote.prefix import HEAD_BYTES, TAGGED, is_ours, prefix_in, prefix_of
 from lightning_shardckpt.system.text import count_text, size_text
@@ -24,6 +26,8 @@ _PARTS_HINT = (
 
 class RemoteDraft:
     """Objects whose names begin with the id of the save, and a root index that is kept until it is published."""
+
+    can_link = False
 
     def __init__(
         self,
@@ -78,6 +82,10 @@ class RemoteDraft:
     def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
         """Raise ValueError, with the remedy: this is not possible here."""
         raise ValueError(f"{self._path!r}, {name}: {_PARTS_HINT}")
+
+    def link(self, name: str, of: Reader, there: str) -> OSError | None:
+        """Return an error: no object is another one."""
+        return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), self._path)
 
     def publish(self) -> None:
         """Put the root index; then delete what else lay there before that.

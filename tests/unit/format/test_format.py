@@ -156,6 +156,18 @@ def with_twins(files: Files) -> None:
     put_index(files, json.dumps(value).encode())
 
 
+def linked(*, version: int = 3, in_index: str = "0" * 32, in_header: str = "0" * 32) -> Callable[[Files], None]:
+    """A shard file that an earlier save wrote, as its header says and as the index says."""
+
+    def apply(files: Files) -> None:
+        with_header(lambda header: header.replace(SAVE_ID.encode(), in_header.encode()))(files)
+        value = json.loads(files[INDEX])
+        value["version"], value["files"][SHARD] = version, [*value["files"][SHARD], in_index]
+        put_index(files, json.dumps(value).encode())
+
+    return apply
+
+
 LAYOUT = "layouts/1"
 TENSOR = "components/model/tensors/weight"
 BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
@@ -164,7 +176,7 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F2", flip(ROOT_NAME, 3), FormatError, "checkpoint.index.json: not a root index"),
     ("F3", with_root("format", "other"), FormatError, "not an index of lightning-shardckpt"),
     ("F3", with_root("version", 3), FormatError, "format version 3, .* use a newer lightning-shardckpt"),
-    ("F3", with_index("version", 3), FormatError, f"{INDEX}: format version 3"),
+    ("F3", with_index("version", 4), FormatError, f"{INDEX}: format version 4"),
     ("F4", with_root("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 5afe"),
     ("F4", with_index("save_id", "0" * 32), CorruptionError, f"{INDEX}: belongs to save 0000"),
     ("F4", with_header(lambda h: h.replace(b"5afe", b"0000")), CorruptionError, f"{SHARD}: belongs to save 0000"),
@@ -255,6 +267,11 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F22", with_root("components/model/aliases", {"tied": "none"}), FormatError, "alias 'tied' of 'none'"),
     ("F22", with_root("components/model/aliases", {"bias": "weight"}), FormatError, "alias 'bias' of 'weight'"),
     ("F23", with_root("components/other", {}), FormatError, "unknown component 'other'"),
+    ("F25", linked(version=1), FormatError, f"{INDEX}: a part is missing or malformed"),
+    ("F25", linked(version=2), FormatError, f"{INDEX}: a part is missing or malformed"),
+    ("F25", linked(in_index="0" * 31), FormatError, f"{INDEX}: .* is not a save id"),
+    ("F25", linked(in_index="1" * 32), CorruptionError, f"{SHARD}: belongs to save 0000.*, this file is of save 1111"),
+    ("F25", linked(in_header=SAVE_ID), CorruptionError, f"{SHARD}: belongs to save 5afe.*, this file is of save 0000"),
 ]
 
 
@@ -267,6 +284,13 @@ def test_a_broken_rule_is_one_error(
     change(files)
     with pytest.raises(kind, match=f"(?s){words}"):
         load(files)
+
+
+def test_f25_a_file_of_an_earlier_save_is_read_as_any_other() -> None:
+    files = saved()
+    linked()(files)
+    assert b'"version": 3' in files[INDEX]
+    load(files)
 
 
 def test_f6_a_link_in_place_of_a_file_is_refused(tmp_path: Path) -> None:

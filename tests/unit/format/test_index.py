@@ -253,7 +253,7 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
 ]
 RANK_EDITS: list[tuple[str, Any, str]] = [
     ("format", None, "not an index"),
-    ("version", 3, "newer"),
+    ("version", 4, "newer"),
     ("rank", -1, "-1 is not a size"),
     ("files", [], "AttributeError"),
     ("files", {"../x": [1, SUM]}, "not a file name"),

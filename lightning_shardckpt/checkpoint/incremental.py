@@ -1,0 +1,245 @@
+"""Link the shard files of a save that an earlier checkpoint has already, and write the rest.
+
+Each rank decides for itself, in the thread that writes, so ranks exchange nothing. The base is the last complete
+checkpoint that was saved or loaded here in the same directory, or the one that is about to be replaced. It is held open
+like by any reader, and may be gone: then everything is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from lightning_shardckpt.checkpoint.plan_cache import LastResult
+from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
+from lightning_shardckpt.format.file_names import shard_file_name
+from lightning_shardckpt.format.index import RankIndex
+from lightning_shardckpt.format.plan import Piece
+from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
+from lightning_shardckpt.storage.router import file_path, is_url
+from lightning_shardckpt.transfer.digests_beside import BoxDigests
+from lightning_shardckpt.transfer.linked_files import Place, base_files, divided, first_change
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.writer import FilePlan, Stage, WrittenFile, index_of, plan_files, write_file
+
+_MOST_DIRECTORIES = 4  # in which bases are remembered, with the checksums of their blocks
+_OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE)  # too many links, or the base is gone
+
+Indexes: TypeAlias = dict[str, RankIndex]
+"""What a rank wrote of each component."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A complete checkpoint, and what this rank wrote of it if it was saved here."""
+
+    path: str
+    indexes: Indexes | None = None
+
+
+@dataclass(slots=True)
+class ComponentHistory:
+    """What is known of the pieces of a component, from one save to the next. Holds no tensors."""
+
+    stayed: dict[Place, bool] = field(default_factory=dict)
+    """Whether a piece was at the last save what it was in the base."""
+    frozen: frozenset[Place] = frozenset()
+    plans: LastResult[tuple[object, ...], list[FilePlan]] = field(default_factory=LastResult)
+
+    def steady(self, pieces: Sequence[Piece], frozen: frozenset[str]) -> frozenset[Place]:
+        """The pieces that will probably stay as they are: those that did, and frozen ones of which that isn't known."""
+        now = frozenset((piece.key, piece.part.box) for piece in pieces if piece.key in frozen)
+        for place in self.frozen ^ now:  # frozen or trained since the last save
+            self.stayed.pop(place, None)
+        self.frozen = now
+        places = ((piece.key, piece.part.box) for piece in pieces)
+        return frozenset(place for place in places if self.stayed.get(place, place in now))
+
+    def observe(self, written: WrittenFile, index: RankIndex | None) -> None:
+        """Note which pieces of a file that was written are what they were in the base, whose index is given."""
+        if index is None:
+            return
+        for key, entry in written.entries:
+            before = next((one for one in index.shards.get(key, ()) if one.box == entry.box), None)
+            if before is not None:
+                self.stayed[key, entry.box] = (before.block, before.checksums) == (entry.block, entry.checksums)
+
+
+class SaveHistory:
+    """The checkpoints whose files the next save may link, by directory. Its users are one after the other."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Saved] = {}
+        self._cannot_link: set[str] = set()
+        self._components: dict[str, ComponentHistory] = {}
+
+    def loaded(self, path: str) -> None:
+        """Take a checkpoint that was loaded as a base."""
+        self._remember(_Saved(_absolute(path)))
+
+    def saved(self, path: str, indexes: Indexes) -> None:
+        """Take a checkpoint that is complete as a base."""
+        self._remember(_Saved(_absolute(path), indexes))
+
+    def _remember(self, saved: _Saved) -> None:
+        if is_url(saved.path):
+            return
+        directory = _directory(saved.path)
+        self._last.pop(directory, None)
+        self._last[directory] = saved
+        while len(self._last) > _MOST_DIRECTORIES:
+            del self._last[next(iter(self._last))]
+
+    def component(self, name: str) -> ComponentHistory:
+        """What is known of a component."""
+        return self._components.setdefault(name, ComponentHistory())
+
+    @contextmanager
+    def base(self, path: str, draft: Draft, storage: Storage, rank: int) -> Iterator[Base | None]:
+        """Open what a save to ``path`` may link files of; nobody deletes it inside the context."""
+        directory = _directory(path)
+        if directory in self._cannot_link:
+            yield None
+            return
+        if not draft.can_link:
+            self._cannot_link.add(directory)
+            draft.notes.append(f"incremental=True: files can't be linked at {path!r}, so every save writes all of them")
+            yield None
+            return
+        found = None
+        for saved in filter(None, (self._last.get(directory), _Saved(_absolute(path)))):
+            try:
+                found = _opened(saved, storage, rank)
+                break
+            except CheckpointNotFoundError:
+                continue
+            except (ShardCkptError, OSError) as error:
+                draft.notes.append(f"no file of {saved.path!r} is linked in {path!r}: {error}")
+        if found is None:
+            yield None
+            return
+        try:
+            yield found
+        finally:
+            found.reader.close()
+            if found.error is not None:
+                self._cannot_link.add(directory)
+                draft.notes.append(
+                    f"incremental=True: files can't be linked in {directory!r}, so every save writes all of them: "
+                    f"{found.error}"
+                )
+
+
+@dataclass(slots=True)
+class Base:
+    """A checkpoint, open for reading, whose files may be linked; ``error`` is why the place can't."""
+
+    reader: Reader
+    indexes: Mapping[str, RankIndex]
+    error: OSError | None = None
+
+
+def _opened(saved: _Saved, storage: Storage, rank: int) -> Base | None:
+    if saved.indexes is not None:
+        return Base(storage.open(saved.path), saved.indexes)  # each file that is linked says of which save it is
+    checkpoint = Checkpoint(storage, saved.path)
+    try:
+        names = [name for name, component in checkpoint.root.components.items() if rank in component.indexes]
+        indexes = {name: checkpoint.index(name, rank) for name in names}
+        for name, index in indexes.items():
+            for file in index.files:
+                checkpoint.check_file(name, rank, file)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return Base(checkpoint.reader, indexes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPieces:
+    """What a rank has to save of one component, and how.
+
+    Attributes:
+        component: its name.
+        rank: this one.
+        pieces: boxes of tensors.
+        frozen: keys of parameters for which no gradient is computed.
+        size_per_shard: see ``SaveOptions``.
+    """
+
+    component: str
+    rank: int
+    pieces: Sequence[Piece]
+    frozen: frozenset[str]
+    size_per_shard: float
+
+
+def write_changed(
+    draft: Draft,
+    mine: RankPieces,
+    save_id: str,
+    stage: Stage,
+    base: Base | None,
+    history: ComponentHistory,
+    digests: BoxDigests | None,
+) -> tuple[RankIndex, int]:
+    """Link the files of the base that have what is to be saved, and write the rest, in files that may be linked next.
+
+    ``digests``: see ``write_component``; those of boxes that are linked are the base's, if it has them.
+
+    Returns:
+        The index of all of them, which is not written yet, and how many bytes were linked.
+    """
+    index = base.indexes.get(mine.component) if base is not None else None
+    left = {(piece.key, piece.part.box): piece for piece in mine.pieces}
+    steady, changed = history.steady(mine.pieces, mine.frozen), set[Place]()
+    files: list[WrittenFile] = []
+    for file in base_files(index) if base is not None and index is not None else ():
+        pieces = file.pieces(left)
+        if base is None or base.error is not None or pieces is None or not file.is_intact(base.reader):
+            continue
+        if (change := first_change(file, pieces, stage)) is not None:
+            changed.add((change.key, change.part.box))
+            continue
+        name = shard_file_name(mine.component, mine.rank, len(files) + 1)
+        if (error := draft.link(name, base.reader, file.info.name)) is None:
+            files.append(file.linked_as(name, pieces))
+            for piece in pieces:
+                if digests is not None and index is not None:
+                    digests.add(piece, index.digest(piece.key, piece.part.box), partial(stage, piece))
+                del left[piece.key, piece.part.box]
+                history.stayed[piece.key, piece.part.box] = True
+        elif error.errno not in _OF_ONE_FILE:
+            base.error = error
+    linked_bytes = sum(file.info.nbytes for file in files)
+    rest, steady = tuple(left.values()), steady - changed
+    about = mine.rank, mine.size_per_shard, len(files) + 1
+    same = tuple(map(id, rest)), steady, about  # ``stage`` knows pieces by id; while there are plans, theirs are theirs
+    plans = history.plans.of(same, lambda: _plan(mine.component, rest, steady, *about))
+    for plan in plans:
+        written = write_file(draft, plan, save_id, stage, digests)
+        files.append(written)
+        history.observe(written, index)
+    return index_of(mine.component, mine.rank, save_id, files, digests), linked_bytes
+
+
+def _plan(
+    component: str, pieces: Sequence[Piece], steady: frozenset[Place], rank: int, size_per_shard: float, first: int
+) -> list[FilePlan]:
+    files: list[FilePlan] = []
+    for group in divided(pieces, steady):
+        files += plan_files(component, rank, group, size_per_shard, first=first + len(files))
+    return files
+
+
+def _directory(path: str) -> str:
+    return os.path.dirname(_absolute(path))
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(file_path(path))
