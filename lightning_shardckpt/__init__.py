@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.checkpoint_monitor import CheckpointMonitor
+    from lightning_shardckpt.checkpoint_retention import CheckpointRetention
     from lightning_shardckpt.export.peft_export import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata, open
@@ -22,6 +23,7 @@ __all__ = [
     "ShardedStrategy",
     "ShardCkptIO",
     "CheckpointMonitor",
+    "CheckpointRetention",
     "load_from_checkpoint",
     "save",
     "save_async",
@@ -38,6 +40,7 @@ _HOMES = {
     "ShardedStrategy": "pytorch",
     "ShardCkptIO": "checkpoint_io",
     "CheckpointMonitor": "checkpoint_monitor",
+    "CheckpointRetention": "checkpoint_retention",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
