@@ -306,6 +306,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         trainer = self._trainer()
         if trainer.training and trainer.state.fn == TrainerFn.FITTING:
             loader = dataloader if isinstance(dataloader, ResumableLoader) else None
+            if loader is not None:
+                loader.train()
             self._checkpoints.await_start(loader, trainer, self._launcher)
         return dataloader
 

@@ -177,6 +177,18 @@ def set_loaders_begun(trainer: pl.Trainer, begun: bool) -> None:
     trainer.fit_loop._resuming_from_checkpoint = begun
 
 
+def move_in_epoch(trainer: pl.Trainer, batches: int) -> None:
+    """Count so many batches more of the present epoch as done, or fewer; totals stay, as does what the epoch has.
+
+    Relies on ``BatchProgress.current``, which says where an epoch goes on, once training starts.
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    current.ready += batches
+    current.started += batches  # type: ignore[attr-defined]  # its subclass
+    current.processed += batches  # type: ignore[attr-defined]
+    current.completed += batches
+
+
 def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
     """Make Lightning begin an epoch as a run does that has just finished one.
 

@@ -4,11 +4,20 @@ The order of an epoch is drawn from the random state when its sampler begins, dr
 the save. A resumed epoch therefore draws its order from the first, skips the batches that were used (without loading
 them, for datasets with indices), and continues with the second. What else drew random numbers between loading and the
 first batch has no effect. What worker processes drew for themselves is not restored.
+
+Where the order of all ranks together is known (a DistributedSampler), a place in it is a number of samples. Another
+number of ranks, or another batch size, goes on from there: ``state.global_batches``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+import warnings
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -17,9 +26,26 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.dataloader import IndexedLoader, IndexSource
+from lightning_shardckpt.compat.distributed_sampler import (
+    is_strided,
+    makes_plain_batches,
+    order_of_all_ranks,
+    own_generator,
+    wrapped_sampler,
+)
+from lightning_shardckpt.state.global_batches import GlobalBatches, Place
 from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
 
 _END = object()
+_OTHER_ORDER = (
+    "{sampler} drew another order for this epoch than in the run that was interrupted: in the rest of this epoch "
+    "samples come twice or not at all. Only what it draws from torch's, numpy's and python's generators, or from its "
+    "own `generator`, is known here. Resume from the end of an epoch, or draw from one of these."
+)
+_REPEATED = (
+    "of {left} samples so few are left for the last step of the epoch that {repeated} of {ranks} data-parallel ranks "
+    "repeat one of another rank, as each needs a batch. With drop_last=True in the DataLoader they are left out."
+)
 
 
 class Resumption:
@@ -27,13 +53,22 @@ class Resumption:
 
     Without ``start``, it is a new epoch that begins from ``then``; the loaders that begin it together draw one after
     the other, so those after the first one have it as ``leader``. States are what ``ResumableLoader.random`` gave.
+    With a ``place``, so many samples of all ranks are skipped, rather than batches of this one; ``checksum`` is that of
+    the order that they were drawn from.
     """
 
     def __init__(
-        self, start: dict[str, Any] | None, batches: int, then: dict[str, Any], leader: Resumption | None = None
+        self,
+        start: dict[str, Any] | None,
+        batches: int,
+        then: dict[str, Any],
+        leader: Resumption | None = None,
+        place: Place | None = None,
+        checksum: int | None = None,
     ) -> None:
         self.start, self.batches, self.then = start, batches, then
         self.leader = leader or self
+        self.place, self.checksum = place, checksum
         self.iterated: dict[str, Any] | None = None  # the process's state when all loaders of a new epoch had begun
 
 
@@ -43,9 +78,12 @@ class ResumableLoader(IndexedLoader):
     _epoch_start: dict[str, Any] | None = None
     _resumption: Resumption | None = None
     _waits = False
+    _trains = False
+    _place = Place()
+    _checksum: int | None = None
 
     def __iter__(self) -> Any:
-        self._epoch_start = None
+        self._epoch_start, self._place, self._checksum = None, Place(), None
         if self._waits:
             self._waits = False
             return iter(())
@@ -71,12 +109,16 @@ class ResumableLoader(IndexedLoader):
             return super().index_source(sampler)
         return _Watched(self, sampler)
 
-    def begin(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def begin(self, sampler: Any) -> Iterator[Any]:
         """The indices of an epoch that begins now, or those that an interrupted one has left."""
         resumption, self._resumption = self._resumption, None
         if resumption is not None:
             self._begin(resumption, resumption.iterated)  # whatever was drawn since
         self._epoch_start = self.random()
+        if (division := self.global_batches()) is not None:
+            yield from self._deal(division, None if resumption is None or resumption.start is None else resumption)
+            return
+        indices = iter(sampler)
         if resumption is None or resumption.start is None:
             yield from indices
             return
@@ -85,6 +127,64 @@ class ResumableLoader(IndexedLoader):
         if following is not _END:
             yield following
             yield from indices
+
+    # --- an order of all ranks together ---
+
+    def train(self) -> None:
+        """Deal the order of all ranks, where it is known, so that no sample comes twice; it is a loader of training."""
+        self._trains = True
+
+    def global_batches(self) -> GlobalBatches | None:
+        """Return how the order of all ranks is divided into steps; None where this loader has none that is known."""
+        sampler = self._seeded_sampler()
+        known = self._trains and is_strided(sampler) and makes_plain_batches(self.batch_sampler)
+        if not known or isinstance(self.dataset, IterableDataset):
+            return None
+        batches: Any = self.batch_sampler
+        size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)
+        return GlobalBatches(sampler.num_replicas, size, drop_last, sampler.drop_last)
+
+    @property
+    def samples(self) -> int | None:
+        """The number of samples of an epoch of all ranks; None if unknown."""
+        known = is_strided(self._seeded_sampler())
+        try:
+            return len(self._seeded_sampler().dataset if known else self.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def _deal(self, division: GlobalBatches, resumption: Resumption | None) -> Iterator[Any]:
+        """This rank's indices of an epoch that begins, or of one that goes on."""
+        sampler = self._seeded_sampler()
+        order = _drawn_alike(sampler)
+        self._checksum, self._place = _checksum(order), Place()
+        if resumption is not None:
+            batches = resumption.batches
+            self._place = resumption.place or Place(division.used(len(order), batches), batches)
+            if resumption.checksum not in (None, self._checksum) and sampler.rank == 0:
+                kind = type(wrapped_sampler(sampler) or sampler).__name__
+                warnings.warn(_OTHER_ORDER.format(sampler=kind), stacklevel=2)
+            self.set_random(resumption.then)
+        left = order[self._place.samples :]
+        if (repeated := division.repeats(len(left))) and sampler.rank == 0:
+            warnings.warn(_REPEATED.format(left=len(order), repeated=repeated, ranks=division.ranks), stacklevel=2)
+        batches_of_rank = division.deal(left, sampler.rank)
+        yield from batches_of_rank if self.batch_sampler is not None else (index for (index,) in batches_of_rank)
+
+    def place_after(self, position: Mapping[str, Any], batches: int) -> Place | None:
+        """Return the place to which so many batches led in the run that saved ``position``; None if unknown.
+
+        Its number of batches is that of an epoch of this loader which has as many steps left.
+        """
+        saved, division = position.get("order"), self.global_batches()
+        if saved is None or division is None or saved["samples"] != self.samples:
+            return None
+        samples, place = saved["samples"], Place(*saved["place"])
+        used = GlobalBatches(*saved["division"]).used(samples - place.samples, batches - place.batches)
+        left = samples - place.samples - used
+        return Place(samples - left, division.steps(samples) - division.steps(left))
+
+    # --- random states ---
 
     def _begin(self, resumption: Resumption, process: dict[str, Any] | None) -> None:
         """Set the random states with which the epoch begins; ``process`` is that of a new one."""
@@ -132,7 +232,20 @@ class ResumableLoader(IndexedLoader):
     def position(self) -> dict[str, Any]:
         """Return what a resumed run must know: random states when this epoch began (None before), sampler's seed."""
         own = [generator.get_state() for generator in self._generators()]
-        return {"epoch_start": self._epoch_start, "own": own, "seed": getattr(self._seeded_sampler(), "seed", None)}
+        position = {"epoch_start": self._epoch_start, "own": own, "seed": getattr(self._seeded_sampler(), "seed", None)}
+        position |= {"samples": self.samples, "batch_size": self.batch_size}
+        if (division := self.global_batches()) is not None:
+            waiting = self._resumption
+            place, checksum = self._place, self._checksum
+            if waiting is not None and waiting.place is not None:  # saved before the first batch is drawn
+                place, checksum = waiting.place, waiting.checksum
+            position["order"] = {
+                "samples": self.samples,
+                "place": list(astuple(place)),
+                "division": list(astuple(division)),
+                "checksum": checksum,
+            }
+        return position
 
     def set_sampler_seed(self, seed: int | None) -> None:
         """Let a DistributedSampler shuffle as in the interrupted run, whatever this one was seeded with."""
@@ -154,10 +267,11 @@ class _Watched:
         self._loader, self._sampler = loader, sampler
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._loader.begin(iter(self._sampler))  # runs when the first index is asked for
+        yield from self._loader.begin(self._sampler)  # runs when the first index is asked for
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        division, samples = self._loader.global_batches(), self._loader.samples
+        return len(self._sampler) if division is None or samples is None else division.steps(samples)
 
 
 @lru_cache(maxsize=64)
@@ -186,10 +300,49 @@ def batches_done(loops: dict[str, Any]) -> int | None:
     return int(current["completed"] + in_batch_end)
 
 
-def batches_of_loader(loader: object, batches: int, *, cycles: bool) -> int:
-    """Return how many of an epoch's ``batches`` this loader gave since it last began; ``cycles``: it begins anew."""
+def _drawn_alike(sampler: Any) -> list[Any]:
+    """The order of all ranks: what a sampler of the user's draws at random depends on seed and epoch alone.
+
+    The generators of the process would not do: they differ between ranks that drew differently.
+    """
+    if wrapped_sampler(sampler) is None:
+        return order_of_all_ranks(sampler)
+    process, generator = get_rng_state(), own_generator(sampler)
+    own = None if generator is None else generator.get_state()
+    seed = zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())
     try:
-        length = len(loader)  # type: ignore[arg-type]  # if it has one
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        if generator is not None:
+            generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
+        return order_of_all_ranks(sampler)
+    finally:
+        set_rng_state(process)
+        if generator is not None and own is not None:
+            generator.set_state(own)
+
+
+def _checksum(order: list[Any]) -> int | None:
+    """A checksum of an order; None of one that is not made of numbers."""
+    try:
+        return zlib.crc32(array("q", order))
+    except TypeError:
+        return None
+
+
+def batches_of_loader(loader: object, batches: int, *, cycles: bool, length: int | None = None) -> int:
+    """Return how many of an epoch's ``batches`` this loader gave since it last began.
+
+    Args:
+        loader: of torch, or any other.
+        batches: of the epoch, for all loaders together.
+        cycles: whether it begins anew when it has no more.
+        length: how many it gives from then on; by default ``len(loader)``, if it has one.
+    """
+    try:
+        length = len(loader) if length is None else length  # type: ignore[arg-type]  # if it has one
     except TypeError:
         return batches
     if not cycles or batches <= length:

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
@@ -25,6 +26,7 @@ from lightning_shardckpt.compat.lightning_loops import (
     begin_next_epoch,
     cycles_loaders,
     let_plateaus_step,
+    move_in_epoch,
     set_loaders_begun,
     step_plateaus_now,
     train_loaders,
@@ -32,6 +34,7 @@ from lightning_shardckpt.compat.lightning_loops import (
 from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups, put_callback_metrics
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
+from lightning_shardckpt.state.global_batches import GlobalBatches, Place
 from lightning_shardckpt.state.module_io import put_values
 from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
 from lightning_shardckpt.strategy.module_record import filling
@@ -194,6 +197,12 @@ def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
     return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
+_INEXACT = (
+    "resuming after {batches} batches of an epoch, but the order of its data can't be continued exactly, so samples of "
+    "this epoch may come twice or not at all: {reasons}. Resume from the end of an epoch, or with the data and the "
+    "data-parallel ranks of the run that saved; the order goes on for any number of ranks where Lightning adds its "
+    "DistributedSampler, or where you pass torch's."
+)
 _NO_EPOCH = {"started": 0, "processed": 0, "completed": 0}
 
 
@@ -215,7 +224,9 @@ class Continuation:
         self._monitored: dict[str, Any] = rank_state.get("monitored", {})
         self._partial: list[str] = rank_state.get("partial", [])
         saved = DataShare(**rank_state["place"])
+        self._saved_size, self._size = saved.data_size, place.data_size
         self._same_data = saved.data_size == place.data_size
+        self._found: list[tuple[int, Place | None]] = []
         self._fresh = place.data_rank if place.data_rank >= saved.data_size else None
 
     def before_loaders(self) -> None:
@@ -226,6 +237,7 @@ class Continuation:
     def apply(self, trainer: pl.Trainer) -> None:
         """Restore state when training starts: the train loaders exist, no batch has been drawn for this epoch."""
         fit, loaders = trainer.fit_loop, train_loaders(trainer)
+        self._count_anew(loaders, trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader) for loader in loaders)  # by Lightning, in before_loaders
         if self._rng is not None:
@@ -240,12 +252,10 @@ class Continuation:
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
             set_loaders_begun(trainer, begun)
             return
-        if self._positions is not None and not self._resume(loaders, self._positions, trainer) and self._batches:
-            rank_zero_warn(
-                f"resuming after {self._batches} batches of an epoch, but the order of its data can't be continued "
-                "exactly: the number of data-parallel ranks or the dataloaders changed, or a loader is not a torch "
-                "DataLoader"
-            )
+        if self._positions is not None:
+            reasons = self._resume(loaders, self._positions, trainer)
+            if reasons and self._batches:
+                rank_zero_warn(_INEXACT.format(batches=self._batches, reasons="; ".join(reasons)))
         self._await_plateaus(trainer)
         for loader in loaders:
             set_sampler_epoch(loader, fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
@@ -272,30 +282,101 @@ class Continuation:
                     loader.set_sampler_seed(position["seed"])
                     loader.set_own(position["own"] if self._same_data else [])
 
-    def _resume(self, loaders: list[Any], positions: list[Any], trainer: pl.Trainer) -> bool:
-        """Prepare the loaders; return False if some can't continue with the batches that they would have drawn."""
+    def _places(self, loaders: list[Any], cycles: bool) -> list[tuple[int, Place | None]]:
+        """Return how many batches each loader gave since it began, and their place in its order, where it is known."""
+        batches, positions = self._batches or 0, self._positions or []
         if len(positions) != len(loaders):
-            return False
-        cycles = cycles_loaders(trainer)
-        exact, leader = self._same_data, None
+            return [(batches, None)] * len(loaders)
+        found = []
         for loader, position in zip(loaders, positions, strict=True):
+            given, place = batches_of_loader(loader, batches, cycles=cycles), None
+            if isinstance(loader, ResumableLoader) and position is not None:
+                given = batches_of_loader(loader, batches, cycles=cycles, length=steps_of_epoch(position))
+                place = loader.place_after(position, given)
+            found.append((given, place))
+        return found
+
+    def _count_anew(self, loaders: list[Any], trainer: pl.Trainer) -> None:
+        """Count batches as an epoch of the present number of ranks and batch size does."""
+        self._found = self._places(loaders, cycles_loaders(trainer))
+        moves = [place.batches - given for given, place in self._found if place is not None]
+        if not self._batches or not moves:
+            return
+        leads = [i for i, (_, place) in enumerate(self._found) if place is not None]
+        pick = max if cycles_loaders(trainer) else min
+        moved = moves[leads.index(pick(leads, key=lambda i: len(loaders[i])))]
+        if not moved:
+            return
+        self._batches += moved
+        move_in_epoch(trainer, moved)
+        if self._batches % trainer.accumulate_grad_batches and self._batches < trainer.fit_loop.max_batches:
+            rank_zero_warn(
+                f"resuming with another global batch: the place in the epoch is that after {self._batches} batches, "
+                f"which accumulate_grad_batches={trainer.accumulate_grad_batches} does not divide. The first optimizer "
+                "step gets the gradients of fewer batches. Let batch_size × data-parallel ranks × "
+                "accumulate_grad_batches stay the same."
+            )
+
+    def _resume(self, loaders: list[Any], positions: list[Any], trainer: pl.Trainer) -> list[str]:
+        """Prepare the loaders; return why some can't continue with the batches that they would have drawn."""
+        if len(positions) != len(loaders):
+            return [f"there were {len(positions)} dataloaders, and are {len(loaders)}"]
+        reasons, leader = list[str](), None
+        sizes = f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
+        if len({place.batches - given for given, place in self._found if place is not None}) > 1:
+            reasons.append("the global batches of several dataloaders changed, so that they go with others")
+        for loader, position, (given, place) in zip(loaders, positions, self._found, strict=True):
             if not isinstance(loader, ResumableLoader):
-                exact = exact and hasattr(loader, "load_state_dict")
+                if not hasattr(loader, "load_state_dict"):
+                    reasons.append(f"{type(loader).__name__} is no torch DataLoader and has no state_dict")
+                elif not self._same_data:
+                    reasons.append(f"the state of {type(loader).__name__} is that of a single rank, and {sizes}")
                 continue
             if position is None:  # another kind of loader was in its place
-                exact = False
+                reasons.append("another kind of loader was in the place of a DataLoader")
                 continue
             loader.set_sampler_seed(position["seed"])
             then = {"process": get_rng_state(), "own": position["own"] if self._same_data else []}
             start = position["epoch_start"] if self._same_data and self._batches is not None else None
-            if self._batches and not self._same_data:
-                start = then  # the order of another epoch, but not the same samples twice
-            given = batches_of_loader(loader, self._batches or 0, cycles=cycles)
-            resumption = Resumption(start, given, then, leader)
+            if self._batches and (not self._same_data or (start is None and place is not None)):
+                start = then  # where the order is not known: that of another epoch, but not the same samples twice
+            checksum = position.get("order", {}).get("checksum") if place is not None else None
+            resumption = Resumption(start, given, then, leader, place, checksum)
             leader = leader or resumption
             loader.resume(resumption)
-            exact = exact and (start is not None or not self._batches)
-        return exact
+            if place is None and not self._same_data:
+                reasons.append(f"{sizes}, and {unknown_order(loader, position)}")
+            elif place is None and (change := changed_data(loader, position)):
+                reasons.append(change)
+            elif start is None and self._batches:
+                reasons.append("the epoch had not begun")
+        return reasons
+
+
+def steps_of_epoch(position: Mapping[str, Any]) -> int | None:
+    """Return how many batches an epoch of a loader had, of whose order all is known."""
+    order = position.get("order")
+    return None if order is None else GlobalBatches(*order["division"]).steps(order["samples"])
+
+
+def unknown_order(loader: ResumableLoader, position: Mapping[str, Any]) -> str:
+    """Return why another number of ranks can't continue the order of this loader."""
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__name__} is an IterableDataset, of which each rank has read a part of its own"
+    if "order" not in position:
+        if loader.global_batches() is not None:
+            return "the checkpoint was saved by an earlier version, or with a sampler whose order is not known"
+        sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
+        return f"the order that {type(sampler or loader.sampler).__name__} gives all ranks together is not known"
+    return changed_data(loader, position) or "the order of this run's sampler is not known"
+
+
+def changed_data(loader: ResumableLoader, position: Mapping[str, Any]) -> str | None:
+    """Return what changed of a loader whose position is a number of batches; None if nothing did."""
+    for name, now in (("samples", loader.samples), ("batch_size", loader.batch_size)):
+        if name in position and position[name] != now:
+            return f"{name} of a DataLoader was {position[name]}, and is {now}"
+    return None
 
 
 def step_plateaus(trainer: pl.Trainer, epochs: int, monitored: Mapping[str, Any]) -> None:

@@ -1,0 +1,53 @@
+"""Ask the distributed samplers of torch and Lightning for the order of all ranks together.
+
+Checked with torch 2.12 to 2.15, Lightning 2.5.6 and 2.6.6.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DistributedSampler
+
+
+def is_strided(sampler: object) -> bool:
+    """Return whether a sampler gives rank r of R every R-th index of an order, from the r-th on.
+
+    So do torch's DistributedSampler, and the one that Lightning puts around a sampler of the user's. Subclasses may do
+    otherwise.
+    """
+    return type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
+
+
+def makes_plain_batches(batch_sampler: object) -> bool:
+    """Return whether batches are consecutive indices: of a loader without batches, or with torch's BatchSampler."""
+    return batch_sampler is None or type(batch_sampler) is BatchSampler
+
+
+def wrapped_sampler(sampler: object) -> Any | None:
+    """Return the sampler of the user's that Lightning has put its own around, if it has.
+
+    Relies on ``DistributedSamplerWrapper.dataset._sampler``.
+    """
+    return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[attr-defined]
+
+
+def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:
+    """Return the indices of the present epoch in the order of all ranks together, none repeated or left out.
+
+    Relies on the fields that a DistributedSampler derives from the number of ranks (``num_samples``, ``total_size``),
+    and reads when it is iterated over: that of a single rank neither pads nor drops.
+    """
+    alone = copy(sampler)
+    alone.num_replicas, alone.rank = 1, 0
+    alone.num_samples = alone.total_size = len(alone.dataset)  # type: ignore[arg-type]
+    return list(alone)
+
+
+def own_generator(sampler: object) -> torch.Generator | None:
+    """Return the generator that the sampler of the user's draws from, if it has one of its own."""
+    generator = getattr(wrapped_sampler(sampler), "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
