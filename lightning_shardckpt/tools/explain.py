@@ -183,7 +183,7 @@ def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
     if data != data_before:
         become = "1 data-parallel rank becomes" if data_before == 1 else f"{data_before} data-parallel ranks become"
         found.append(
-            f"{become} {data}: the order of the data in mid-epoch does not continue. "
+            f"{become} {data}: the order of the data in mid-epoch goes on where a DistributedSampler gives it. "
             "Change batch_size with it, so that the global batch keeps its size."
         )
     if data != data_before or before["pipeline"] != sizes["pipeline"]:

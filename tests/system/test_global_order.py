@@ -54,11 +54,14 @@ class Net(pl.LightningModule):
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         self.steps: list[tuple[int, int, list[int]]] = []
 
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, dict):  # of two loaders; numbers of the second one are negative
+            batch = torch.cat([batch["long"], -1 - batch["short"]])
         self.steps.append((self.trainer.current_epoch, batch_idx, batch[:, 0].int().tolist()))
+        torch.rand(1 + self.trainer.global_rank)  # no two ranks have the same random state from now on
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layers(batch / 100).square().mean()
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers((batch["long"] if isinstance(batch, dict) else batch) / 100).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -73,7 +76,8 @@ def loader(count: int = 53, batch_size: int = 2, sampler: str = "", **more: Any)
         drawn = SubsetRandomSampler(range(0, count, 2), generator=torch.Generator().manual_seed(5))
         return DataLoader(numbers, batch_size, sampler=drawn, **more)
     if sampler == "two loaders":
-        return CombinedLoader({"long": DataLoader(numbers, batch_size), "short": DataLoader(Numbered(24), batch_size)})
+        short = DataLoader(Numbered(24), batch_size, shuffle=True)
+        return CombinedLoader({"long": DataLoader(numbers, batch_size, shuffle=True), "short": short}, "max_size_cycle")
     if sampler == "pairs":
         return DataLoader(numbers, batch_sampler=Pairs(SequentialSampler(numbers), batch_size, drop_last=False))
     if sampler == "stream":
@@ -102,6 +106,31 @@ RUNS: dict[str, list[Leg]] = {
         (4, PP2, 0, {"batch_size": 4}, {}),
     ],
     "pp2 x fsdp2, one process, hsdp": [(4, PP2, 1, {}, {}), (1, FSDP, 4, {"num_workers": 1}, {}), (4, HSDP, 0, {}, {})],
+    "global batch kept": [
+        (4, FSDP, 1, {"batch_size": 3}, {"accumulate_grad_batches": 2}),
+        (3, FSDP, 2, {"batch_size": 4}, {"accumulate_grad_batches": 2}),
+        (4, TP2, 0, {"batch_size": 2}, {"accumulate_grad_batches": 6}),
+    ],
+    "between optimizer steps": [
+        (4, FSDP, 1, {}, {"accumulate_grad_batches": 2}),
+        (3, FSDP, 0, {"batch_size": 5}, {"accumulate_grad_batches": 2}),
+    ],
+    "other batch size": [(4, FSDP, 3, {}, {}), (4, FSDP, 0, {"batch_size": 3}, {})],
+    "drop_last": [(4, FSDP, 2, {"drop_last": True}, {}), (3, FSDP, 0, {"drop_last": True}, {})],
+    "single samples": [(4, FSDP, 3, {"batch_size": 1}, {}), (3, FSDP, 0, {"batch_size": 1}, {})],
+    "end of an epoch": [(4, FSDP, 7, {}, {}), (3, FSDP, 0, {}, {})],
+    "subset": [(4, FSDP, 2, {"sampler": "subset"}, {}), (3, FSDP, 0, {"sampler": "subset"}, {})],
+    "subset, straight": [(4, FSDP, 0, {"sampler": "subset"}, {})],
+    "own generator": [(4, FSDP, 2, {"sampler": "own generator"}, {}), (3, FSDP, 0, {"sampler": "own generator"}, {})],
+    "own generator, straight": [(4, FSDP, 0, {"sampler": "own generator"}, {})],
+    "two loaders": [
+        (4, FSDP, 3, {"batch_size": 3, "sampler": "two loaders"}, {}),
+        (3, FSDP, 0, {"batch_size": 4, "sampler": "two loaders"}, {}),
+    ],
+    "pairs": [(4, FSDP, 3, {"sampler": "pairs"}, {}), (3, FSDP, 0, {"sampler": "pairs"}, {})],
+    "stream": [(4, FSDP, 3, {"sampler": "stream"}, {}), (3, FSDP, 0, {"sampler": "stream"}, {})],
+    "more samples": [(4, FSDP, 3, {}, {}), (3, FSDP, 0, {"count": 60}, {})],
+    "other order": [(4, FSDP, 2, {"sampler": "subset"}, {}), (3, FSDP, 0, {"sampler": "own generator"}, {})],
 }
 
 
@@ -196,3 +225,82 @@ def test_steps_are_global_batches_and_the_last_one_takes_the_rest(seen: dict[str
     assert [leg.sizes(0) for leg in seen["4, 3, 5 ranks"]] == [[8, 8], [6, 6, 6], [10, 9]]
     indices = [[index for _, index, _ in leg.steps] for leg in seen["4, 3, 5 ranks"]]
     assert indices == [[0, 1], [2, 3, 4], [4, 5, 0, 1, 2, 3, 4, 5]]
+
+
+def test_batches_are_counted_on_where_the_global_batch_is_kept(seen: dict[str, list[GlobalLeg]]) -> None:
+    legs = seen["global batch kept"]
+    assert in_epoch(legs, 0) == permutation(0) and in_epoch(legs, 1) == permutation(1)
+    # 24 samples are used by each optimizer step: 2 batches of 12, 2 of 12, then 5 of 2 x 2 and less for the rest
+    assert [[index for _, index, _ in leg.steps][:4] for leg in legs] == [[0, 1], [2, 3], [12, 13, 0, 1]]
+    assert not any(leg.warnings for leg in legs)
+
+
+def test_an_optimizer_step_of_fewer_batches_is_told(seen: dict[str, list[GlobalLeg]]) -> None:
+    _, resumed = seen["between optimizer steps"]
+    assert in_epoch(seen["between optimizer steps"], 0) == permutation(0)
+    assert any("accumulate_grad_batches=2 does not divide" in said for said in resumed.warnings)
+
+
+def test_another_batch_size_reads_on_after_the_samples_that_were_used(seen: dict[str, list[GlobalLeg]]) -> None:
+    legs = seen["other batch size"]
+    assert in_epoch(legs, 0) == permutation(0) and legs[1].sizes(0) == [12, 12, 5]
+
+
+def test_drop_last_leaves_out_the_end_of_the_order(seen: dict[str, list[GlobalLeg]]) -> None:
+    legs = seen["drop_last"]
+    assert [leg.sizes(0) for leg in legs] == [[8, 8], [6] * 6]
+    assert in_epoch(legs, 0) == permutation(0)[:52] and in_epoch(legs, 1) == permutation(1)[:48]
+
+
+def test_ranks_without_a_sample_repeat_one_and_this_is_told(seen: dict[str, list[GlobalLeg]]) -> None:
+    """53 samples, 12 of them used: 13 steps of three, and two samples are left for three ranks."""
+    legs = seen["single samples"]
+    assert in_epoch(legs, 0) == [*permutation(0), permutation(0)[51]]
+    assert any("1 of 3 data-parallel ranks repeat one" in said for said in legs[1].warnings)
+
+
+def test_an_epoch_that_is_over_is_not_gone_on_with(seen: dict[str, list[GlobalLeg]]) -> None:
+    first, second = seen["end of an epoch"]
+    assert first.samples(0) == permutation(0) and second.samples(1) == permutation(1)
+    assert not first.samples(1) and not second.samples(0)
+
+
+@pytest.mark.parametrize("name", ["subset", "own generator"])
+def test_order_of_a_random_sampler_of_the_user_goes_on(name: str, seen: dict[str, list[GlobalLeg]]) -> None:
+    """Ranks have random states of their own. Oracle: the run that did not stop, which reads each sample once."""
+    (straight,) = seen[f"{name}, straight"]
+    for epoch in (0, 1):
+        assert sorted(straight.samples(epoch)) == list(range(0, 53, 2))
+        assert in_epoch(seen[name], epoch) == straight.samples(epoch)
+    assert straight.samples(0) != straight.samples(1)
+    assert not any(leg.warnings for leg in seen[name])
+
+
+def test_several_loaders_go_on_where_they_were(seen: dict[str, list[GlobalLeg]]) -> None:
+    """The longer one gives five batches of 12, the shorter one begins again after two."""
+    read = in_epoch(seen["two loaders"], 0)
+    assert [number for number in read if number >= 0] == permutation(0)
+    short = [-1 - number for number in read if number < 0]
+    assert short[:48] == permutation(0, 24) * 2 and set(short[48:]) == set(permutation(0, 24)[:12])
+    assert not any(leg.warnings for leg in seen["two loaders"])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pairs", "the order that Pairs gives all ranks together is not known"),
+        ("stream", "Stream is an IterableDataset, of which each rank has read a part of its own"),
+        ("more samples", "samples of a DataLoader was 53, and is 60"),
+    ],
+)
+def test_what_cannot_be_continued_is_told_with_what_to_do(
+    name: str, reason: str, seen: dict[str, list[GlobalLeg]]
+) -> None:
+    (said,) = seen[name][1].warnings
+    assert "can't be continued exactly" in said and "was 4, and is 3" in said and reason in said
+    assert "Resume from the end of an epoch" in said
+
+
+def test_a_sampler_that_draws_another_order_is_told(seen: dict[str, list[GlobalLeg]]) -> None:
+    (said,) = seen["other order"][1].warnings
+    assert "SubsetRandomSampler drew another order" in said

@@ -134,7 +134,7 @@ def test_notes_say_what_is_assumed_and_what_does_not_continue(saved: Path, capsy
     assert "from shard 2 × tensor 2 onto pipeline 2 × tensor 2" in out
     assert "Tensor parallelism is taken to cut the dims that it cut when this was saved." in out
     assert "an estimate from names: blocks.0 … blocks.1 over 2 stages" in out
-    assert "2 data-parallel ranks become 1: the order of the data in mid-epoch does not continue" in out
+    assert "2 data-parallel ranks become 1: the order of the data in mid-epoch goes on where" in out
     assert "Random numbers (dropout) are drawn anew" in out
     assert main(["explain", str(saved), "--onto", "fsdp=2,tp=2"]) == 0
     assert "The topology is the same" in capsys.readouterr().out

@@ -175,3 +175,15 @@ def test_a_run_begins_the_next_epoch_as_if_it_had_finished_the_last_one(tmp_path
     run = trainer(tmp_path, Asks("on_train_start", go_on), epochs, steps, **options)
     run.fit(BoringModel(), batches(3), ckpt_path=str(path), **EXECUTES)
     assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6
+
+
+def test_moved_epoch_goes_on_with_another_batch_and_has_as_many(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save = Asks("on_train_batch_end", lambda run: run.save_checkpoint(path) if run.global_step == 3 else None)
+    trainer(tmp_path, save, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(BoringModel(), batches(6))
+    move = Asks("on_train_start", lambda run: compat.move_in_epoch(run, -2))
+    steps = Asks("on_train_batch_start", lambda run: run.fit_loop.epoch_loop.batch_idx)
+    run = trainer(tmp_path, move, steps, max_epochs=1, max_steps=-1, limit_val_batches=0)
+    with pytest.warns(UserWarning, match="dataloader is not resumable"):
+        run.fit(BoringModel(), batches(6), ckpt_path=str(path), **EXECUTES)
+    assert steps.found == [1, 2, 3, 4, 5] and run.global_step == 8

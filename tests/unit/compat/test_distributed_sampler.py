@@ -1,0 +1,63 @@
+"""The order of all ranks that a distributed sampler gives. Oracle: what its ranks give, taken in turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, SubsetRandomSampler
+
+from lightning_shardckpt.compat.distributed_sampler import (
+    is_strided,
+    makes_plain_batches,
+    order_of_all_ranks,
+    own_generator,
+    wrapped_sampler,
+)
+
+GENERATOR = torch.Generator()
+SUBSET = SubsetRandomSampler(range(0, 22, 2), generator=GENERATOR)
+KINDS: dict[str, Any] = {
+    "shuffled": lambda **place: DistributedSampler(range(11), seed=3, **place),  # type: ignore[arg-type]
+    "in order": lambda **place: DistributedSampler(range(11), shuffle=False, **place),  # type: ignore[arg-type]
+    "even": lambda **place: DistributedSampler(range(11), drop_last=True, **place),  # type: ignore[arg-type]
+    "wrapped": lambda **place: DistributedSamplerWrapper(SUBSET, **place),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 12])
+def test_order_is_what_the_ranks_give_in_turns(kind: str, ranks: int) -> None:
+    parts, orders = [], []
+    for rank in range(ranks):
+        sampler = KINDS[kind](num_replicas=ranks, rank=rank)
+        sampler.set_epoch(2)
+        GENERATOR.manual_seed(0)
+        parts.append(list(sampler))
+        GENERATOR.manual_seed(0)
+        orders.append(order_of_all_ranks(sampler))
+        assert is_strided(sampler) and (sampler.num_replicas, sampler.rank) == (ranks, rank)
+    in_turns = [index for step in zip(*parts, strict=True) for index in step][:11]
+    assert sorted(set(orders[0])) == sorted(orders[0]) and len(orders[0]) == 11
+    assert orders == [orders[0]] * ranks and orders[0][: len(in_turns)] == in_turns
+
+
+def test_samplers_that_may_do_otherwise_are_not_known() -> None:
+    class Other(DistributedSampler[Any]):
+        pass
+
+    class Batches(BatchSampler):
+        pass
+
+    assert not is_strided(Other(range(4), 2, 0)) and not is_strided(SequentialSampler(range(4)))  # type: ignore[arg-type]
+    assert not makes_plain_batches(Batches(SequentialSampler(range(4)), 2, False))
+    assert makes_plain_batches(BatchSampler(SequentialSampler(range(4)), 2, False)) and makes_plain_batches(None)
+
+
+def test_sampler_of_the_user_and_its_generator_are_found() -> None:
+    wrapper = DistributedSamplerWrapper(SUBSET, num_replicas=2, rank=0)
+    assert wrapped_sampler(wrapper) is SUBSET and own_generator(wrapper) is GENERATOR
+    plain = KINDS["shuffled"](num_replicas=2, rank=0)
+    assert wrapped_sampler(plain) is None and own_generator(plain) is None
