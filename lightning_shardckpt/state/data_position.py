@@ -11,8 +11,6 @@ number of ranks, or another batch size, goes on from there: ``state.global_batch
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 import zlib
 from array import array
@@ -33,6 +31,7 @@ from lightning_shardckpt.compat.distributed_sampler import (
     own_generator,
     wrapped_sampler,
 )
+from lightning_shardckpt.parallel.sharding.random_streams import seeded_rng
 from lightning_shardckpt.state.global_batches import GlobalBatches, Place
 from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
 
@@ -307,19 +306,14 @@ def _drawn_alike(sampler: Any) -> list[Any]:
     """
     if wrapped_sampler(sampler) is None:
         return order_of_all_ranks(sampler)
-    process, generator = get_rng_state(), own_generator(sampler)
+    generator = own_generator(sampler)
     own = None if generator is None else generator.get_state()
-    seed = zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())
     try:
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
-        if generator is not None:
-            generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
-        return order_of_all_ranks(sampler)
+        with seeded_rng(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+            if generator is not None:
+                generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
+            return order_of_all_ranks(sampler)
     finally:
-        set_rng_state(process)
         if generator is not None and own is not None:
             generator.set_state(own)
 
