@@ -42,8 +42,9 @@ _OTHER_ORDER = (
     "own `generator`, is known here. Resume from the end of an epoch, or draw from one of these."
 )
 _REPEATED = (
-    "of {left} samples so few are left for the last step of the epoch that {repeated} of {ranks} data-parallel ranks "
-    "repeat one of another rank, as each needs a batch. With drop_last=True in the DataLoader they are left out."
+    "the {left} samples that are left of this epoch leave so few for its last step that {repeated} of {ranks} "
+    "data-parallel ranks repeat one of another rank, as each needs a batch. With drop_last=True in the DataLoader they are "
+    "left out."
 )
 
 
@@ -165,8 +166,8 @@ class ResumableLoader(IndexedLoader):
                 warnings.warn(_OTHER_ORDER.format(sampler=kind), stacklevel=2)
             self.set_random(resumption.then)
         left = order[self._place.samples :]
-        if (repeated := division.repeats(len(left))) and sampler.rank == 0:
-            warnings.warn(_REPEATED.format(left=len(order), repeated=repeated, ranks=division.ranks), stacklevel=2)
+        if resumption is not None and (repeated := division.repeats(len(left))) and sampler.rank == 0:
+            warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
         batches_of_rank = division.deal(left, sampler.rank)
         yield from batches_of_rank if self.batch_sampler is not None else (index for (index,) in batches_of_rank)
 
