@@ -43,8 +43,8 @@ _OTHER_ORDER = (
 )
 _REPEATED = (
     "the {left} samples that are left of this epoch leave so few for its last step that {repeated} of {ranks} "
-    "data-parallel ranks repeat one of another rank, as each needs a batch. With drop_last=True in the DataLoader they are "
-    "left out."
+    "data-parallel ranks repeat one of another rank, as each needs a batch. With drop_last=True in the DataLoader they "
+    "are left out."
 )
 
 
