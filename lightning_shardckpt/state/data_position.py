@@ -31,9 +31,8 @@ from lightning_shardckpt.compat.distributed_sampler import (
     own_generator,
     wrapped_sampler,
 )
-from lightning_shardckpt.parallel.sharding.random_streams import seeded_rng
 from lightning_shardckpt.state.global_batches import GlobalBatches, Place
-from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
+from lightning_shardckpt.state.rng_state import get_rng_state, seeded, set_rng_state
 
 _END = object()
 _OTHER_ORDER = (
@@ -310,7 +309,7 @@ def _drawn_alike(sampler: Any) -> list[Any]:
     generator = own_generator(sampler)
     own = None if generator is None else generator.get_state()
     try:
-        with seeded_rng(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+        with seeded(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
             if generator is not None:
                 generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
             return order_of_all_ranks(sampler)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,3 +30,17 @@ def set_rng_state(state: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     for i, cuda in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, i)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, every generator starts from ``seed``, of 32 bits; after it, they are as before."""
+    before = get_rng_state()
+    try:
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        yield
+    finally:
+        set_rng_state(before)
