@@ -5,7 +5,8 @@ Checked with Lightning 2.5.6 and 2.6.6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -105,6 +106,35 @@ def logged_in_training(trainer: pl.Trainer) -> list[LoggedMeta]:
     Relies on ``_TrainingEpochLoop._results``.
     """
     return [metric.meta for metric in trainer.fit_loop.epoch_loop._results.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedValue:
+    """What ``self.log`` has of a metric: the value of this batch, and the parts of its mean or sum over the epoch.
+
+    ``synced``: that the value of the batch is the same on all ranks.
+    """
+
+    name: str
+    of_batch: Any
+    of_epoch: Mapping[str, Any]
+    synced: bool
+
+
+def logged_values(trainer: pl.Trainer) -> list[LoggedValue]:
+    """Return what training steps of this epoch have logged, without computing or synchronizing anything.
+
+    Relies on ``_TrainingEpochLoop._results``, whose metrics have ``_forward_cache``, ``value`` and
+    ``cumulated_batch_size``.
+    """
+    found = []
+    for metric in trainer.fit_loop.epoch_loop._results.values():
+        parts = {"value": metric.value} if metric.is_tensor else {}
+        if metric.meta.is_mean_reduction and metric.is_tensor:
+            parts["weight"] = metric.cumulated_batch_size
+        of_epoch = parts if metric.meta.on_epoch else {}
+        found.append(LoggedValue(metric.meta.name, metric._forward_cache, of_epoch, metric.meta.sync.should))
+    return found
 
 
 def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:
