@@ -1,11 +1,12 @@
 """The command line of the tools: ``python -m lightning_shardckpt {inspect,verify,digest,diff,…} …``.
 
-Exit status: 0, 1 for a problem, 2 for wrong usage; of ``diff`` 0 for the same, 1 for different, 2 for trouble, as of
-diff(1). Problems go to stderr as a message, without a traceback.
+Exit status: 0, 1 for a problem, 2 for wrong usage; of ``diff`` and ``prove-resume`` 0 for the same, 1 for different, 2
+for trouble, as of diff(1). Problems go to stderr as a message, without a traceback.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_shardckpt.consolidate import command_parser, run_command
 from lightning_shardckpt.system.text import count_text, progress, size_text
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute
+from lightning_shardckpt.tools.prove_resume import DEFAULT_STEPS, DEFAULT_TIMEOUT_S
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     def parse() -> Command:
         parsed = _parser().parse_args(list(arguments))
         tool = parsed.subcommand
-        return Command(tool, _TOOLS[tool], parsed[tool], trouble_status=2 if tool == "diff" else 1)
+        return Command(tool, _TOOLS[tool], parsed[tool], trouble_status=2 if tool in _COMPARES else 1)
 
     return execute(parse)
 
@@ -54,6 +56,7 @@ def _parser() -> ArgumentParser:
     _add_diff(tools)
     _add_explain(tools)
     _add_map(tools)
+    _add_prove_resume(tools)
     tools.add_subcommand("consolidate", command_parser(), help="files for torch.load, safetensors, transformers")
     return parser
 
@@ -168,6 +171,30 @@ def _digest(arguments: Namespace) -> int:
     return 0
 
 
+def _add_prove_resume(tools: Any) -> None:
+    prove = ArgumentParser(
+        description="Runs a training straight, and interrupted and resumed, and names the first thing that differs. "
+        "Exit status: 0 if nothing does, 1 if something does, 2 if it cannot be run or told."
+    )
+    script = "after --: a training script and its arguments, or a program that starts one, such as torchrun"
+    prove.add_argument("command", type=str, nargs="+", help=script)
+    prove.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="batches of training, over epochs")
+    prove.add_argument("--interrupt_at", type=int | None, help="the batch after which it is saved; by default half")
+    arguments = "in quotes: more arguments for the resumed run, such as '--trainer.devices=1'"
+    prove.add_argument("--resumed_args", type=str, default="", metavar="ARGUMENTS", help=arguments)
+    another = "in quotes: the whole command of the resumed run, in place of the other one"
+    prove.add_argument("--resumed_command", type=str | None, metavar="COMMAND", help=another)
+    bits = "relative; by default bits are compared, and on another topology values within 1e-4"
+    prove.add_argument("--tolerance", type=float | None, help=bits)
+    names = "what not to compare, such as 'callbacks/Timer*'"
+    prove.add_argument("--ignore", type=str, nargs="+", default=[], metavar="SECTION/NAME", help=names)
+    kept = "a new folder for records, outputs and the checkpoint; by default a temporary one, kept if the runs differ"
+    prove.add_argument("-o", "--output", type=str | None, help=kept)
+    prove.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds for each of the three runs")
+    prove.add_argument("--json", action="store_true", help="everything, for programs")
+    tools.add_subcommand("prove-resume", prove, help="whether a training resumes as if it had not stopped")
+
+
 def _diff(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.diff import diff, is_same, shown
 
@@ -197,6 +224,28 @@ def _map(arguments: Namespace) -> int:
     return 0
 
 
+def _prove_resume(arguments: Namespace) -> int:
+    from lightning_shardckpt.tools.prove_resume import prove_resume
+
+    whole = arguments.resumed_command
+    report = prove_resume(
+        arguments.command,
+        steps=arguments.steps,
+        interrupt_at=arguments.interrupt_at,
+        resumed_args=shlex.split(arguments.resumed_args),
+        resumed_command=None if whole is None else shlex.split(whole),
+        tolerance=arguments.tolerance,
+        ignore=arguments.ignore,
+        output=arguments.output,
+        timeout_s=arguments.timeout,
+    )
+    print(report.to_json() if arguments.json else report)
+    return report.status
+
+
+_COMPARES = ("diff", "prove-resume")
+"""Tools of which exit status 1 is a result, and 2 trouble."""
+
 _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "inspect": _inspect,
     "verify": _verify,
@@ -204,5 +253,6 @@ _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "diff": _diff,
     "explain": _explain,
     "map": _map,
+    "prove-resume": _prove_resume,
     "consolidate": run_command,
 }

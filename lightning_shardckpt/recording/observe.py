@@ -133,8 +133,9 @@ class Observer:
                 hyper = {key: value for key, value in group.items() if key not in _NOT_HYPER}
                 for key, value in hyper.items():
                     found |= self._values.entries(f"{number}/param_groups/{i}/{key}", value)
-                listed = repr([self._names.get(id(p), "?") for p in group["params"]])
-                found |= self._values.entries(f"{number}/param_groups/{i}/params", listed, shared=False)
+                for parameter in group["params"]:
+                    name = self._names.get(id(parameter), "a tensor that is no parameter")
+                    found[f"{number}/param_groups/{i} has {name}"] = ValueRecord("yes")
         return found
 
     def _schedulers(self) -> dict[str, Entry]:

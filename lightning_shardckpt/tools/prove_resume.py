@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_shardckpt.errors import RankError
@@ -24,14 +24,14 @@ DEFAULT_STEPS = 8
 DEFAULT_TIMEOUT_S = 1800.0
 OTHER_TOPOLOGY_TOLERANCE = 1e-4
 
-_SAID_OF_STEP = {"restored": "as loaded after step {}", "before": "step {}, at its begin", "after": "step {}"}
+_SAID_OF_STEP = {"restored": "as loaded after step {}", "before": "step {}, at its start", "after": "step {}"}
 _SAID = {
-    "batch": "batch",
+    "batch": "",
     "samples": "samples of",
     "random": "random stream",
     "param_groups": "hyper-parameter of the optimizer",
     "counters": "counter",
-    "loss": "loss",
+    "loss": "",
     "logged": "logged value",
     "logger": "metric for the loggers",
     "validation": "metric",
@@ -115,7 +115,8 @@ def shown(found: Difference) -> str:
     """Return a difference as a line: when, what, where, expected and found."""
     where = "of the whole" if found.rank is None else f"on rank {found.rank}"
     when = _SAID_OF_STEP[found.phase].format(found.step)
-    return f"{when}: {_SAID[found.section]} {found.name} {where}: expected {found.expected}, found {found.found}"
+    what = f"{_SAID[found.section]} {found.name}".strip()
+    return f"{when}: {what} {where}: expected {found.expected}, found {found.found}"
 
 
 def _plural(section: str) -> str:
@@ -177,6 +178,7 @@ def prove_resume(
     report = _judge(runs, steps, middle, tolerance, ignore, str(folder))
     if output is None and report.equal:
         shutil.rmtree(folder)
+        report = replace(report, folder=None)
     return report
 
 

@@ -26,10 +26,13 @@ from lightning_shardckpt.tools.run_records import (
 
 _MASK = (1 << 64) - 1
 _FLOOR = 1e-4  # a tensor whose norm is less than this part of the largest one of its section counts as noise
-_OF_EACH_RANK = {
+_OWN_STREAMS = "on another topology the ranks draw random numbers of their own"
+_OWN_SHARE = {
     "batch": "each rank has its own share; the samples of all ranks are compared instead",
-    "random": "on another topology the ranks draw random numbers of their own",
+    "loss": "each rank has the loss of its own share; what is logged with sync_dist=True is compared",
+    "metrics": "each rank counts its own share until the metric is computed",
 }
+_OWN_VALUE = "each rank has a value of its own (self.log does without sync_dist=True)"
 _PARTIAL = "they are sums of a part of the ranks until the optimizer steps"
 
 
@@ -129,6 +132,7 @@ def compare_runs(
                 within = 0.0 if phase == "restored" else tolerance
                 if x != y and not _close(x, y, within, norm):
                     expected, seen = _described(x, y)
+                    seen += _known_as(section, name, y, pairs, straight, rank)
                     found.differences.append(Difference(step, phase, section, name, rank, expected, seen))
             if found.differences:
                 return found
@@ -170,9 +174,11 @@ def _pairs(
             for rank, (x, y) in enumerate(zip(left, right, strict=True)):
                 yield from ((rank, name, x.get(name), y.get(name)) for name in x | y)
         return
-    if section in _OF_EACH_RANK:
+    shares = any(records.setting.data_size > 1 for records in (*straight, *other))
+    own = _OWN_STREAMS if section == "random" else _OWN_SHARE.get(section) if shares else None
+    if own is not None:
         if any(left):
-            found.skipped[section] = _OF_EACH_RANK[section]
+            found.skipped[section] = own
         return
     if section == "samples":
         x, y = _all_samples(left, straight), _all_samples(right, other)
@@ -180,8 +186,8 @@ def _pairs(
         x, y = _whole(left), _whole(right)
     for name in x | y:
         either = x.get(name, y.get(name))
-        if isinstance(either, ValueRecord) and not either.shared:
-            found.skipped[f"{section}/{name}"] = "each rank has a value of its own (for self.log: without sync_dist)"
+        if shares and isinstance(either, ValueRecord) and not either.shared:
+            found.skipped[f"{section}/{name}"] = _OWN_VALUE
         else:
             yield None, name, x.get(name), y.get(name)
 
@@ -274,6 +280,25 @@ def _described(a: Entry | None, b: Entry | None) -> tuple[str, str]:
         relative = f", relative L2 difference about {distance / norm:.2g}" if norm else ""
         return f"a norm of {norm:.6g}", f"a norm of {_norm(b):.6g}{relative}"
     return _alone(a), _alone(b)
+
+
+def _known_as(
+    section: str,
+    name: str,
+    found: Entry | None,
+    pairs: Sequence[_Pair],
+    straight: Sequence[RankRecords],
+    rank: int | None,
+) -> str:
+    """Say whether what was found is what another name should have, or, of a batch, another step."""
+    if not isinstance(found, TensorRecord):
+        return ""
+    if section == "batch" and rank is not None:
+        for (step, phase), sections in straight[rank].moments.items():
+            if phase == "before" and sections["batch"].get(name) == found:
+                return f" (that of step {step})"
+    others = [other for _, other, expected, _ in pairs if other != name and expected == found]
+    return f" (that of {others[0]})" if len(others) == 1 else ""
 
 
 def _alone(entry: Entry) -> str:

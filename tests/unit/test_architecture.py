@@ -26,7 +26,7 @@ ROWS = [
     {"sources"},
     {"checkpoint", "export", "pretrained", "tools"},
     {"api", "lazy", "consolidate", "checkpoint_io"},
-    {"from_checkpoint", "checkpoint_monitor", "checkpoint_retention"},
+    {"from_checkpoint", "checkpoint_monitor", "checkpoint_retention", "recording"},
     {"strategy"},
     {"pytorch", "fabric", "cli"},
     {"__main__", "__init__"},
@@ -41,7 +41,7 @@ PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
 KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "checkpoint_monitor", "checkpoint_retention"}
-KNOWS_LIGHTNING |= {"strategy", "pytorch", "fabric"}
+KNOWS_LIGHTNING |= {"recording", "strategy", "pytorch", "fabric"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_getframe", "_replace"}  # documented by Python
 OVERRIDDEN = {"_strip_protocol"}  # fsspec's, which says that file systems override it

@@ -1,0 +1,170 @@
+"""prove-resume: planted faults are found and named, and a whole command runs. Oracle: what was planted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.errors import RankError
+from lightning_shardckpt.tools.prove_resume import ResumeReport, prove_resume
+from lightning_shardckpt.tools.run_records import read_records
+from tests.support import planted_faults
+from tests.support.pages import DOCS
+from tests.support.pool import ROOT, run_ranks
+
+SCRIPT = '''"""An ordinary script: a Trainer of its own, with Lightning's own strategy, in its first fit."""
+import sys
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return torch.nn.functional.dropout(self.net(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+if "unseeded" not in sys.argv:
+    pl.seed_everything(3)
+saves = ModelCheckpoint(sys.argv[1], every_n_train_steps=1, save_top_k=-1)
+data = DataLoader(TensorDataset(torch.arange(48.0).view(12, 4) / 48), 2)
+pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=[saves]).fit(Net(), data)
+'''
+
+
+# ── planted faults ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    result: dict[str, list[str]] = run_ranks(1, planted_faults.found_faults, str(tmp_path_factory.mktemp("faults")))[0]
+    return result
+
+
+def test_a_resume_without_a_fault_is_equal(found: dict[str, list[str]]) -> None:
+    assert found[""] == []
+
+
+@pytest.mark.parametrize("fault", planted_faults.FAULTS)
+def test_a_planted_fault_is_named_first(found: dict[str, list[str]], fault: str) -> None:
+    assert found[fault][:1] and found[fault][0].startswith(planted_faults.FAULTS[fault].named)
+
+
+def test_a_batch_of_another_step_is_recognized(found: dict[str, list[str]]) -> None:
+    assert found["a batch that is skipped"][0].endswith("(that of step 6)")
+    assert found["the position in the data"][0].endswith("(that of step 1)")
+
+
+def test_tensors_in_each_other_s_place_are_recognized(found: dict[str, list[str]]) -> None:
+    first, second = found["two tensors swapped"]
+    assert first.endswith("(that of right.weight)") and second.endswith("(that of left.weight)")
+
+
+def test_what_lightning_does_not_save_is_named(found: dict[str, list[str]]) -> None:
+    assert found["an accumulated gradient"][0].startswith("step 5: gradient of left.weight on rank 0")
+    assert found["a mean over the epoch"][0].startswith("step 5: logged value loss over the epoch so far (value)")
+
+
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_a_script_whose_strategy_does_not_go_on_in_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, own, proof = tmp_path / "train.py", tmp_path / "own", tmp_path / "proof"
+    script.write_text(SCRIPT)
+    status = main(["prove-resume", "--steps", "5", "-o", str(proof), "--", str(script), str(own)])
+    printed = capsys.readouterr().out
+    assert status == 1, printed
+    assert re.search(r"^  step 3, at its start: batch\[0\] on rank 0: .* \(that of step 1\)$", printed, re.MULTILINE)
+    assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof
+    assert len(list((proof / "straight" / "own_saves").rglob("*.ckpt"))) == 4  # the last one was to come after the end
+    (straight,), (resumed,) = (read_records(str(proof / run / "records")) for run in ("straight", "resumed"))
+    assert [*resumed.moments] == [(2, "restored")] + [(n, when) for n in (3, 4, 5) for when in ("before", "after")]
+    assert resumed.moments[2, "restored"]["weights"] == straight.moments[2, "after"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("", "recorded nothing"),
+        ("raise SystemExit('a reason of its own')", "ended with status 1.*\n.*\n  a reason of its own"),
+        ("import time; time.sleep(600)", "did not end in 2 s and was killed"),
+    ],
+    ids=["no fit", "a failure", "a hang"],
+)
+def test_a_run_that_makes_no_proof_is_an_error(tmp_path: Path, script: str, said: str) -> None:
+    (tmp_path / "train.py").write_text(script)
+    with pytest.raises(RankError, match=said):
+        prove_resume([sys.executable, str(tmp_path / "train.py")], output=str(tmp_path / "proof"), timeout_s=2)
+
+
+def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").touch()
+    assert main(["prove-resume", "-o", str(tmp_path / "proof"), "--", str(tmp_path / "train.py")]) == 2
+    assert main(["prove-resume", "--steps", "1", "--", str(tmp_path / "train.py")]) == 2
+    assert main(["prove-resume", "-o", str(tmp_path), "--", str(tmp_path / "train.py")]) == 2
+    assert main(["prove-resume", "--steps", "4"]) == 2
+    shown = capsys.readouterr().err
+    assert "recorded nothing" in shown and "0 < interrupt_at < steps" in shown and "is not empty" in shown
+
+
+# ── whole proofs ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+CONFIG, ONE = str(ROOT / "configs/transformer.yaml"), str(ROOT / "configs/single.yaml")
+MAIN_JOB = [str(ROOT / "examples/train.py"), "fit", "--config", CONFIG, "--config", ONE]
+TWO = ["--trainer.devices=2", "--trainer.strategy.data_parallel_shard_size=2"]
+
+
+@pytest.mark.sweep
+def test_the_documented_proof_prints_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / "tools.md").read_text()
+    block = re.search(r"```\n\$ python -m lightning_shardckpt (prove-resume .*)\n((?:.*\n)+?)```", page)
+    assert block is not None
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(block[1])) == 0
+    assert capsys.readouterr().out == block[2]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("straight", "resumed"), [(TWO, []), (TWO, ["--trainer.devices=1", TWO[1][:-1] + "1"]), ([], TWO)])
+def test_the_main_job_resumes(
+    straight: list[str], resumed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = prove_resume([*MAIN_JOB, *straight], steps=6, resumed_args=resumed)
+    assert report.equal and report.folder is None, report
+    assert (report.tolerance > 0) == bool(resumed) == ("random" in report.not_compared)
+
+
+@pytest.mark.sweep
+def test_a_training_that_does_not_repeat_itself_cannot_be_judged(tmp_path: Path) -> None:
+    report = proof_of_script(tmp_path, "unseeded")
+    assert report.status == 2 and "NOT REPRODUCIBLE" in str(report)
+    assert (report.differences[0].step, report.differences[0].phase) == (1, "before")
+
+
+@pytest.mark.sweep
+def test_a_training_that_is_shorter_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"ended by itself after step 6 \(rank 0\), before step 7"):
+        proof_of_script(tmp_path, steps=7)
+
+
+def proof_of_script(folder: Path, *arguments: str, steps: int = 4) -> ResumeReport:
+    (folder / "train.py").write_text(SCRIPT)
+    command = [str(folder / "train.py"), str(folder / "own"), *arguments]
+    return prove_resume(command, steps=steps, output=str(folder / "proof"))

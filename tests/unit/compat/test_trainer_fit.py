@@ -1,0 +1,34 @@
+"""Calls of ``Trainer.fit`` are seen before they begin, whatever way the arguments are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_shardckpt.compat.trainer_fit import intercept_fit
+from tests.unit.compat.test_lightning_loops import batches
+from tests.unit.compat.test_lightning_trainer import trainer
+
+
+def test_a_fit_may_be_given_another_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    run.fit(BoringModel(), batches(4))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    seen: list[tuple[Any, set[str]]] = []
+
+    def before(run: pl.Trainer, arguments: dict[str, Any]) -> None:
+        seen.append((run, {*arguments}))
+        arguments["ckpt_path"] = str(tmp_path / "a.ckpt")
+
+    original, undo = pl.Trainer.fit, intercept_fit(before)
+    try:
+        again = trainer(tmp_path, max_steps=3, limit_val_batches=0)
+        again.fit(BoringModel(), batches(4))
+    finally:
+        undo()
+    assert seen == [(again, {"self", "model", "train_dataloaders"})]
+    assert again.ckpt_path == str(tmp_path / "a.ckpt") and again.global_step == 3
+    assert pl.Trainer.fit is original

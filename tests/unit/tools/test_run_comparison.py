@@ -1,0 +1,163 @@
+"""Records of the same state on other ranks are equal; a fault is found on any topology. Oracle: numpy on the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_shardckpt.recording.box_digest import digest_of_box
+from lightning_shardckpt.recording.tensor_record import row_digests, tensor_entries
+from lightning_shardckpt.tools.run_comparison import Comparison, compare_runs
+from lightning_shardckpt.tools.run_records import (
+    BoxRecord,
+    Entry,
+    RankRecords,
+    RowsRecord,
+    Setting,
+    TensorRecord,
+    ValueRecord,
+    moment_line,
+    rank_file,
+    read_records,
+    setting_line,
+)
+
+WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+def whole(tensor: torch.Tensor) -> TensorRecord:
+    found = tensor_entries("w", tensor)["w"]
+    assert isinstance(found, TensorRecord)
+    return found
+
+
+def rows_of(tensor: torch.Tensor, first: int, last: int) -> TensorRecord:
+    """The record of a rank that has some rows: the moments are those of a tensor that is zero elsewhere."""
+    padded = torch.zeros_like(tensor)
+    padded[first:last] = tensor[first:last]
+    data = tensor[first:last].reshape(-1).view(torch.uint8).numpy()
+    digest = str(digest_of_box(data, 4, (first, 0), (last - first, 4)))
+    moments = whole(padded).boxes[0].moments
+    return TensorRecord("float32", (6, 4), (BoxRecord((first, 0), (last - first, 4), digest, moments),))
+
+
+def run(*weights: TensorRecord, data_size: int | None = None, **sections: list[dict[str, Entry]]) -> list[RankRecords]:
+    """A run of one step after the first, with a rank for each record of the weight."""
+    ranks = []
+    for rank, weight in enumerate(weights):
+        size = len(weights) if data_size is None else data_size
+        found = RankRecords(Setting(rank, len(weights), rank % size, size, "S", "32"))
+        more = {section: each[rank] for section, each in sections.items()}
+        found.moments[1, "restored"] = found.moments[1, "after"] = {"weights": {"w": weight}}
+        found.moments[2, "before"] = {s: more[s] for s in more if s in ("samples", "random", "batch")}
+        found.moments[2, "after"] = {"weights": {"w": weight}} | {s: more[s] for s in more if s in ("loss", "logged")}
+        ranks.append(found)
+    return ranks
+
+
+def compare(a: list[RankRecords], b: list[RankRecords], **options: Any) -> Comparison:
+    return compare_runs(a, b, first=1, last=2, **options)
+
+
+TWO = run(rows_of(WEIGHT, 0, 2), rows_of(WEIGHT, 2, 6))
+THREE = run(rows_of(WEIGHT, 0, 3), rows_of(WEIGHT, 3, 5), rows_of(WEIGHT, 5, 6))
+REPLICAS = run(whole(WEIGHT), whole(WEIGHT))
+
+
+@pytest.mark.parametrize("other", [THREE, REPLICAS, run(whole(WEIGHT))], ids=["three", "replicas", "one"])
+def test_the_same_state_on_other_ranks_is_bit_equal(other: list[RankRecords]) -> None:
+    assert compare(TWO, other).differences == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [WEIGHT[[1, 0, 2, 3, 4, 5]], WEIGHT.bfloat16().float(), WEIGHT.clone().index_fill_(0, torch.tensor([5]), 0.0)],
+    ids=["rows", "bf16", "zeros"],
+)
+def test_a_change_is_found_on_another_topology(changed: torch.Tensor) -> None:
+    (found,) = compare(TWO, run(whole(changed)), tolerance=1e-4).differences
+    assert (found.step, found.phase, found.section, found.name, found.rank) == (1, "restored", "weights", "w", None)
+    del (straight := run(whole(changed)))[0].moments[1, "restored"]
+    (found,) = compare(TWO, straight, tolerance=1e-4).differences
+    assert (found.step, found.phase) == (2, "after")
+
+
+def test_rounding_is_no_difference_after_a_step_but_is_one_of_what_was_loaded() -> None:
+    rounded = run(whole(WEIGHT * (1 + 2**-22)))
+    assert [found.phase for found in compare(TWO, rounded, tolerance=1e-4).differences] == ["restored"]
+    del rounded[0].moments[1, "restored"]
+    assert compare(TWO, rounded, tolerance=1e-4).differences == []
+    assert [found.phase for found in compare(TWO, rounded).differences] == ["after"]
+
+
+def test_the_distance_is_estimated_within_a_factor_of_two() -> None:
+    noise = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+    (found,) = compare(run(whole(WEIGHT)), run(whole(WEIGHT + 0.01 * noise))).differences
+    estimate = float(found.found.rpartition(" ")[2])
+    assert 0.5 < estimate / float(0.01 * noise.norm() / WEIGHT.norm()) < 2
+
+
+def test_a_rank_is_compared_with_itself_on_the_same_topology() -> None:
+    changed = run(rows_of(WEIGHT, 0, 2), rows_of(-WEIGHT, 2, 6))
+    (found,) = compare(TWO, changed, tolerance=1e-4).differences
+    assert (found.rank, found.name) == (1, "w")
+
+
+def test_samples_are_those_of_all_ranks_in_any_order() -> None:
+    digests = row_digests(torch.arange(8).view(4, 2))
+    one = run(whole(WEIGHT), samples=[{"batch": RowsRecord(digests)}])
+    dealt: list[dict[str, Entry]] = [{"batch": RowsRecord(digests[::2])}, {"batch": RowsRecord(digests[1::2])}]
+    assert compare(one, run(whole(WEIGHT), whole(WEIGHT), samples=dealt)).differences == []
+    lost: list[dict[str, Entry]] = [dealt[0], {"batch": RowsRecord((digests[1], digests[1]))}]
+    (found,) = compare(one, run(whole(WEIGHT), whole(WEIGHT), samples=lost)).differences
+    assert (found.expected, found.found) == ("4 samples", "4 samples, 3 of which are those")
+
+
+def test_what_belongs_to_a_rank_is_said_not_to_be_compared_on_another_topology() -> None:
+    def sections(value: str) -> dict[str, list[dict[str, Entry]]]:
+        of_rank, synced = ValueRecord(value, float(value), shared=False), ValueRecord("0.5", 0.5)
+        names = ("random", "batch", "loss")
+        return {name: [{"x": of_rank}] * 2 for name in names} | {"logged": [{"own": of_rank, "synced": synced}] * 2}
+
+    one = {name: of[:1] for name, of in sections("2").items()}
+    found = compare(run(whole(WEIGHT), **one), run(whole(WEIGHT), whole(WEIGHT), **sections("3")))
+    assert found.differences == [] and {*found.skipped} == {"random", "batch", "loss", "logged/own"}
+    assert found.compared == {"weights": 2, "logged": 1}
+
+
+def test_what_is_ignored_is_said() -> None:
+    found = compare(TWO, run(whole(-WEIGHT)), ignore=["weights/*"])
+    assert found.differences == [] and found.skipped == {"weights/w": "ignored, as asked for"}
+
+
+def test_something_that_is_gone_or_has_another_shape_is_a_difference() -> None:
+    (gone,) = compare(run(whole(WEIGHT)), run(whole(WEIGHT[:3]))).differences
+    assert "(6, 4)" in gone.expected and "(3, 4)" in gone.found
+
+
+def test_records_come_back_from_files(tmp_path: Path) -> None:
+    (found,) = run(whole(WEIGHT), logged=[{"x": ValueRecord("nan", float("nan")), "y": ValueRecord("'…'")}])
+    lines = [setting_line(found.setting), *(moment_line(*when, of) for when, of in found.moments.items())]
+    rank_file(str(tmp_path), 0).write_text("\n".join(lines))
+    (again,) = read_records(str(tmp_path))
+    assert again.setting == found.setting and repr(again.moments) == repr(found.moments)
+
+
+def test_digests_of_boxes_add_up() -> None:
+    whole_digest = digest_of_box(WEIGHT.reshape(-1).view(torch.uint8).numpy(), 4, (0, 0), (6, 4))
+    for dim in (0, 1):
+        parts = WEIGHT.split(2, dim)
+        starts = [[0, 0] for _ in parts]
+        for number, start in enumerate(starts):
+            start[dim] = 2 * number
+        digests = [
+            digest_of_box(
+                np.ascontiguousarray(part.numpy()).reshape(-1).view(np.uint8), 4, (start[0], start[1]), (*part.shape,)
+            )
+            for part, start in zip(parts, starts, strict=True)
+        ]
+        assert sum(digests[1:], digests[0]) == whole_digest
