@@ -91,7 +91,7 @@ class ResumeReport:
         lines = [
             f"straight:  {self.steps} steps on {self.straight}",
             f"resumed:   after step {self.interrupt_at} on {self.resumed}",
-            f"compared:  {how}: " + ", ".join(f"{n} {_plural(s)}" for s, n in sorted(self.compared.items())),
+            f"compared:  {how}: " + ", ".join(f"{section} {n}" for section, n in sorted(self.compared.items())),
         ]
         if self.equal:
             lines.append("EQUAL")
@@ -117,10 +117,6 @@ def shown(found: Difference) -> str:
     when = _SAID_OF_STEP[found.phase].format(found.step)
     what = f"{_SAID[found.section]} {found.name}".strip()
     return f"{when}: {what} {where}: expected {found.expected}, found {found.found}"
-
-
-def _plural(section: str) -> str:
-    return section.replace("_", " ")
 
 
 def prove_resume(

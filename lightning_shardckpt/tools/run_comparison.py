@@ -33,6 +33,10 @@ _OWN_SHARE = {
     "metrics": "each rank counts its own share until the metric is computed",
 }
 _OWN_VALUE = "each rank has a value of its own (self.log does without sync_dist=True)"
+_END_OF_STEP = {
+    "logger": "loggers are told when a step ends, and the interrupted run ended before that",
+    "validation": "a run that resumes does not validate after the step that was saved; interrupt at another one",
+}
 _PARTIAL = "they are sums of a part of the ranks until the optimizer steps"
 
 
@@ -116,11 +120,13 @@ def compare_runs(
             following = [r.moments.get((step + 1, "before"), {}) for r in straight]
             left = [{**a, "param_groups": b.get("param_groups", {})} for a, b in zip(left, following, strict=True)]
         for section in of:
-            if step == first + 1 and first and section in ("logger", "validation"):
-                continue  # of the step before, which the interrupted run had not finished
+            if step == first + 1 and first and section in _END_OF_STEP:
+                if any(r.get(section) for r in left):
+                    found.skipped[f"{section} of step {first}"] = _END_OF_STEP[section]
+                continue
             a, b = [r.get(section, {}) for r in left], [r.get(section, {}) for r in right]
             pairs = list(_pairs(section, a, b, straight, other, found, by_rank=by_rank))
-            if section == "gradients" and not by_rank and not _stepped(straight, step):
+            if section == "gradients" and pairs and not by_rank and not _stepped(straight, step):
                 found.skipped["gradients of batches without a step of the optimizer"] = _PARTIAL
                 continue
             norm = max((_norm(x) for _, _, x, _ in pairs), default=0.0)

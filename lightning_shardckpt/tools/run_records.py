@@ -14,10 +14,10 @@ from typing import Any, Literal
 Phase = Literal["restored", "before", "after"]
 """A moment of a step: its state loaded from a checkpoint, before the training step, after the optimizer's step."""
 
-_STATE = ("optimizer", "weights", "buffers", "metrics", "precision", "schedulers", "module", "datamodule", "callbacks")
-RESTORED: tuple[str, ...] = ("weights", "buffers", "param_groups", *(s for s in _STATE if s not in ("weights", "buffers")))
+_OWN = ("metrics", "precision", "schedulers", "module", "datamodule", "callbacks")
+RESTORED: tuple[str, ...] = ("weights", "buffers", "optimizer", "param_groups", *_OWN)
 BEFORE: tuple[str, ...] = ("logger", "validation", "batch", "samples", "random", "param_groups", "counters")
-AFTER: tuple[str, ...] = ("loss", "logged", "gradients", *_STATE, "random", "counters")
+AFTER: tuple[str, ...] = ("loss", "logged", "gradients", "optimizer", "weights", "buffers", *_OWN, "random", "counters")
 SECTIONS: dict[Phase, tuple[str, ...]] = {"restored": RESTORED, "before": BEFORE, "after": AFTER}
 """The sections of each moment, causes before what follows from them."""
 
@@ -26,7 +26,7 @@ SECTIONS: dict[Phase, tuple[str, ...]] = {"restored": RESTORED, "before": BEFORE
 class BoxRecord:
     """A box of a tensor: where it begins, its lengths, the digest of its elements (32 hex digits), and their moments.
 
-    Moments: the sum of squares, then projections on fixed pseudo-random vectors; sums over boxes are those of the whole.
+    Moments: the sum of squares, then projections on fixed pseudo-random vectors; over boxes they add up to the whole's.
     """
 
     start: tuple[int, ...]

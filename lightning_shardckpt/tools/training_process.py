@@ -60,9 +60,11 @@ def run_recorded(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # ranks that its first process has left
             process.wait()
-    if status != 0:
-        what = f"did not end in {timeout_s:g} s and was killed" if status is None else f"ended with status {status}"
-        raise RankError(f"the {folder.name} run {what}: {' '.join(command)}\n{_tail(log)}")
+    shown = f"{' '.join(command)}\n{_tail(log)}"
+    if status is None:
+        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed: {shown}")
+    if status:
+        raise RankError(f"the {folder.name} run ended with status {status}: {shown}")
 
 
 def _runnable(command: Sequence[str]) -> list[str]:

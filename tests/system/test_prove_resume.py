@@ -90,7 +90,7 @@ def test_a_script_whose_strategy_does_not_go_on_in_the_data(
     assert status == 1, printed
     assert re.search(r"^  step 3, at its start: batch\[0\] on rank 0: .* \(that of step 1\)$", printed, re.MULTILINE)
     assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof
-    assert len(list((proof / "straight" / "own_saves").rglob("*.ckpt"))) == 4  # the last one was to come after the end
+    assert len(list((proof / "straight" / "own_saves").rglob("*.ckpt"))) == 5
     (straight,), (resumed,) = (read_records(str(proof / run / "records")) for run in ("straight", "resumed"))
     assert [*resumed.moments] == [(2, "restored")] + [(n, when) for n in (3, 4, 5) for when in ("before", "after")]
     assert resumed.moments[2, "restored"]["weights"] == straight.moments[2, "after"]["weights"]
@@ -125,23 +125,25 @@ def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
 
 CONFIG, ONE = str(ROOT / "configs/transformer.yaml"), str(ROOT / "configs/single.yaml")
 MAIN_JOB = [str(ROOT / "examples/train.py"), "fit", "--config", CONFIG, "--config", ONE]
-TWO = ["--trainer.devices=2", "--trainer.strategy.data_parallel_shard_size=2"]
+TWO, ALONE = ([f"--trainer.devices={n}", f"--trainer.strategy.data_parallel_shard_size={n}"] for n in (2, 1))
 
 
 @pytest.mark.sweep
 def test_the_documented_proof_prints_what_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     page = (DOCS / "tools.md").read_text()
     block = re.search(r"```\n\$ python -m lightning_shardckpt (prove-resume .*)\n((?:.*\n)+?)```", page)
     assert block is not None
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     assert main(shlex.split(block[1])) == 0
     assert capsys.readouterr().out == block[2]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("straight", "resumed"), [(TWO, []), (TWO, ["--trainer.devices=1", TWO[1][:-1] + "1"]), ([], TWO)])
+@pytest.mark.parametrize(("straight", "resumed"), [(TWO, []), (TWO, ALONE), ([], TWO)], ids=["2", "2 to 1", "1 to 2"])
 def test_the_main_job_resumes(
     straight: list[str], resumed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

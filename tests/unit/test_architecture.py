@@ -43,7 +43,7 @@ LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
 KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "checkpoint_monitor", "checkpoint_retention"}
 KNOWS_LIGHTNING |= {"recording", "strategy", "pytorch", "fabric"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
-PUBLIC_UNDERSCORES = {"_getframe", "_replace"}  # documented by Python
+PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace"}  # documented by Python
 OVERRIDDEN = {"_strip_protocol"}  # fsspec's, which says that file systems override it
 # What tests use of torch, of Lightning and of examples/text.py, and has the name of something of ours.
 NAMESAKES = {"_parameters", "_modules", "_buffers", "_base", "_local_tensor"}

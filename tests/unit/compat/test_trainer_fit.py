@@ -14,7 +14,7 @@ from tests.unit.compat.test_lightning_trainer import trainer
 
 
 def test_a_fit_may_be_given_another_checkpoint(tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    run = trainer(tmp_path, max_steps=4, limit_val_batches=0)
     run.fit(BoringModel(), batches(4))
     run.save_checkpoint(tmp_path / "a.ckpt")
     seen: list[tuple[Any, set[str]]] = []
@@ -25,10 +25,10 @@ def test_a_fit_may_be_given_another_checkpoint(tmp_path: Path) -> None:
 
     original, undo = pl.Trainer.fit, intercept_fit(before)
     try:
-        again = trainer(tmp_path, max_steps=3, limit_val_batches=0)
+        again = trainer(tmp_path, max_steps=6, limit_val_batches=0)
         again.fit(BoringModel(), batches(4))
     finally:
         undo()
     assert seen == [(again, {"self", "model", "train_dataloaders"})]
-    assert again.ckpt_path == str(tmp_path / "a.ckpt") and again.global_step == 3
+    assert again.ckpt_path == str(tmp_path / "a.ckpt") and again.global_step == 6
     assert pl.Trainer.fit is original
