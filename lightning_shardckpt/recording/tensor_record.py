@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.box_digest import box_digest
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.recording.box_digest import digest_of_box, element_keys  # the slow stand-in
 from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
 from lightning_shardckpt.state.dtensor_layout import local_views
 from lightning_shardckpt.tools.run_records import BoxRecord, Entry, TensorRecord, ValueRecord
@@ -38,20 +39,36 @@ def _record(tensor: torch.Tensor) -> TensorRecord:
     boxes = []
     for box, view in local_views(tensor):
         local = view.detach().cpu().contiguous().reshape(-1)
-        digest = digest_of_box(_bytes(local), local.element_size(), box.start, box.shape)
-        boxes.append(BoxRecord(box.start, box.shape, str(digest), _moments(local, box.start, box.shape)))
+        digest = box_digest(_bytes(local).data, local.element_size(), box, tuple(tensor.shape))
+        boxes.append(BoxRecord(box.start, box.shape, str(digest), _moments(local, box)))
     return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(boxes))
 
 
-def _moments(local: torch.Tensor, start: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[float, ...]:
+def _moments(local: torch.Tensor, box: Box) -> tuple[float, ...]:
     if local.is_complex():
         return ()
     values: NDArray[np.float64] = local.double().numpy()
-    keys = element_keys(start, lengths, _SEED)
+    keys = _element_keys(box.start, box.shape)
     weights = [((keys >> np.uint64(16 * i)) & np.uint64(0xFFFF)).astype(np.float64) for i in range(_PROJECTIONS)]
     with np.errstate(all="ignore"):  # what is not finite shows in the sums
         sums = [float(values @ values)] + [float(values @ (of / 32767.5 - 1)) for of in weights]
     return tuple(sums)
+
+
+def _element_keys(start: Shape, lengths: Shape) -> NDArray[np.uint64]:
+    """Return a pseudo-random number for each element of a box, by its place in the whole tensor."""
+    keys = np.full((1,) * len(lengths), _SEED, np.uint64)
+    for dim, (first, length) in enumerate(zip(start, lengths, strict=True)):
+        places = np.arange(first, first + length, dtype=np.uint64).reshape([-1] + [1] * (len(lengths) - dim - 1))
+        keys = _mixed(keys ^ (places + np.uint64(dim + 1)) * np.uint64(0x9E3779B97F4A7C15))
+    return keys.reshape(-1)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 @torch.no_grad()

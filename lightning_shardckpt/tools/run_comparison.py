@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from lightning_shardckpt.format.tensor_digest import TensorDigest, total
 from lightning_shardckpt.tools.run_records import (
     SECTIONS,
     BoxRecord,
@@ -24,7 +25,6 @@ from lightning_shardckpt.tools.run_records import (
     ValueRecord,
 )
 
-_MASK = (1 << 64) - 1
 _FLOOR = 1e-4  # a tensor whose norm is less than this part of the largest one of its section counts as noise
 _OWN_STREAMS = "on another topology the ranks draw random numbers of their own"
 _OWN_SHARE = {
@@ -227,9 +227,9 @@ def _whole(ranks: Sequence[_Named]) -> _Named:
 
 def _summed(shape: tuple[int, ...], boxes: Sequence[BoxRecord]) -> BoxRecord:
     """Return one box for the whole tensor: digests and moments are sums over boxes."""
-    halves = [sum(int(box.digest[at : at + 16], 16) for box in boxes) & _MASK for at in (0, 16)]
+    digest = total(TensorDigest.parse(box.digest) for box in boxes)
     moments = tuple(math.fsum(column) for column in zip(*(box.moments for box in boxes), strict=False))
-    return BoxRecord((0,) * len(shape), shape, "".join(f"{half:016x}" for half in halves), moments)
+    return BoxRecord((0,) * len(shape), shape, str(digest), moments)
 
 
 # ── one thing ─────────────────────────────────────────────────────────────────────────────────────────────────────
