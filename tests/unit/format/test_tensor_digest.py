@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.box_digest import box_digest, range_digest
+from lightning_shardckpt.format.box_digest import alike_digests, box_digest, range_digest
 from lightning_shardckpt.format.component_digest import constant_part, part_of_component, whole_digest
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED
@@ -81,6 +81,15 @@ def test_memory_that_is_not_aligned_and_large_boxes_give_the_same() -> None:
     array = numpy.frombuffer(data[: 5 << 20], "u1").reshape(shape)
     parts = [memoryview(array[worlds.at(box)].tobytes()) for box in halves]
     assert total(box_digest(p, 1, b, shape) for p, b in zip(parts, halves, strict=True)) == expected
+
+
+@pytest.mark.parametrize(("shape", "size"), SHAPES)
+def test_boxes_that_are_alike_have_together_what_each_has_alone(shape: Shape, size: int) -> None:
+    draw = random.Random(prod(shape))
+    for box in tilings(shape, draw):
+        parts = [draw.randbytes(box.numel * size) for _ in range(3)]
+        found = alike_digests(memoryview(b"".join(parts)), 3, size, box, shape)
+        assert found == [box_digest(memoryview(part), size, box, shape) for part in parts]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
