@@ -316,7 +316,7 @@ class SaveJob:
         """Write the shard files and the index of each component; the bytes of all shard files, and of linked ones."""
         rank, indexes = self._ranks.rank, dict[str, FileInfo]()
         for name, files in self._plan.files.items():
-            info = write_component(draft, name, rank, save_id, files, stage, self._digests_of(name))
+            info = write_component(draft, name, rank, save_id, files, stage, digests=self._digests_of(name))
             if info is not None:
                 indexes[name] = info
         return indexes, sum(file.nbytes for files in self._plan.files.values() for file in files), 0

@@ -79,8 +79,8 @@ def write_component(
     save_id: str,
     files: list[FilePlan],
     stage: Stage,
-    digests: BoxDigests | None = None,
     advance: Callable[[int], Any] = lambda nbytes: None,
+    digests: BoxDigests | None = None,
 ) -> FileInfo | None:
     """Write a rank's shard files, then their index; None if it has no files.
 
