@@ -103,7 +103,11 @@ def trained(folder: str, options: dict[str, Any]) -> tuple[set[str], str]:
     return names(folder), os.path.basename(trainer.checkpoint_callback.best_model_path)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("options", [{}, {"use_async": True, "incremental": True}], ids=["", "asynchronous"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.sweep), {"use_async": True, "incremental": True}],
+    ids=["", "asynchronous"],
+)
 def test_a_run_keeps_what_the_rules_say_and_its_best(tmp_path: Path, options: dict[str, Any]) -> None:
     (found, best), _ = run_ranks(2, trained, str(tmp_path), options)
     assert found == {*(f"step={n}.ckpt" for n in (3, 6, 7)), best}

@@ -157,7 +157,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [pytest.param(1, {}, marks=pytest.mark.slow), (2, TENSOR), pytest.param(4, TENSOR, marks=pytest.mark.slow)],
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, TENSOR), pytest.param(4, TENSOR, marks=pytest.mark.sweep)],
     ids=["1", "TP2", "FSDP2xTP2"],
 )
 def test_what_two_ranks_saved_loads_on_any_topology(

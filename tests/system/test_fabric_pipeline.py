@@ -59,7 +59,7 @@ def train_all(ways: Ways) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "ways"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
+@pytest.mark.parametrize(("world", "ways"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.sweep)], ids=["2", "4"])
 def test_a_pipeline_trains_as_plain_torch_does_in_one_process(world: int, ways: Ways) -> None:
     (expected,) = run_ranks(1, twins, [(case, "", {}) for case, _ in ways])
     ranks = run_ranks(world, train_all, ways)

@@ -216,7 +216,7 @@ SWEPT = {
     "two stages per rank": ["gpipe, metrics", "gpipe", "bert", "looped_bfs", "dualpipe_v"],
     "three ranks": ["gpipe", "frozen layers", "conditioned"],
     "four ranks": ["gpipe", "1f1b"],
-    "with fsdp": ["gpipe", "masked loss", "metrics", "tied llama"],
+    "with fsdp": ["gpipe", "1f1b", "masked loss", "metrics", "tied llama"],
     "with tensor": ["gpipe", "1f1b", "metrics"],
     "with replicas": ["gpipe"],
 }  # fmt: skip

@@ -129,7 +129,7 @@ REST = [n for n in range(6, 36) if n not in SOME]
     "numbers",
     [
         pytest.param(range(6), id="six"),
-        pytest.param(SOME, id="a third of the rest", marks=pytest.mark.slow),
+        pytest.param(SOME, id="a third of the rest", marks=[pytest.mark.slow, pytest.mark.sweep]),
         pytest.param(REST, id="the rest", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )

@@ -80,7 +80,9 @@ def expected() -> dict[Case, Trained]:
             marks=[pytest.mark.slow, pytest.mark.sweep],
         ),
         pytest.param(
-            2, TP, [LATE, TIED, ACCUMULATED, TIED_LLAMA, QWEN3, QWEN3_UNHELD], id="tp2", marks=pytest.mark.slow
+            *(2, TP, [LATE, TIED, ACCUMULATED, TIED_LLAMA, QWEN3, QWEN3_UNHELD]),
+            id="tp2",
+            marks=[pytest.mark.slow, pytest.mark.sweep],
         ),
         pytest.param(4, TP, [TIED, QWEN3], id="fsdp2 x tp2", marks=pytest.mark.slow),
         pytest.param(

@@ -65,7 +65,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 }
 
 
-SLOW_WAYS = {"tp2", "fsdp2 embedding"}
+SWEPT_WAYS = {"tp2", "fsdp2 embedding"}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def exported(
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW_WAYS else []) for way in WAYS]
+    "way", [pytest.param(way, marks=[pytest.mark.sweep] if way in SWEPT_WAYS else []) for way in WAYS]
 )
 def test_peft_loads_what_is_exported(way: str, exported: tuple[Path, dict[str, dict[str, Any]]], base: str) -> None:
     folder, states = exported
