@@ -15,7 +15,7 @@ import torch
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, only_model, plan_mirror
-from lightning_shardckpt.checkpoint.incremental import Indexes, RankPieces, SaveHistory, write_changed
+from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.pipeline_groups import (
     check_held,
     check_ties,
@@ -25,6 +25,7 @@ from lightning_shardckpt.checkpoint.pipeline_groups import (
     table_of,
 )
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
+from lightning_shardckpt.checkpoint.rank_files import RankWriter
 from lightning_shardckpt.checkpoint.save_values import Agreement, GroupTable, SaveWish, Written
 from lightning_shardckpt.checkpoint.staging import (
     BackgroundCopies,
@@ -37,7 +38,7 @@ from lightning_shardckpt.checkpoint.staging import (
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.component_digest import DIGESTED, constant_part, part_of_component
+from lightning_shardckpt.format.component_digest import DIGESTED, constant_part
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
@@ -53,8 +54,7 @@ from lightning_shardckpt.state.replica_digests import Digests, combined, differi
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.transfer.digests_beside import BoxDigests
-from lightning_shardckpt.transfer.writer import MB, Stage, write_component, write_index
+from lightning_shardckpt.transfer.writer import MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,9 @@ class SaveJob:
         history: SaveHistory,
     ) -> None:
         self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
-        self._options, self._plans, self._history, self._digests = options, plans, history, Digests()
+        self._options, self._plans, self._digests = options, plans, Digests()
+        self._writer = RankWriter(path, ranks.rank, options, storage, history)
         self._frozen: dict[str, frozenset[str]] = {}
-        self._indexes: Indexes = {}
-        self._box_digests: dict[str, BoxDigests] = {}
         self._mirroring: HFMirror | None = None
         self._draft: Draft | None = None
         self.notes: list[str] = []
@@ -289,10 +288,10 @@ class SaveJob:
             self.copies.check()
         save_id = agreed["save_id"]
         draft = self._draft or self._storage.draft(self.path, save_id)
-        write = self._write_linking if self._options.incremental else self._write_all
-        indexes, shard_bytes, linked_bytes = write(draft, lambda p: host_bytes(staged.tensors[id(p)]), save_id)
+        written = self._writer.write(
+            draft, self._plan, self._frozen, lambda p: host_bytes(staged.tensors[id(p)]), save_id
+        )
         documents = []
-        parts = {name: part_of_component(self._plan.tables[name], of.found) for name, of in self._box_digests.items()}
         for name, content in staged.documents.items():
             draft.write(name, [content])
             documents.append(_info_to_json(FileInfo(name, len(content), checksum(content))))
@@ -303,51 +302,18 @@ class SaveJob:
             self.copies.check()
             self.copies.forget()
         return {
-            "indexes": {name: _info_to_json(info) for name, info in indexes.items()},
+            "indexes": {name: _info_to_json(info) for name, info in written.indexes.items()},
             "documents": documents,
-            "digests": {name: str(part) for name, part in parts.items()},
+            "digests": {name: str(digest) for name, digest in written.digests.items()},
             "elements": self._plan.elements,
-            "shard_bytes": shard_bytes,
-            "linked_bytes": linked_bytes,
+            "shard_bytes": written.nbytes,
+            "linked_bytes": written.linked_nbytes,
             "notes": [] if draft is self._draft else draft.notes,
         }
 
-    def _write_all(self, draft: Draft, stage: Stage, save_id: str) -> tuple[dict[str, FileInfo], int, int]:
-        """Write the shard files and the index of each component; the bytes of all shard files, and of linked ones."""
-        rank, indexes = self._ranks.rank, dict[str, FileInfo]()
-        for name, files in self._plan.files.items():
-            info = write_component(draft, name, rank, save_id, files, stage, digests=self._digests_of(name))
-            if info is not None:
-                indexes[name] = info
-        return indexes, sum(file.nbytes for files in self._plan.files.values() for file in files), 0
-
-    def _write_linking(self, draft: Draft, stage: Stage, save_id: str) -> tuple[dict[str, FileInfo], int, int]:
-        """Do the same, but link the files that an earlier checkpoint has."""
-        rank, indexes, linked_bytes = self._ranks.rank, dict[str, FileInfo](), 0
-        with self._history.base(self.path, draft, self._storage, rank) as base:
-            for name, files in self._plan.files.items():
-                pieces = [piece for file in files for piece in file.pieces]
-                if not pieces:
-                    continue
-                mine = RankPieces(name, rank, pieces, self._frozen.get(name, frozenset()), self._options.size_per_shard)
-                known = self._history.component(name)
-                digests = self._digests_of(name)
-                self._indexes[name], linked = write_changed(draft, mine, save_id, stage, base, known, digests)
-                indexes[name] = write_index(draft, self._indexes[name])
-                linked_bytes += linked
-        shard_bytes = sum(file.nbytes for index in self._indexes.values() for file in index.files.values())
-        return indexes, shard_bytes, linked_bytes
-
-    def _digests_of(self, component: str) -> BoxDigests | None:
-        """Return what computes the digests of a component's boxes, if they are recorded."""
-        if not self._options.digest or component not in DIGESTED:
-            return None
-        return self._box_digests.setdefault(component, BoxDigests())
-
     def completed(self) -> None:
         """Let later saves link the files of this one: it is complete on all ranks. Runs on every rank."""
-        if self._options.incremental:
-            self._history.saved(self.path, self._indexes)
+        self._writer.completed()
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
         rank, found = self._ranks.rank, dict(self._snapshot.documents)

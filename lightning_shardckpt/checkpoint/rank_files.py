@@ -1,0 +1,107 @@
+"""Write the shard files and indexes of one rank: all of them, or those that no earlier checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.incremental import Indexes, RankPieces, SaveHistory, write_changed
+from lightning_shardckpt.checkpoint.plan_cache import SavePlan
+from lightning_shardckpt.format.component_digest import DIGESTED, part_of_component
+from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.tensor_digest import TensorDigest
+from lightning_shardckpt.storage.protocol import Draft, Storage
+from lightning_shardckpt.transfer.digests_beside import BoxDigests
+from lightning_shardckpt.transfer.writer import Stage, write_component, write_index
+
+
+@dataclass(slots=True)
+class RankFiles:
+    """The files of one rank.
+
+    Attributes:
+        indexes: by component.
+        digests: what the rank's boxes add to the digest of a component, if digests are recorded.
+        nbytes: of all shard files.
+        linked_nbytes: of those that were linked, and not written.
+    """
+
+    indexes: dict[str, FileInfo] = field(default_factory=dict)
+    digests: dict[str, TensorDigest] = field(default_factory=dict)
+    nbytes: int = 0
+    linked_nbytes: int = 0
+
+
+class RankWriter:
+    """Writes what one rank has to save at ``path``.
+
+    Args:
+        path: of the checkpoint.
+        rank: this one.
+        options: what the caller of the save chose.
+        storage: where ``path`` is.
+        history: of earlier saves and loads by the same caller, whose files may be linked.
+    """
+
+    def __init__(self, path: str, rank: int, options: SaveOptions, storage: Storage, history: SaveHistory) -> None:
+        self._path, self._rank, self._options = path, rank, options
+        self._storage, self._history, self._indexes = storage, history, Indexes()
+
+    def write(
+        self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
+    ) -> RankFiles:
+        """Write the files of a plan.
+
+        Args:
+            draft: of the checkpoint.
+            plan: of this rank.
+            frozen: keys of parameters for which no gradient is computed, by component.
+            stage: gives the bytes of a piece.
+            save_id: of this save.
+        """
+        if self._options.incremental:
+            return self._write_changed(draft, plan, frozen, stage, save_id)
+        written = RankFiles()
+        for name, files in plan.files.items():
+            digests = self._digests_of(name)
+            info = write_component(draft, name, self._rank, save_id, files, stage, digests=digests)
+            if info is not None:
+                written.indexes[name] = info
+            _add_digest(written, plan, name, digests)
+        written.nbytes = sum(file.nbytes for files in plan.files.values() for file in files)
+        return written
+
+    def _write_changed(
+        self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
+    ) -> RankFiles:
+        """Do the same, but link the files that an earlier checkpoint has."""
+        written = RankFiles()
+        with self._history.base(self._path, draft, self._storage, self._rank) as base:
+            for name, files in plan.files.items():
+                pieces = [piece for file in files for piece in file.pieces]
+                if not pieces:
+                    continue
+                mine = RankPieces(name, self._rank, pieces, frozen.get(name, frozenset()), self._options.size_per_shard)
+                known, digests = self._history.component(name), self._digests_of(name)
+                index, linked = write_changed(draft, mine, save_id, stage, base, known, digests)
+                self._indexes[name] = index
+                written.indexes[name] = write_index(draft, index)
+                written.nbytes += sum(file.nbytes for file in index.files.values())
+                written.linked_nbytes += linked
+                _add_digest(written, plan, name, digests)
+        return written
+
+    def _digests_of(self, component: str) -> BoxDigests | None:
+        """Return what computes the digests of a component's boxes, if they are recorded."""
+        return BoxDigests() if self._options.digest and component in DIGESTED else None
+
+    def completed(self) -> None:
+        """Let later saves link the files of this one: it is complete on all ranks."""
+        if self._options.incremental:
+            self._history.saved(self._path, self._indexes)
+
+
+def _add_digest(written: RankFiles, plan: SavePlan, component: str, digests: BoxDigests | None) -> None:
+    if digests is not None:
+        written.digests[component] = part_of_component(plan.tables[component], digests.found)
