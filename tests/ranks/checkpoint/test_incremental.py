@@ -286,7 +286,7 @@ def test_asynchronous_saves_of_ranks_link_what_each_of_them_wrote(tmp_path: Path
 
 def train(folder: str, steps: int, ckpt_path: str | None) -> tuple[dict[str, Any], list[float]]:
     """Train with the options of a user; the state at the end, and the share of each save that was linked."""
-    plugin = ShardCkptIO(incremental=True, use_async=True)
+    plugin = ShardCkptIO(incremental=True, use_async=True, max_pending=5)
     callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
