@@ -77,7 +77,9 @@ def digest(
     with _opened(file_path(path), storage_options) as stored:
         tables = {name: stored.components()[name] for name in DIGESTED if name in stored.components()}
         found: dict[str, list[_Row]] = {}
-        recorded = _recorded(stored) if isinstance(stored, _Ours) and names == "stored" and not recompute else None
+        recorded = None
+        if isinstance(stored, _Ours) and names == "stored" and not recompute:
+            recorded = recorded_digests(stored.checkpoint)
         if recorded is not None:
             found = {name: _named(name, of, recorded[name]) for name, of in tables.items()}
         elif names == "huggingface":
@@ -187,7 +189,7 @@ def recorded_digests(checkpoint: Checkpoint) -> dict[str, dict[str, list[TensorD
         boxes = found.setdefault(name, {key: [] for key in component.tensors})
         for rank in component.indexes:
             for key, digests in checkpoint.index(name, rank).digests.items():
-                boxes[key] += digests
+                boxes.get(key, []).extend(digests)  # of no tensor that there is: the sum is another one
         if total(row.of_component() for row in _named(name, component, boxes)) != component.digest:
             raise CorruptionError(
                 f"checkpoint {checkpoint.path!r}, file {ROOT_NAME}: the digest of {name!r} is {component.digest}, "
@@ -205,10 +207,6 @@ def differing_digests(
         for key, digests in keys.items():
             if (found := read.tensor(component, key)) != (expected := total(digests)):
                 yield component, key, found, expected
-
-
-def _recorded(stored: _Ours) -> dict[str, dict[str, list[TensorDigest]]] | None:
-    return recorded_digests(stored.checkpoint)
 
 
 def _named(component: str, described: Component, boxes: Mapping[str, list[TensorDigest]]) -> list[_Row]:

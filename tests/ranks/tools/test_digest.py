@@ -154,6 +154,10 @@ def test_verify_computes_them_anew_and_names_the_tensor(
     with pytest.raises(CorruptionError, match=r"'model'.*add up to another"):
         digest(path)
     assert digest(path, recompute=True)["whole"] == digest(saved / "zoo.ckpt")["whole"]
+    unknown = Path(shutil.copytree(saved / "zoo.ckpt", tmp_path / "unknown.ckpt"))
+    edit(unknown, {'"columns.large":[': '"columns.other":[', '"columns.large":{': '"columns.other":{'})
+    with pytest.raises(CorruptionError, match="add up to another"):
+        digest(unknown)
     edit(path, {f'"{low}"': '"x"'})
     assert any("a digest of 32 lower-case hex digits" in f.problem for f in verify(path).findings)
     edit(path, {'"columns.large":["x"]': f'"columns.large":["{other}","{one}"]'})
