@@ -37,6 +37,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
 )
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, local_part
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_same, where_is, whole
@@ -61,6 +62,8 @@ class ShardedTensor(DTensor):
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if Placeholder in types:  # a value of another pipeline stage, which answers for both
+            return NotImplemented
         kwargs = kwargs or {}
         if not args and "tensor" in kwargs:  # so torch.nn.init does it
             args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, full_state_dict
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from tests.support.pool import run_ranks
 from tests.sweeps.twins.base import Natural
@@ -201,3 +203,29 @@ def test_batch_norms_that_cannot_be_synchronized_are_refused() -> None:
     (outcome,) = run_ranks(1, train_with_batch_norm, expect_errors=True)
     assert outcome.error.type == "TopologyError"
     assert "would take the place of net.batch_norm, does not run on CPUs" in outcome.error.message
+
+
+def combine_with_unknown(module: Any) -> tuple[list[bool], list[str], bool]:
+    weight = next(p for p in module.net.parameters() if isinstance(p, ShardedTensor) and p.ndim == 2).detach().clone()
+    row = weight[0]
+    unknown = Placeholder.of(torch.empty((), device="meta", dtype=weight.dtype), "a gradient", weight.device)
+    made = [weight * unknown, unknown * weight, torch.add(weight, unknown), row * unknown, unknown - row]
+    writes: list[Callable[[], Any]] = [
+        lambda: weight.mul_(unknown),
+        lambda: torch._foreach_mul_([weight], unknown),
+        lambda: row.add_(unknown),
+        lambda: weight.copy_(unknown),
+    ]
+    said = []
+    for write in writes:
+        try:
+            write()
+        except TopologyError as error:
+            said.append(str(error))
+    return [isinstance(one, Placeholder) for one in made], said, bool(weight.isfinite().all())
+
+
+def test_what_is_made_with_a_value_of_another_stage_is_unknown_and_written_nowhere() -> None:
+    for unknown, said, finite in run_ranks(2, under_fsdp, combine_with_unknown):
+        assert unknown == [True] * 5 and finite
+        assert len(said) == 4 and all("writes a gradient, whose value this pipeline stage" in one for one in said)
