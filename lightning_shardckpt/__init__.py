@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.checkpoint_monitor import CheckpointMonitor
     from lightning_shardckpt.checkpoint_retention import CheckpointRetention
+    from lightning_shardckpt.dropout_by_sample import DropoutBySample
     from lightning_shardckpt.export.peft_export import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata, open
+    from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
     from lightning_shardckpt.parallel.tensors.full import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
 
@@ -24,6 +26,8 @@ __all__ = [
     "ShardCkptIO",
     "CheckpointMonitor",
     "CheckpointRetention",
+    "DropoutBySample",
+    "ShardedDropout",
     "load_from_checkpoint",
     "save",
     "save_async",
@@ -41,6 +45,8 @@ _HOMES = {
     "ShardCkptIO": "checkpoint_io",
     "CheckpointMonitor": "checkpoint_monitor",
     "CheckpointRetention": "checkpoint_retention",
+    "DropoutBySample": "dropout_by_sample",
+    "ShardedDropout": "parallel.sharding.keyed_dropout",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),

@@ -1,4 +1,4 @@
-"""Nodes of the autograd graph that accumulate gradients.
+"""Ask autograd what runs, and which nodes of a graph accumulate gradients.
 
 Checked with torch 2.12 to 2.15.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -19,3 +20,11 @@ def accumulated_leaf(node: Node) -> Tensor | None:
     if node.name() != "torch::autograd::AccumulateGrad":
         return None
     return cast(Tensor, cast(Any, node).variable)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is running in this thread.
+
+    Relies on ``torch._C._current_graph_task_id``.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -23,6 +23,13 @@ def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
     module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
+def mix_out(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Undo `mix_in`, if nothing was mixed in after it."""
+    first, *rest = type(module).__bases__
+    if first is mixin:
+        (module.__class__,) = rest
+
+
 class WithoutState(nn.Module):
     """A module to `mix_in` that neither gives nor takes any state, and stays on its device.
 

@@ -183,6 +183,16 @@ class ResumableLoader(IndexedLoader):
         left = samples - place.samples - used
         return Place(samples - left, division.steps(samples) - division.steps(left))
 
+    def first_sample(self, batch: int) -> int | None:
+        """Return the place, in the order of all ranks, of the first sample of the epoch's batch of that number.
+
+        None where the order is not known.
+        """
+        division, samples = self.global_batches(), self.samples
+        if division is None or samples is None:
+            return None
+        return self._place.samples + division.used(samples - self._place.samples, batch - self._place.batches)
+
     # --- random states ---
 
     def _begin(self, resumption: Resumption, process: dict[str, Any] | None) -> None:

@@ -22,6 +22,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.checks import refuse_reentrant_checkpoint, without_world_collectives
 from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.parallel.sharding.random_streams import advance_rng, derived_rng, rng_checksum
+from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 from lightning_shardckpt.parallel.tensors.placeholder import (
     Placeholder,
@@ -299,7 +300,8 @@ class Gate:
         run = self._gates.running
         if run is None or run.kind != "probe":  # a probe looks for what is drawn outside of modules
             advance_rng()
-        with derived_rng(self._fqn):  # what a module draws must not shift what other stages draw outside modules
+        # What a module draws must not shift what other stages draw outside modules.
+        with derived_rng(self._fqn), no_other_draws(self._fqn):
             return forward(*args, **kwargs)
 
     def _by_shape(self, run: StageRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

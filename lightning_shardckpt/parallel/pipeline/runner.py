@@ -35,6 +35,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGather
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.random_streams import draw_seed, rng_checksum, seeded_rng
+from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, other_draws, parts_of_running
 
 LossOf = Literal["batch", "microbatch"]
 
@@ -227,6 +228,7 @@ class Pipeline:
         try:
             state.batches, sizes = split_batch(state.step.batch, len(state.batches))
             state.shares = [size / sum(sizes) for size in sizes]
+            state.samples = parts_of_running(sizes)
             self._probe(state)
             self._checks.check_start(state)
         except Exception as error:
@@ -240,11 +242,13 @@ class Pipeline:
         """
         for stage in self._schedule.stages_of(self._rank):
             run = StageRun("probe", 0, self._plan.ranges[stage][1])
-            with torch.no_grad(), seeded_rng(state.seed):
+            with torch.no_grad(), seeded_rng(state.seed), for_samples(state.samples[0], counted=False):
                 before = rng_checksum()
                 self._stages.run_stage(run, lambda: state.step.run(copied(state.batches[0]), None))
                 state.draws = state.draws or rng_checksum() != before or state.step.drew
             state.carries[stage] = run.carry
+        if state.draws and state.samples[0] is not None and state.samples[0].alone:
+            raise other_draws(state.step.name)
 
     # --- the rest of the step, on the whole batch ---
 

@@ -23,6 +23,7 @@ from lightning_shardckpt.parallel.pipeline.split_backward import backward_input,
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
 from lightning_shardckpt.parallel.sharding.random_streams import seeded_rng
+from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples
 from lightning_shardckpt.parallel.tensors.step_cache import step_cache
 
 
@@ -119,7 +120,7 @@ class StageRunner:
         carry = state.carries[stage]
         run = StageRun("run", start, stop, whole=whole, carry=carry, incoming=incoming, random=received.facts)
         share = state.shares[microbatch]
-        with seeded_rng(state.seed + microbatch):
+        with seeded_rng(state.seed + microbatch), for_samples(state.samples[microbatch]):
             self.run_stage(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
         outputs = run.outputs
         if whole:
@@ -154,9 +155,11 @@ class StageRunner:
             outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
             tokens = [entry.token for entry in stored.entered.values() if entry is not None]
             if op.kind == "backward_input" and self._split_backward and tokens:
-                state.rests[stage, microbatch] = backward_input(outputs, grads, tokens)
+                with for_samples(state.samples[microbatch]):
+                    state.rests[stage, microbatch] = backward_input(outputs, grads, tokens)
             else:
-                torch.autograd.backward(outputs, grads)
+                with for_samples(state.samples[microbatch]):  # whose layers activation checkpointing may run again
+                    torch.autograd.backward(outputs, grads)
         entered = {p: entry.grad for p, entry in stored.entered.items() if entry is not None}
         tensors = {p: (grad, False) for p, grad in entered.items() if grad is not None}
         self._send(op, Message(tensors))
@@ -165,4 +168,5 @@ class StageRunner:
         for place in places:
             rest = state.rests.pop(place, None)  # nothing, if all of the backward ran at once
             if rest is not None:
-                backward_weight(rest)
+                with for_samples(state.samples[place[1]]):
+                    backward_weight(rest)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
+from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 
 
@@ -50,6 +51,7 @@ class StepState:
 
     Attributes:
         shares: of the samples, per microbatch.
+        samples: which these are, per microbatch, where somebody said so.
         seed: of what the step draws outside of modules, the same on all stages.
         scale: the gradient of the loss.
         whole_steps: whether the last stage runs the whole step on each microbatch.
@@ -69,6 +71,7 @@ class StepState:
     scale: Tensor | None
     whole_steps: bool
     draws: bool = False
+    samples: list[SampleNumbers | None] = field(default_factory=list)
     carries: dict[int, tuple[int, ...]] = field(default_factory=dict)
     stored: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
     rests: dict[tuple[int, int], DeferredBackward] = field(default_factory=dict)

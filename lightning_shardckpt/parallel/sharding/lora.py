@@ -9,16 +9,14 @@ the rank of the adapter, and ``lora_B`` is kept whole. PEFT is not imported: its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lightning_shardckpt.compat.module_class import child_slots
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
 
 _LISTED = 5
 
@@ -91,7 +89,7 @@ def _parts(module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
     parts |= {f"{cut}.{adapter}": style for adapter in _by_adapter(module, cut)}
     if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
         dropouts = _by_adapter(module, "lora_dropout").items()
-        parts |= {f"lora_dropout.{name}": PartOfDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
+        parts |= {f"lora_dropout.{name}": ShardedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
     return parts
 
 
@@ -99,17 +97,3 @@ def _by_adapter(layer: nn.Module, name: str) -> dict[str, nn.Module]:
     found = layer.get_submodule(name)
     assert isinstance(found, nn.ModuleDict)
     return dict(found.items())
-
-
-class PartOfDropout(ParallelStyle):
-    """Dropout of a part of the last dim that drops what dropout of all of it would, given the same random state."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.forward = partial(_drop, module, device_mesh.size(), device_mesh.get_local_rank())
-        return module
-
-
-def _drop(module: nn.Module, size: int, rank: int, x: Tensor) -> Tensor:
-    width = x.shape[-1]
-    kept = nn.functional.dropout(x.new_ones(*x.shape[:-1], width * size), module.p, module.training)  # type: ignore[arg-type]
-    return x * torch.narrow(kept, -1, rank * width, width)
