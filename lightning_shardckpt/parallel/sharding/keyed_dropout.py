@@ -86,11 +86,11 @@ def _mixed(x: Tensor) -> Tensor:
 def _places(row: Sequence[int], part: DimPart | None, device: torch.device) -> Tensor:
     """The places of the elements in the whole row, times an odd constant, in the shape of what is here."""
     if part is None:
-        return torch.arange(1, prod(row) + 1, device=device).view(*row) * _GOLDEN
+        return torch.arange(1, prod(row) + 1, device=device).view(tuple(row)) * _GOLDEN
     inner = prod(row[part.dim + 1 :])
     outer = torch.arange(prod(row[: part.dim]), device=device) * (part.size * inner)
     here = torch.arange(part.start * inner, (part.start + row[part.dim]) * inner, device=device)
-    return ((outer[:, None] + here + 1) * _GOLDEN).view(*row)
+    return ((outer[:, None] + here + 1) * _GOLDEN).view(tuple(row))
 
 
 @dataclass(slots=True)
