@@ -28,7 +28,6 @@ from lightning_shardckpt.parallel.sharding.keyed_dropout import (
 )
 from lightning_shardckpt.parallel.sharding.random_streams import rng_checksum
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, other_draws, set_running_samples
-from lightning_shardckpt.pytorch import ShardedStrategy
 from lightning_shardckpt.state.data_position import ResumableLoader
 
 
@@ -82,7 +81,8 @@ class DropoutBySample(Callback):
         """Say which samples the batch has."""
         numbers = self._numbers(trainer, batch, batch_idx)
         set_running_samples(SampleNumbers(trainer.current_epoch, numbers, alone=self.strict))
-        pipelined = isinstance(trainer.strategy, ShardedStrategy) and trainer.strategy.topology.pipeline > 1
+        topology = getattr(trainer.strategy, "topology", None)
+        pipelined = topology is not None and topology.pipeline > 1
         self._drawn = rng_checksum() if self.strict and not pipelined else None  # a pipeline draws, and looks itself
 
     @override

@@ -26,7 +26,7 @@ ROWS = [
     {"sources"},
     {"checkpoint", "export", "pretrained", "tools"},
     {"api", "lazy", "consolidate", "checkpoint_io"},
-    {"from_checkpoint", "checkpoint_monitor", "checkpoint_retention", "recording"},
+    {"from_checkpoint", "checkpoint_monitor", "checkpoint_retention", "dropout_by_sample", "recording"},
     {"strategy"},
     {"pytorch", "fabric", "cli"},
     {"__main__", "__init__"},
@@ -41,7 +41,7 @@ PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
 KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "checkpoint_monitor", "checkpoint_retention"}
-KNOWS_LIGHTNING |= {"recording", "strategy", "pytorch", "fabric"}
+KNOWS_LIGHTNING |= {"dropout_by_sample", "recording", "strategy", "pytorch", "fabric"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace"}  # documented by Python
 OVERRIDDEN = {"_strip_protocol"}  # fsspec's, which says that file systems override it
@@ -135,7 +135,7 @@ def test_parallel_knows_only_torch_and_what_knows_no_checkpoints() -> None:
     assert {part(name) for name in ours} - {"parallel", "compat", "errors", "system", "format"} == set()
     assert {name for name in ours if part(name) == "format"} == {"lightning_shardckpt.format.clean_fqn"}  # strings only
     users = {part(module) for module in MODULES if "parallel" in map(part, our_imports(module))}
-    assert users - {"parallel", "strategy", "pytorch", "fabric", "__init__"} == set()
+    assert users - {"parallel", "dropout_by_sample", "strategy", "pytorch", "fabric", "__init__"} == set()
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -111,6 +111,10 @@ class DropoutSettings:
     call: int = 0
     looked: bool = False
 
+    def __deepcopy__(self, memo: dict[int, object]) -> DropoutSettings:
+        """The same: a copy of a module, as StochasticWeightAveraging makes it, is of the same processes."""
+        return self
+
 
 class KeyedDropout(nn.Module):
     """Mixed into the class of a dropout: drops by samples while it is known which ones; else as torch does."""
