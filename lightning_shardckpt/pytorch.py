@@ -63,8 +63,8 @@ from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy, scaler_fact
 from lightning_shardckpt.strategy.module_record import check_filled, recall, remember
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
 from lightning_shardckpt.strategy.preemption import Preemption
-from lightning_shardckpt.strategy.resume import DataShare
 from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints
+from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]

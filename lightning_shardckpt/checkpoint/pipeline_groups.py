@@ -1,19 +1,68 @@
-"""Join the tables of groups of ranks, such as pipeline stages, into one. Done on rank 0, without tensors."""
+"""Join the tables of groups of ranks, such as pipeline stages, into one. Knows no tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from typing import Any
 
 from lightning_shardckpt.checkpoint.plan_cache import Tables
+from lightning_shardckpt.checkpoint.save_values import GroupTable
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.format.index import Component, TensorSpec
+from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import Holders, join_holders, unheld
+from lightning_shardckpt.state.json_values import references, union
 from lightning_shardckpt.state.trainer import entry_of
 
 _LISTED = 5
 
 
-def held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
+def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], save_id: str, world: int) -> str:
+    """Return a group's tables as a root index without files.
+
+    Args:
+        tables: as the group's first rank has them.
+        holders: the group's ranks, as ranges.
+        own: tensors of the trainer's state that the first rank alone writes.
+        save_id: of the save.
+        world: ranks of the save.
+    """
+    held = {
+        name: Component({k: _held_by(s, holders) for k, s in c.tensors.items()}, c.aliases)
+        for name, c in tables.items()
+    }
+    held["trainer"] = Component({**table_of(held, "trainer").tensors, **own})
+    return root_to_json(RootIndex(save_id, world, held, {})).decode()
+
+
+def joined_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
+    """Join what groups tell.
+
+    Args:
+        groups: of each group, what its first rank tells, in rank order.
+        world: ranks of the save.
+
+    Returns:
+        The tables of all groups, as a root index without files, and the trainer's state, to which all groups may add.
+
+    Raises:
+        MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
+        StateError: for sharded tensors of the trainer's state that are not kept by parameter name.
+    """
+    roots = [root_from_json(group["tables"].encode(), "table of a rank") for group in groups]
+    tables = [root.components for root in roots]
+    _check_ties(tables, [group["tied"] for group in groups])
+    trainer = reduce(union, [group["trainer"] for group in groups])
+    referred = set(references(trainer))
+    _check_trainer(tables, referred)
+    joined = _joined_tables(tables)
+    _check_held(joined, world)
+    joined["trainer"] = Component({k: s for k, s in table_of(joined, "trainer").tensors.items() if k in referred})
+    return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode(), trainer
+
+
+def _held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
     """Return a spec of the same tensor, as held by other ranks."""
     return TensorSpec(spec.dtype, spec.shape, spec.layout, holders, spec.pinned)
 
@@ -23,7 +72,7 @@ def table_of(tables: Mapping[str, Component], name: str) -> Component:
     return tables.get(name, Component({}))
 
 
-def check_ties(tables: list[Tables], tied: list[dict[str, str]]) -> None:
+def _check_ties(tables: list[Tables], tied: list[dict[str, str]]) -> None:
     """Raise if groups have different values of a tied weight, since a hook replaced it on some."""
     for key in sorted({key for keys in tied for key in keys}):
         pairs = zip(tables, tied, strict=True)
@@ -35,7 +84,7 @@ def check_ties(tables: list[Tables], tied: list[dict[str, str]]) -> None:
             )
 
 
-def check_trainer(tables: list[Tables], referred: set[str]) -> None:
+def _check_trainer(tables: list[Tables], referred: set[str]) -> None:
     """Raise if sharded tensors of the trainer's state would be lost, or may be taken for one another."""
     about: dict[str, list[str | None]] = {}
     for table in tables:
@@ -52,7 +101,7 @@ def check_trainer(tables: list[Tables], referred: set[str]) -> None:
         )
 
 
-def joined_tables(tables: list[Tables]) -> Tables:
+def _joined_tables(tables: list[Tables]) -> Tables:
     """The union of the groups' tables; a tensor that several groups have is held by all of their ranks.
 
     A group that knows only an alias of a tensor stores it under the name that the others use. Of plain tensors of the
@@ -80,11 +129,11 @@ def joined_tables(tables: list[Tables]) -> Tables:
                         f"the ranks hold different tensors as {key!r}: {other.dtype} {other.shape} on ranks "
                         f"{other.holders}, {spec.dtype} {spec.shape} on ranks {spec.holders}"
                     )
-                known.tensors[key] = held_by(spec, join_holders([*other.holders, *spec.holders]))
+                known.tensors[key] = _held_by(spec, join_holders([*other.holders, *spec.holders]))
     return joined
 
 
-def check_held(joined: Tables, world: int) -> None:
+def _check_held(joined: Tables, world: int) -> None:
     """Raise if some rank's state lacks a tensor of which it should have a shard."""
     lost = []
     for name, table in joined.items():

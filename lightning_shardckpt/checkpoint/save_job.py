@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
@@ -16,16 +16,10 @@ import torch
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, only_model, plan_mirror
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
-from lightning_shardckpt.checkpoint.pipeline_groups import (
-    check_held,
-    check_ties,
-    check_trainer,
-    held_by,
-    joined_tables,
-    table_of,
-)
+from lightning_shardckpt.checkpoint.pipeline_groups import group_text, joined_groups, table_of
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.checkpoint.rank_files import RankWriter
+from lightning_shardckpt.checkpoint.save_agreement import differ, groups_of, refuse_differing
 from lightning_shardckpt.checkpoint.save_values import Agreement, GroupTable, SaveWish, Written
 from lightning_shardckpt.checkpoint.staging import (
     BackgroundCopies,
@@ -36,7 +30,7 @@ from lightning_shardckpt.checkpoint.staging import (
     versioned,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import FormatError, MismatchError, StateError
+from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.component_digest import DIGESTED, constant_part
 from lightning_shardckpt.format.file_names import FileInfo
@@ -49,8 +43,7 @@ from lightning_shardckpt.format.tensor_digest import TensorDigest, total
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
-from lightning_shardckpt.state.json_values import references, union
-from lightning_shardckpt.state.replica_digests import Digests, combined, differing, replica_digests
+from lightning_shardckpt.state.replica_digests import Digests, combined, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.protocol import Draft, Storage
@@ -64,9 +57,6 @@ class RunInfo:
     step: int | None = None
     epoch: int | None = None
     topology: dict[str, int] = field(default_factory=dict)
-
-
-_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +120,8 @@ class SaveJob:
 
         None if replicas differ.
         """
-        for what in ("path", "step"):
-            found = {json.dumps(wish[what]): rank for rank, wish in reversed(list(enumerate(wishes)))}
-            if len(found) > 1:
-                listed = ", ".join(f"rank {rank}: {value}" for value, rank in sorted(found.items(), key=lambda x: x[1]))
-                hint = "; if the name holds a metric, log it with sync_dist=True" if what == "path" else ""
-                raise MismatchError(f"the ranks disagree about the {what} of this save: {listed}{hint}")
-        groups: dict[str, list[int]] = {}
-        for rank, wish in enumerate(wishes):
-            groups.setdefault(wish["digest"], []).append(rank)
-        self._groups = list(groups.values())
-        if any(_differ([wishes[rank]["replicas"] for rank in group]) for group in self._groups):
+        self._groups = groups_of(wishes)
+        if any(differ([wishes[rank]["replicas"] for rank in group]) for group in self._groups):
             return None
         mirror = {}
         if self._options.also is not None:
@@ -167,14 +148,7 @@ class SaveJob:
         Raises:
             MismatchError: naming tensors and ranks.
         """
-        found = [differing({rank: reports[rank] for rank in group}) for group in self._groups]
-        lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for wrong in found for key, sets in wrong.items()]
-        listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)
-        raise MismatchError(
-            f"cannot save {self.path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
-            f"{len(lines)} tensors, by the ranks that hold the same:\n  {listed}\nMake them equal (average them, …), "
-            'or take those of the lowest rank with replicas="first".'
-        )
+        refuse_differing(self.path, self._groups, reports)
 
     def table(self, agreed: Agreement) -> GroupTable | None:
         """Return a group's tables, as a root index without files, and its trainer's state.
@@ -185,12 +159,7 @@ class SaveJob:
         if group is None:
             return None
         holders = tuple((start, stop) for start, stop in group)
-        tables = {
-            name: Component({k: held_by(s, holders) for k, s in c.tensors.items()}, c.aliases)
-            for name, c in self._own_tables.items()
-        }
-        tables["trainer"] = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
-        text = root_to_json(RootIndex(agreed["save_id"], self._ranks.world, tables, {})).decode()
+        text = group_text(self._own_tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
         model = self._snapshot.leaves.get("model", Leaves())
         tied = {
             key: "the model's" if own else checksum(host_bytes(local_tensor(model.tensors[key])))
@@ -205,17 +174,8 @@ class SaveJob:
             MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
             StateError: for sharded tensors of the trainer's state that are not kept by parameter name.
         """
-        groups = [report for report in reports if report is not None]
-        roots = [root_from_json(group["tables"].encode(), "table of a rank") for group in groups]
-        tables = [root.components for root in roots]
-        check_ties(tables, [group["tied"] for group in groups])
-        self._trainer = reduce(union, [group["trainer"] for group in groups])
-        referred = set(references(self._trainer))
-        check_trainer(tables, referred)
-        joined = joined_tables(tables)
-        check_held(joined, self._ranks.world)
-        joined["trainer"] = Component({k: s for k, s in table_of(joined, "trainer").tensors.items() if k in referred})
-        return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode()
+        text, self._trainer = joined_groups([report for report in reports if report is not None], self._ranks.world)
+        return text
 
     def _mirror(self, table: Component, model: dict[str, Any]) -> HFMirror:
         wanted = list(Model(model, {}).tensors(table)), int(self._options.size_per_shard * MB)
@@ -387,19 +347,10 @@ class SaveJob:
             self._draft.discard()
 
 
-
-def _differ(marks: list[dict[str, str]]) -> bool:
-    """Return whether ranks have different digests of the same replicas."""
-    known: dict[str, str] = {}
-    return any(known.setdefault(label, mark) != mark for of in marks for label, mark in of.items())
-
-
 def _pinned(found: Snapshot) -> Snapshot:
     """Return a snapshot whose tensors are all written by the lowest rank that holds them."""
     pinned = {name: replace(of, pinned=frozenset(of.tensors)) for name, of in found.leaves.items() if name != "trainer"}
     return replace(found, leaves={**found.leaves, **pinned})
-
-
 
 
 @cache

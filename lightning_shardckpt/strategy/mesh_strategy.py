@@ -34,7 +34,7 @@ from lightning_shardckpt.pretrained.load import Pretrained, beginning
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.strategy.resume import checked_io
+from lightning_shardckpt.strategy.trainer_checkpoint import checked_io
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")

@@ -32,7 +32,7 @@ from lightning_shardckpt.state.optimizer import optimizer_leaves, optimizer_stat
 from lightning_shardckpt.state.optimizer_merge import merge_optimizers
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.strategy.module_targets import module_targets
-from lightning_shardckpt.strategy.resume import DataShare
+from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
 from tests.support import tiny
 from tests.support.pool import run_ranks
 

@@ -1,0 +1,181 @@
+"""Save and load all of a Trainer under ``ShardedStrategy``.
+
+Lightning's checkpoint dict has the shared state. Added to it, per rank: random states, the position in the data, and
+the states of loaders that have their own, since those differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_shardckpt.checkpoint.parts import PARTS
+from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
+from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
+from lightning_shardckpt.compat.strategy_assignment import is_wrapper
+from lightning_shardckpt.state.module_io import put_values
+from lightning_shardckpt.strategy.module_record import filling
+from lightning_shardckpt.strategy.module_targets import module_targets
+from lightning_shardckpt.strategy.stop_position import Position
+from lightning_shardckpt.system.gc_pause import gc_paused
+
+
+def checked_io(io: object) -> ShardCkptIO:
+    """The CheckpointIO of a ShardedStrategy, which must be ours: others are called on one rank with whole tensors.
+
+    Raises:
+        TypeError: for any other, saying what to do.
+    """
+    if isinstance(io, ShardCkptIO):
+        return io
+    if is_wrapper(io):
+        raise TypeError(
+            f"{type(io).__name__} saves in a thread of rank 0 alone, but every rank writes its own slices here. "
+            "Pass ShardCkptIO() alone in plugins."
+        )
+    raise TypeError(
+        f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DataShare:
+    """The part of the data on which this rank trains, and its pipeline stage of the model.
+
+    Its data-parallel rank, how many there are, ranks of each; its stage, how many there are. Stages are the outermost.
+    """
+
+    data_rank: int
+    data_size: int
+    ranks_each: int
+    stage: int = 0
+    stages: int = 1
+
+    def source_rank(self, rank_state: dict[str, Any]) -> int:
+        """The rank of the saving run whose state this one takes, from any rank's state: of the same data and stage."""
+        saved = DataShare(**rank_state["place"])
+        stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
+        return (stage * saved.data_size + data_rank) * saved.ranks_each
+
+
+def save_checkpoint(
+    io: ShardCkptIO, position: Position, place: DataShare, checkpoint: dict[str, Any], path: Any, storage_options: Any
+) -> None:
+    """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it.
+
+    Args:
+        io: told who saves together.
+        position: where a run that resumes must go on.
+        place: which data this rank trains on.
+        checkpoint: Lightning's dict; it is not changed.
+        path: where to, the same on all ranks.
+        storage_options: as Lightning gives them.
+    """
+    checkpoint = dict(checkpoint)
+    rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(place), "positions": position.loaders}
+    rank_state |= {key: found for key in ("monitored", "partial") if (found := getattr(position, key))}
+    loops = checkpoint.get("loops")
+    if loops and position.fit_loop is not None:
+        checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
+        checkpoint["epoch"] = position.fit_loop["epoch_progress"]["current"]["completed"]
+    if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
+        state = dict(loops["fit_loop"]["state_dict"])
+        rank_state["loaders"] = state.pop("combined_loader")
+        checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
+    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path, storage_options)
+
+
+def load_checkpoint(
+    io: ShardCkptIO, trainer: pl.Trainer, place: DataShare, path: Any, *, weights_only: bool | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
+
+    Collective: every rank must call it.
+
+    Args:
+        io: told who loads together.
+        trainer: whose module and optimizers are filled.
+        place: which data this rank trains on; it picks the saving rank whose state this one takes.
+        path: of the checkpoint, the same on all ranks.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``; None is True.
+
+    Returns:
+        Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, for hooks to see; and the state of the
+        saving rank that stood in this one's place, None if there is none.
+    """
+    module = trainer.lightning_module
+    with gc_paused():
+        state_dict = module.state_dict()
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    parts = io.resume if fitting else frozenset(PARTS)
+    optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
+    targets = module_targets(module, state_dict, optimizers, io.names)
+    if "callbacks" in parts:
+        targets = replace(targets, regroup=partial(_regroup, trainer))
+    loaded = io.load_into(
+        path,
+        targets,
+        strict=module.strict_loading,
+        weights_only=weights_only,
+        pick_rank=place.source_rank,
+        partly=fitting,
+        filling=partial(filling, module, str(path)),
+    )
+    for note in loaded.skipped:
+        rank_zero_info(note)
+    put_values(module, state_dict, loaded.extra_state)
+    checkpoint = loaded.trainer
+    checkpoint["state_dict"] = state_dict
+    rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)
+    checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting and "loops" in parts)
+    _leave_out(checkpoint, trainer, parts)
+    if left := [part for part in PARTS if part not in parts]:
+        rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
+    same_data = rank_state is not None and DataShare(**rank_state["place"]).data_size == place.data_size
+    if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint:
+        states = rank_state.get("loaders", [])
+        if any(states):  # a loader of the user's has a state of its own
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
+    return checkpoint, rank_state
+
+
+def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset[str]) -> None:
+    """Take out of Lightning's checkpoint dict what is not to be resumed; its connector restores what is there."""
+    kept_by = {
+        "optimizer": [type(trainer.precision_plugin).__qualname__, "native_amp_scaling_state"],  # the loss scale
+        "loops": ["loops", "epoch", "global_step"],
+        "data": [type(getattr(trainer, "datamodule", None)).__qualname__],
+        "callbacks": ["callbacks"],
+    }
+    for key in (key for part, keys in kept_by.items() if part not in parts for key in keys):
+        checkpoint.pop(key, None)
+    if "schedulers" not in parts:
+        checkpoint["lr_schedulers"] = []
+    if "data" not in parts and "loops" in checkpoint:
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
+def _regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    """Give the optimizers the param groups that BaseFinetuning had made of layers that it had unfrozen."""
+    for callback in _finetuning(trainer):
+        saved = state.get("callbacks", {}).get(callback.state_key)
+        if saved is not None:
+            callback.load_state_dict(saved)
+            callback.on_fit_start(trainer, trainer.lightning_module)
+
+
+def keep_groups(trainer: pl.Trainer) -> None:
+    """Keep loaded hyper-parameters after callbacks have their state: BaseFinetuning would undo them."""
+    for callback in _finetuning(trainer):
+        keep_loaded_groups(callback)
+
+
+def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
