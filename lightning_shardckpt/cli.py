@@ -37,9 +37,7 @@ def _parser() -> ArgumentParser:
 
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
     inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
-    inspect.add_argument("--json", action="store_true", help="everything, for programs")
-    inspect.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
-    inspect.add_argument("--all", action="store_true", help="long tables in full")
+    _add_listing(inspect)
     inspect.add_argument("--tree", action="store_true", help="the modules with their sizes; layers that repeat, once")
     inspect.add_argument("--ranks", action="store_true", help="who has what; with --tensors, every box of these")
     add_storage_options(inspect)
@@ -109,10 +107,8 @@ def _add_diff(tools: Any) -> None:
     )
     diff.add_argument("a", type=str, help="a checkpoint: a directory or a URL")
     diff.add_argument("b", type=str, help="another one")
-    diff.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
     diff.add_argument("--quick", action="store_true", help="compare checksums instead of tensors, where both cut alike")
-    diff.add_argument("--all", action="store_true", help="long tables in full")
-    diff.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_listing(diff)
     add_storage_options(diff)
     tools.add_subcommand("diff", diff, help="what has changed between two checkpoints")
 
@@ -136,6 +132,12 @@ def _add_map(tools: Any) -> None:
     tools.add_subcommand("map", page, help="a picture of which rank has what")
 
 
+def _add_listing(parser: ArgumentParser) -> None:
+    parser.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
+    parser.add_argument("--all", action="store_true", help="long tables in full")
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+
+
 def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--onto", type=str, required=required, metavar="TOPOLOGY", help="such as tp=4,fsdp=2,pp=2,dp=1")
     rules = "what tensor parallelism cuts, such as 'layers.*.up=colwise'; by default what it cut when this was saved"
@@ -150,12 +152,10 @@ def _add_digest(tools: Any) -> None:
         "and in every format. Where the save recorded them, only indexes are read."
     )
     digest.add_argument("path", type=str, help="the checkpoint, of any format that is read, or a URL")
-    digest.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
     kinds, named = Literal["stored", "huggingface"], "huggingface: the model as an export names and splits it"
     digest.add_argument("--names", type=kinds, default="stored", help=named)
     digest.add_argument("--recompute", action="store_true", help="read the tensors, whatever was recorded")
-    digest.add_argument("--all", action="store_true", help="long tables in full")
-    digest.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_listing(digest)
     add_storage_options(digest)
     tools.add_subcommand("digest", digest, help="whether two checkpoints hold the same, as a few digits")
 

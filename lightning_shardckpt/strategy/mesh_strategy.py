@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
@@ -161,6 +162,13 @@ class MeshStrategy:
         self.axis_sizes = AxisSizes(
             data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
         )
+        for name, patterns in (
+            ("pipeline_layers", pipeline_layers),
+            ("fsdp_units", fsdp_units),
+            ("activation_checkpointing", activation_checkpointing),
+        ):
+            if isinstance(patterns, str):  # whose characters would be patterns
+                raise TopologyError(f"{name} is a list of patterns, found a single one: write {name}=[{patterns!r}]")
         pipelined = PipelineRecipe(
             layers=pipeline_layers,
             split=pipeline_split,

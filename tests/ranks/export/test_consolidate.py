@@ -45,19 +45,6 @@ from tests.support.pool import ROOT, run_ranks
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 4 ranks; tests must not change it."""
-    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
-    run_ranks(4, zoo.save, str(path))
-    return path
-
-
-@pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "zoo.ckpt"))
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     as_bytes = [t.contiguous().flatten().view(torch.uint8) if t.numel() else t for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)

@@ -36,19 +36,6 @@ NO_C128 = {"exclude": "*.complex128"}
 CHUNKS = {"format": "safetensors", "split": "chunks", "size_per_shard": 0.05, **NO_C128}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 4 ranks; tests must not change it."""
-    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
-    run_ranks(4, zoo.save, str(path))
-    return path
-
-
-@pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "zoo.ckpt"))
-
-
 def expected_tensors() -> dict[str, torch.Tensor]:
     return {k: t for k, t in zoo.whole_tensors().items() if not k.endswith("complex128")}
 

@@ -25,6 +25,12 @@ def test_what_cannot_be_is_refused_at_once(strategy: type) -> None:
         strategy(pipeline_microbatches=0)
 
 
+@pytest.mark.parametrize("name", ["pipeline_layers", "fsdp_units", "activation_checkpointing"])
+def test_a_pattern_is_not_taken_for_a_list_of_letters(name: str) -> None:
+    with pytest.raises(TopologyError, match=rf"{name}=\['blocks.\*'\]"):
+        pytorch.ShardedStrategy(**{name: "blocks.*"})
+
+
 @pytest.mark.parametrize("defers", [True, False])
 def test_fabric_builds_modules_without_memory_only_if_it_may(defers: bool) -> None:
     strategy = fabric.ShardedStrategy(defer_init=defers)
