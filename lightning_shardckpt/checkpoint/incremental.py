@@ -21,6 +21,8 @@ from lightning_shardckpt.format.file_names import shard_file_name
 from lightning_shardckpt.format.index import RankIndex
 from lightning_shardckpt.format.plan import Piece
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
+from lightning_shardckpt.storage.remote.cache import CachedReader
+from lightning_shardckpt.storage.remote.prefix import PrefixedReader
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.transfer.digests_beside import BoxDigests
 from lightning_shardckpt.transfer.linked_files import Place, base_files, divided, first_change
@@ -39,6 +41,7 @@ class _Saved:
     """A complete checkpoint, and what this rank wrote of it if it was saved here."""
 
     path: str
+    prefix: str = ""
     indexes: Indexes | None = None
 
 
@@ -82,13 +85,11 @@ class SaveHistory:
         """Take a checkpoint that was loaded as a base."""
         self._remember(_Saved(_absolute(path)))
 
-    def saved(self, path: str, indexes: Indexes) -> None:
-        """Take a checkpoint that is complete as a base."""
-        self._remember(_Saved(_absolute(path), indexes))
+    def saved(self, path: str, prefix: str, indexes: Indexes) -> None:
+        """Take a checkpoint that is complete as a base; ``prefix`` as in ``Draft``."""
+        self._remember(_Saved(_absolute(path), prefix, indexes))
 
     def _remember(self, saved: _Saved) -> None:
-        if is_url(saved.path):
-            return
         directory = _directory(saved.path)
         self._last.pop(directory, None)
         self._last[directory] = saved
@@ -143,10 +144,18 @@ class Base:
     indexes: Mapping[str, RankIndex]
     error: OSError | None = None
 
+    def original(self, name: str) -> tuple[Reader, str]:
+        """Return the reader of the place that has a file of the indexes, and the file's name there."""
+        reader = self.reader
+        while isinstance(reader, PrefixedReader | CachedReader):
+            reader, name = reader.original(name)
+        return reader, name
+
 
 def _opened(saved: _Saved, storage: Storage, rank: int) -> Base | None:
     if saved.indexes is not None:
-        return Base(storage.open(saved.path), saved.indexes)  # each file that is linked says of which save it is
+        reader = storage.open(saved.path)  # each file that is linked says of which save it is
+        return Base(PrefixedReader(reader, saved.prefix) if saved.prefix else reader, saved.indexes)
     checkpoint = Checkpoint(storage, saved.path)
     try:
         names = [name for name, component in checkpoint.root.components.items() if rank in component.indexes]
@@ -201,13 +210,16 @@ def write_changed(
     files: list[WrittenFile] = []
     for file in base_files(index) if base is not None and index is not None else ():
         pieces = file.pieces(left)
-        if base is None or base.error is not None or pieces is None or not file.is_intact(base.reader):
+        if base is None or base.error is not None or pieces is None:
+            continue
+        where = base.original(file.info.name)
+        if not file.is_intact(*where):
             continue
         if (change := first_change(file, pieces, stage)) is not None:
             changed.add((change.key, change.part.box))
             continue
         name = shard_file_name(mine.component, mine.rank, len(files) + 1)
-        if (error := draft.link(name, base.reader, file.info.name)) is None:
+        if (error := draft.link(name, *where)) is None:
             files.append(file.linked_as(name, pieces))
             for piece in pieces:
                 if digests is not None and index is not None:

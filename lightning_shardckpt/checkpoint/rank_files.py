@@ -46,7 +46,7 @@ class RankWriter:
 
     def __init__(self, path: str, rank: int, options: SaveOptions, storage: Storage, history: SaveHistory) -> None:
         self._path, self._rank, self._options = path, rank, options
-        self._storage, self._history, self._indexes = storage, history, Indexes()
+        self._storage, self._history, self._indexes, self._prefix = storage, history, Indexes(), ""
 
     def write(
         self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
@@ -76,7 +76,7 @@ class RankWriter:
         self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
     ) -> RankFiles:
         """Do the same, but link the files that an earlier checkpoint has."""
-        written = RankFiles()
+        written, self._prefix = RankFiles(), draft.prefix
         with self._history.base(self._path, draft, self._storage, self._rank) as base:
             for name, files in plan.files.items():
                 pieces = [piece for file in files for piece in file.pieces]
@@ -99,7 +99,7 @@ class RankWriter:
     def completed(self) -> None:
         """Let later saves link the files of this one: it is complete on all ranks."""
         if self._options.incremental:
-            self._history.saved(self._path, self._indexes)
+            self._history.saved(self._path, self._prefix, self._indexes)
 
 
 def _add_digest(written: RankFiles, plan: SavePlan, component: str, digests: BoxDigests | None) -> None:

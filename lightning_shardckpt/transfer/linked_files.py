@@ -43,12 +43,12 @@ class BaseFile:
         )
         return found if is_same else None  # type: ignore[return-value]  # none of them is None
 
-    def is_intact(self, reader: Reader) -> bool:
-        """Return whether size and header in the base are those that its index has."""
+    def is_intact(self, reader: Reader, name: str) -> bool:
+        """Return whether size and header in the base, under this name, are those that its index has."""
         try:
-            if reader.size(self.info.name) != self.info.nbytes:
+            if reader.size(name) != self.info.nbytes:
                 return False
-            header = read_header(partial(reader.read_into, self.info.name), self.info.nbytes)
+            header = read_header(partial(reader.read_into, name), self.info.nbytes)
         except (OSError, EOFError, FormatError, HeaderLengthError):
             return False
         return checksum(header) == self.info.checksum

@@ -140,6 +140,8 @@ class Asked:
     method: str
     path: str
     turn: int
+    copies: bool = False
+    """Whether the store is to copy another object."""
 
     @property
     def is_part(self) -> bool:
@@ -159,6 +161,7 @@ class Proxy:
         self.harm: Harm = lambda asked: None
         self.asked: list[Asked] = []
         self.sent_bytes = 0  # of objects
+        self.received_bytes = 0
         self.released = Event()
         self._turns: Counter[tuple[str, str]] = Counter()
         self._lock, self._target = Lock(), port
@@ -187,17 +190,18 @@ class Proxy:
         with self._lock:
             self.asked.clear()
             self._turns.clear()
-            self.sent_bytes = 0
+            self.sent_bytes = self.received_bytes = 0
 
     def passed(self, name: str) -> bool:
         """Whether an object whose key ends so was written before."""
         with self._lock:
             return sum(a.method == "PUT" and a.path.partition("?")[0].endswith(name) for a in self.asked) > 1
 
-    def note(self, method: str, path: str) -> Asked:
+    def note(self, method: str, path: str, nbytes: int, copies: bool) -> Asked:
         with self._lock:
             self._turns[method, path] += 1
-            self.asked.append(Asked(method, path, self._turns[method, path]))
+            self.received_bytes += nbytes
+            self.asked.append(Asked(method, path, self._turns[method, path], copies))
             return self.asked[-1]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -219,7 +223,7 @@ class Proxy:
 
             def do(self) -> None:
                 body = self._body()
-                harm = proxy.harm(proxy.note(self.command, self.path))
+                harm = proxy.harm(proxy.note(self.command, self.path, len(body), "x-amz-copy-source" in self.headers))
                 if harm == "stall":
                     proxy.released.wait(30)
                 if harm in ("reset", "stall"):
@@ -290,4 +294,4 @@ class Proxy:
 
 
 SKIPPED = {"content-length", "transfer-encoding", "connection", "server", "date"}
-CODES = {403: "AccessDenied", 429: "SlowDown", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}
+CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}

@@ -57,6 +57,10 @@ class CachedReader:
         finally:
             local.close()
 
+    def original(self, name: str) -> tuple[Reader, str]:
+        """Return the reader that files are downloaded from, and a file's name there."""
+        return self._reader, name
+
     def names(self) -> list[str]:
         """Return every entry of the checkpoint, sorted."""
         return self._reader.names()

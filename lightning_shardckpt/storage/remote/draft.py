@@ -16,6 +16,7 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
 from lightning_shardckpt.storage.remote.prefix import HEAD_BYTES, TAGGED, is_ours, prefix_in, prefix_of
+from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
 from lightning_shardckpt.system.text import count_text, size_text
 
 _PARTS_HINT = (
@@ -27,8 +28,6 @@ _PARTS_HINT = (
 class RemoteDraft:
     """Objects whose names begin with the id of the save, and a root index that is kept until it is published."""
 
-    can_link = False
-
     def __init__(
         self,
         objects: ObjectStore,
@@ -38,7 +37,7 @@ class RemoteDraft:
         turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._objects, self._path, self._folder, self._turn = objects, path, folder, turn
-        self.prefix = prefix_of(save_id)
+        self.prefix, self.can_link = prefix_of(save_id), objects.can_copy
         self._before: ObjectStat | None = None
         self._begun = False
         self._root: bytes | None = None
@@ -84,8 +83,18 @@ class RemoteDraft:
         raise ValueError(f"{self._path!r}, {name}: {_PARTS_HINT}")
 
     def link(self, name: str, of: Reader, there: str) -> OSError | None:
-        """Return an error: no object is another one."""
-        return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), self._path)
+        """Have the store copy the object; return the error of one that can't."""
+        source = of.key(there, self._objects) if isinstance(of, RemoteReader) else None
+        if source is None:
+            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), self._path)
+        try:
+            self._objects.copy(source, self._key(self.prefix + name), of.size(there))
+        except FileNotFoundError as error:
+            return FileNotFoundError(errno.ENOENT, str(error), source)
+        except OSError as error:
+            return error
+        self._written.add(name)
+        return None
 
     def publish(self) -> None:
         """Put the root index; then delete what else lay there before that.

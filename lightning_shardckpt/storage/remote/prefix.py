@@ -67,6 +67,10 @@ class PrefixedReader:
         """Return another reader of the same files."""
         return PrefixedReader(self._reader.clone(), self._prefix)
 
+    def original(self, name: str) -> tuple[Reader, str]:
+        """Return the reader that this one reads from, and the name that a file has there."""
+        return self._reader, self._stored(name)
+
     def close(self) -> None:
         """Release what is open."""
         self._reader.close()

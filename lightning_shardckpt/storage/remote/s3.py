@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.objects import Chunks, ObjectStat, ObjectStore
 from lightning_shardckpt.storage.remote.retry import RetryPolicy, status_of
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.system.workers import TaskQueue
+from lightning_shardckpt.system.workers import TaskQueue, run_tasks
 
 _LARGER_AFTER = 2000  # parts of an object of unknown size
 _DELETED_AT_ONCE = 1000  # S3's limit
@@ -30,6 +30,8 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
 
 class S3Objects(ObjectStore):
     """Objects of S3, or of what speaks its protocol, through s3fs."""
+
+    can_copy = True
 
     def __init__(self, fs: Any, *, retry_policy: RetryPolicy, tuning: Tuning = TUNING) -> None:
         super().__init__(fs, retry_policy=retry_policy, tuning=tuning)
@@ -97,6 +99,36 @@ class S3Objects(ObjectStore):
                 self._call("writing", key, "put_object", Body=bytes(chunks.rest))
             else:
                 self._complete(key, upload, sent)
+        except BaseException as error:
+            self._give_up(key, upload, error)
+            raise
+
+    def copy(self, source: str, key: str, nbytes: int) -> None:
+        """Have the store write an object that is the same as another one; a large one in parts, several at a time.
+
+        Raises:
+            FileNotFoundError: if the other one is not there.
+            OSError: if the store can't do it.
+        """
+        bucket, name = self._split(source)
+        about: dict[str, Any] = {"CopySource": {"Bucket": bucket, "Key": name}}
+        part_bytes = max(self._tuning.copy_part_bytes, -(-nbytes // self._tuning.upload_max_parts))
+        if nbytes <= part_bytes:
+            self._call("copying to", key, "copy_object", **about)
+            return
+        upload, sent = self._begin(key), dict[int, tuple[str, int]]()
+
+        def copy_part(begin: int) -> None:
+            number, stop = begin // part_bytes + 1, min(begin + part_bytes, nbytes)
+            part = {"PartNumber": number, "CopySourceRange": f"bytes={begin}-{stop - 1}"}
+            doing = f"copying part {number} to"
+            found = self._call(doing, key, "upload_part_copy", UploadId=upload, **about, **part)
+            sent[number] = found["CopyPartResult"]["ETag"], stop - begin
+
+        try:
+            parts, threads = range(0, nbytes, part_bytes), self._tuning.copy_threads
+            run_tasks(parts, lambda: nullcontext(copy_part), threads=threads, name="shardckpt-copy")
+            self._complete(key, upload, sent)
         except BaseException as error:
             self._give_up(key, upload, error)
             raise

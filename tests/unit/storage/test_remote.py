@@ -27,7 +27,7 @@ from lightning_shardckpt.sources.source import ReadTarget, ShardedSource
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.locks import one_per_machine
 from lightning_shardckpt.storage.protocol import Draft, Reader, read_all
-from lightning_shardckpt.storage.remote.remote_storage import RemoteReader
+from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
 from lightning_shardckpt.storage.router import StorageRouter, is_url, storage_of
 from lightning_shardckpt.strategy.ckpt_path import resolved
 from lightning_shardckpt.tools.inspect import inspect
