@@ -294,4 +294,5 @@ class Proxy:
 
 
 SKIPPED = {"content-length", "transfer-encoding", "connection", "server", "date"}
-CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}
+CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
+CODES |= {500: "InternalError", 501: "NotImplemented"}
