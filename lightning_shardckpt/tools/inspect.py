@@ -103,7 +103,10 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
 
 
 def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield every file with its size according to the indexes; what cannot be read is noted in ``problems``."""
+    """Yield every file with its size according to the indexes; what cannot be read is noted in ``problems``.
+
+    A file of an earlier save, which this one linked or had copied, is listed with the id of that.
+    """
     root = checkpoint.root
     yield {"name": ROOT_NAME, "rank": None, "bytes": checkpoint.reader.size(ROOT_NAME)}
     for name, component in root.components.items():
@@ -114,7 +117,9 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
             except ShardCkptError as error:
                 problems.append(str(error))
                 continue
-            yield from ({"name": file.name, "rank": rank, "bytes": file.nbytes} for file in files)
+            for file in files:
+                earlier = {"save_id": file.save_id} if file.save_id else {}
+                yield {"name": file.name, "rank": rank, "bytes": file.nbytes, **earlier}
     yield from ({"name": info.name, "rank": None, "bytes": info.nbytes} for info in root.mirror.values())
     for document in sorted(root.documents.values(), key=lambda d: d.name):
         rank_text = document.name.rpartition("-dist-")[2].removesuffix(".json")
@@ -210,6 +215,8 @@ def _summary(found: dict[str, Any]) -> str:
         ("saved with", ", ".join(f"{name} {version}" for name, version in found["software"].items()) or "?"),
         ("save id", found["save_id"]),
     ]
+    if earlier := [file["bytes"] for file in found["files"] if "save_id" in file]:
+        lines.append(("unchanged", f"{size_text(sum(earlier))} in {count_text(len(earlier), 'file')} of earlier saves"))
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
@@ -246,9 +253,12 @@ def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
 
 def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
     def row(file: dict[str, Any]) -> tuple[str, ...]:
-        return file["name"], "" if file["rank"] is None else str(file["rank"]), size_text(file["bytes"])
+        size, earlier = size_text(file["bytes"]), (file.get("save_id", ""),) * has_earlier
+        return file["name"], "" if file["rank"] is None else str(file["rank"]), size, *earlier
 
-    return long_table(("file", "rank", "size"), files, row, limit=limit, noun="file", right=("rank", "size"))
+    has_earlier = any("save_id" in file for file in files)
+    header = ("file", "rank", "size", *("of the save",) * has_earlier)
+    return long_table(header, files, row, limit=limit, noun="file", right=("rank", "size"))
 
 
 def _trees(found: dict[str, Any]) -> Iterator[str]:

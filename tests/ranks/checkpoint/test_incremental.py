@@ -30,7 +30,9 @@ from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.posix import FileSystem, link_file
 from lightning_shardckpt.storage.memory import MemoryStorage
+from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.tools.digest import digest
+from lightning_shardckpt.tools.inspect import inspect, render
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -89,6 +91,12 @@ def test_a_frozen_part_is_linked_and_every_directory_is_whole_by_itself(tmp_path
         api.save(path, {"net": net}, incremental=True)
     assert [linked(path) for path in paths] == [set(), *[{"base.weight", "base.bias"}] * 2]
     assert max(shards(paths[2]).values()) == 3
+    told = inspect(paths[2])
+    ((earlier, nbytes),) = ((file["save_id"], file["bytes"]) for file in told["files"] if "save_id" in file)
+    assert earlier == inspect(paths[0])["save_id"] != told["save_id"]
+    assert nbytes == max(file.stat().st_size for file in paths[2].iterdir())
+    assert f"{size_text(nbytes)} in 1 file of earlier saves" in render(told)
+    assert "earlier saves" not in render(inspect(paths[0]))
     expected = {key: value.clone() for key, value in net.state_dict().items()}
     shutil.copytree(paths[2], tmp_path / "elsewhere" / "copied")
     for path in paths[:2]:
