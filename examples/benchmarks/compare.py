@@ -22,8 +22,9 @@ own function makes the state first.
 Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
 from the page cache, and from the disk below it), reshard (other ranks, columns), small (microseconds per tensor),
 remote (an object store, which is moto's server on loopback; requests and bytes, too), consolidate (shards of 4 ranks
-into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384 ranks, simulated), steps
-(where the time of ours goes, beside single things that it cannot do without).
+into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384 ranks, simulated), training
+(the steps of a training, beside Lightning's strategies and plain torch), steps (where the time of saves and loads goes,
+beside single things that they cannot do without).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from report import store, summarise, tables
 from saving import asynchronous, save
 from small import small
 from steps import steps
+from training import training
 
 SECTIONS = {
     "save": save,
@@ -60,6 +62,7 @@ SECTIONS = {
     "remote": remote,
     "consolidate": consolidate,
     "planning": planning,
+    "training": training,
     "steps": steps,
 }
 RESULTS = Path(__file__).with_name("results.json")

@@ -13,6 +13,7 @@ from typing import Any
 
 from turns import Facts, Row
 
+_PEERS = {"training": "× other"}
 _COUNTED = 0.9  # who reads less has mapped the files, and what is read by that is not counted
 
 
@@ -61,6 +62,7 @@ COLUMNS = {
         Column("sent_b", "sent, bytes", 0, False),
         Column("root_mb", "root index MB", 2, False),
     ),
+    "training": (Column("ms", "ms a step", 2),),
     "steps": (Column("ms", "ms", 1, False),),
 }
 
@@ -98,10 +100,10 @@ def tables(section: str, rows: Sequence[Row]) -> Iterator[str]:
         group = list(some)
         known = {key for row in group for key in row["median"]}
         columns = [column for column in COLUMNS[section] if column.fact in known]
-        compared = any(row["limit"] for row in group)
+        compared = any(row["limit"] or row["peer"] for row in group)
         head = [f"{section}, {case}"]
         for column in columns:
-            more = ["min–max", "× limit", "× DCP"] if column.compared and compared else []
+            more = ["min–max", "× limit", _PEERS.get(section, "× DCP")] if column.compared and compared else []
             head += [column.title, *more]
         body = [_cells(row, columns, compared=compared) for row in group]
         yield _markdown([head, *body])

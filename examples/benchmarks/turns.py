@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,21 @@ from tqdm import tqdm
 MB = 1e6
 Facts = dict[str, float]
 Row = dict[str, Any]
+_C = TypeVar("_C", bound="Candidate")
 _TIMEOUT_S = 180
+
+
+class Candidate(Protocol):
+    """One way to do something, by name, with what it is to be compared with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def limit(self) -> str | None: ...
+
+    @property
+    def peer(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -121,10 +135,10 @@ def together(work: Callable[[], Facts]) -> Facts:
 
 
 def take_turns(
-    ways: Sequence[Way],
+    ways: Sequence[_C],
     rounds: int,
-    check: Callable[[Way], Facts],
-    act: Callable[[Way], Facts],
+    check: Callable[[_C], Facts],
+    act: Callable[[_C], Facts],
     **about: str,
 ) -> list[Row]:
     """A row for each way: the facts of every round, or why there are none. What fails ``check`` gets no turn.
@@ -134,7 +148,7 @@ def take_turns(
     rows = {way.name: _row(way.name, way.limit, way.peer, **about) for way in ways}
     facts: dict[str, list[Facts]] = {way.name: [] for way in ways}
 
-    def attempt(way: Way, work: Callable[[Way], Facts]) -> Facts | None:
+    def attempt(way: _C, work: Callable[[_C], Facts]) -> Facts | None:
         if "error" in rows[way.name]:
             return None
         try:

@@ -24,11 +24,13 @@ state.LAYERS = 2
 runpy.run_path({str(FOLDER / "compare.py")!r}, run_name="__main__")
 """
 # Cases by section. The others are run by hand: save, async, load, reshard, consolidate, planning, steps.
-SECTIONS = {"small": 1, "remote": 1}
+SECTIONS = {"small": 1, "remote": 1, "training": 8}
 OPTIONAL = {"torchsnapshot", "torch_checkpointing", "Megatron-Core", "OLMo-core"}
 
 
-@pytest.fixture(scope="module", params=["small", pytest.param("remote", marks=pytest.mark.sweep)])
+@pytest.fixture(
+    scope="module", params=["small", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("remote", "training"))]
+)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """The name of a section, and what was found there."""
     section = str(request.param)

@@ -1,0 +1,311 @@
+"""Section training: the milliseconds of an optimizer step, beside Lightning's strategies and plain torch.
+
+The same model, data and AdamW everywhere; tiny, so that hardly anything but the cost of the machinery is left, and of a
+size at which layers take most of the time. A way counts only if its first losses are those of one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+from turns import Facts, Row, case, on_ranks, take_turns
+
+from lightning_shardckpt import ShardedStrategy
+
+OURS = "ours"
+_BYTES = 256
+_MILLI = 1e3
+_CHECKED, _WARM = 3, 5  # steps
+_TOLERANCE = 1e-4  # of losses in float32, whose sums have another order
+_MICROBATCHES = 4  # as ours on two stages
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, a batch, and how many steps are timed."""
+
+    name: str
+    layers: int
+    width: int
+    samples: int
+    length: int
+    steps: int
+
+
+SIZES = [Size("tiny", 4, 32, 8, 16, 60), Size("mid", 8, 512, 8, 32, 6)]
+
+
+# ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Block(nn.Module):
+    """Half of what a transformer's layer is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(pl.LightningModule):
+    """Predicts bytes."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(_BYTES, self.size.width)
+        self.layers = nn.ModuleList(Block(self.size.width) for _ in range(self.size.layers))
+        self.head = nn.Linear(self.size.width, _BYTES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return loss_of(self(batch[0]), batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class SplitByHand(Net):
+    """What ``ModelParallelStrategy`` asks of a module."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+class Stage(nn.Module):
+    """Half of a ``Net``."""
+
+    def __init__(self, net: Net, index: int) -> None:
+        super().__init__()
+        half = len(net.layers) // 2
+        self.layers = nn.ModuleList(net.layers[:half] if index == 0 else net.layers[half:])
+        self.before, self.after = (net.embed, nn.Identity()) if index == 0 else (nn.Identity(), net.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.after(x)
+
+
+def loss_of(logits: Tensor, x: Tensor) -> Tensor:
+    """The loss of one batch."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+
+def batches(size: Size, steps: int, ranks: int) -> DataLoader[tuple[Tensor, ...]]:
+    """The batches of this rank, where so many ranks share each of them."""
+    shape = (steps, ranks, size.samples // ranks, size.length)
+    tokens = torch.randint(_BYTES, shape, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(tokens[:, dist.get_rank() % ranks].flatten(0, 1)), shape[2])
+
+
+# ── ways to train ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Steps:
+    """The time at the end of each step, and its loss on this rank, if this rank knows it."""
+
+    ends: list[float]
+    losses: list[Tensor | None]
+
+
+class Watch(pl.Callback):
+    """Notes what the ``Trainer`` does."""
+
+    def __init__(self) -> None:
+        self.steps = Steps([], [])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.steps.ends.append(time.perf_counter())
+        self.steps.losses.append(outputs["loss"])
+
+
+Train = Callable[[Size, int], Steps]
+
+
+def with_trainer(strategy: Callable[[], Any], module: Callable[[Size], Net] = Net, ranks: int = 1) -> Train:
+    """``Trainer.fit`` with a strategy; ``ranks`` share a batch."""
+
+    def train(size: Size, steps: int) -> Steps:
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        watch = Watch()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=strategy(),
+            callbacks=[watch],
+            max_steps=steps,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module(size), batches(size, steps, ranks))
+        return watch.steps
+
+    return train
+
+
+def loop(net: nn.Module, step: Callable[[Tensor], Tensor | None], data: Iterable[tuple[Tensor, ...]]) -> Steps:
+    """A training loop of four lines."""
+    found, optimizer = Steps([], []), torch.optim.AdamW(net.parameters(), lr=1e-4)
+    for (x,) in data:
+        optimizer.zero_grad()
+        found.losses.append(step(x))
+        optimizer.step()
+        found.ends.append(time.perf_counter())
+    return found
+
+
+def whole_net(size: Size) -> Net:
+    """A ``Net`` on this process alone."""
+    net = Net(size)
+    net.configure_model()
+    return net
+
+
+def on_one_process(size: Size, steps: int) -> Steps:
+    """A plain loop; each rank runs it for itself."""
+    return loop(net := whole_net(size), lambda x: _back(net, x), batches(size, steps, 1))
+
+
+def tensor_parallel_by_hand(size: Size, steps: int) -> Steps:
+    """torch's styles and a plain loop."""
+    plan: dict[str, Any] = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    net = whole_net(size)
+    parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return loop(net, lambda x: _back(net, x), batches(size, steps, 1))
+
+
+def pipeline_by_hand(size: Size, steps: int) -> Steps:
+    """torch's schedule and a plain loop."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    module = Stage(whole_net(size), rank)
+    schedule = ScheduleGPipe(PipelineStage(module, rank, count, torch.device("cpu")), _MICROBATCHES, loss_fn=loss_of)
+
+    def step(x: Tensor) -> Tensor | None:
+        if rank == 0:
+            schedule.step(x)
+            return None
+        losses: list[Tensor] = []
+        schedule.step(target=x, losses=losses)
+        return torch.stack(losses).mean()
+
+    return loop(module, step, batches(size, steps, 1))
+
+
+def _back(net: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(net(x), x)
+    loss.backward()
+    return loss.detach()
+
+
+# ── cases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Training:
+    """A way to train, by name, with what it is to be compared with."""
+
+    name: str
+    train: Train
+    peer: str | None = None
+    limit: str | None = None
+
+
+def _split(**sizes: int) -> Callable[[], ShardedStrategy]:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    return lambda: ShardedStrategy(**{"tensor_parallel_plan": plan, **sizes})  # type: ignore[arg-type]
+
+
+def _cases() -> Iterator[tuple[str, int, list[Training]]]:
+    auto, lightning, by_hand = 'Lightning, "auto"', "Lightning, ModelParallelStrategy", "torch, by hand"
+
+    def sharded() -> ModelParallelStrategy:
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+
+    yield "one process", 1, [
+        Training(by_hand, on_one_process),
+        Training(auto, with_trainer(lambda: "auto")),
+        Training(OURS, with_trainer(_split()), peer=auto),
+    ]
+    yield "FSDP2, 2 ranks", 2, [
+        Training(lightning, with_trainer(sharded, SplitByHand, 2)),
+        Training(OURS, with_trainer(_split(data_parallel_shard_size=2), ranks=2), peer=lightning),
+    ]
+    yield "tensor parallel, 2 ranks", 2, [
+        Training(by_hand, tensor_parallel_by_hand),
+        Training(OURS, with_trainer(_split(tensor_parallel_size=2)), peer=by_hand),
+    ]
+    yield "pipeline (gpipe), 2 ranks", 2, [
+        Training(by_hand, pipeline_by_hand),
+        Training(OURS, with_trainer(_split(pipeline_parallel_size=2)), peer=by_hand),
+    ]
+
+
+def training(options: Namespace, folder: str) -> list[Row]:
+    """Each way of each size."""
+    rows = []
+    for size in SIZES:
+        for name, world, ways in _cases():
+            label = f"{size.name} model, {name}"
+            rows += case("training", label, on_ranks, world, _measure, ways, size, options.rounds, label)
+    return rows
+
+
+def _measure(ways: list[Training], size: Size, rounds: int, label: str) -> list[Row]:
+    reference = [float(loss or 0) for loss in on_one_process(size, _CHECKED).losses]
+
+    def check(way: Training) -> Facts:
+        losses = [_of_all(loss) for loss in way.train(size, _CHECKED).losses]
+        if not all(math.isclose(a, b, rel_tol=_TOLERANCE) for a, b in zip(losses, reference, strict=True)):
+            raise ValueError(f"trains something else: losses {losses}, on one process {reference}")
+        return {"loss": losses[-1]}
+
+    def act(way: Training) -> Facts:
+        ends = way.train(size, _WARM + size.steps).ends[_WARM - 1 :]
+        return {"ms": _MILLI * median(b - a for a, b in pairwise(ends))}
+
+    return take_turns(ways, rounds, check, act, section="training", case=label)
+
+
+def _of_all(loss: Tensor | None) -> float:
+    """The mean over the ranks that know the loss: of parts of the batch, or of the same one."""
+    known = torch.tensor([0.0 if loss is None else float(loss), loss is not None], dtype=torch.float64)
+    dist.all_reduce(known)
+    return float(known[0] / known[1])
