@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
@@ -24,6 +24,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
+from lightning_shardckpt.parallel.tensors.bit_sums import Marks
 
 
 class StepChecks:
@@ -106,25 +107,21 @@ class StepChecks:
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
             )
 
-    @torch.no_grad()
-    def parameter_marks(self) -> Tensor:
-        """A number for each parameter of this rank that changes when its values do."""
-        parts = [local_tensor(p).data for _, p in own_parameters(self._root)]
-        kinds = [torch.complex128 if part.is_complex() else torch.float64 for part in parts]
-        sums = [part.sum(dtype=kind).abs() for part, kind in zip(parts, kinds, strict=True)]
-        return torch.stack(sums).nan_to_num() if sums else torch.zeros(0)
+    def parameter_marks(self) -> Marks:
+        """Marks of this rank's parameters, which change when values do, however they are written."""
+        return Marks([local_tensor(parameter) for _, parameter in own_parameters(self._root)])
 
-    def check_parameters(self, state: StepState, before: Tensor) -> None:
+    def check_parameters(self, state: StepState, before: Marks) -> None:
         """Check after the passes.
 
         Raises:
             TopologyError: for a parameter that the step itself changes.
         """
-        differ = (self.parameter_marks() != before).tolist()
-        changed = [name for (name, _), differs in zip(own_parameters(self._root), differ, strict=True) if differs]
+        changed = before.changed(self.parameter_marks())
         if changed:
+            name = [name for name, _ in own_parameters(self._root)][changed[0]]
             raise TopologyError(
-                f"{state.step.name} changes {changed[0]}. In a pipeline, parts of a step run once for each microbatch, "
+                f"{state.step.name} changes {name}. In a pipeline, parts of a step run once for each microbatch, "
                 "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
                 "on_train_batch_start."
             )

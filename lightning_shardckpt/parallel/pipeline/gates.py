@@ -325,8 +325,10 @@ def add_gate(module: nn.Module, gate: Gate) -> None:
 
 
 def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Placeholder):
+        return (tuple(leaf.geometry.shape), leaf.geometry.dtype, leaf.device, True)
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.device, isinstance(leaf, Placeholder))
+        return (tuple(leaf.shape), leaf.dtype, leaf.device, False)
     return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
 

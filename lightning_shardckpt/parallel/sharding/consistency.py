@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
+from lightning_shardckpt.parallel.tensors.bit_sums import row_and_column_sums
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0.02  # relative; replicas that compute the same thing agree to the precision of bfloat16
 
 
@@ -57,13 +57,9 @@ def fingerprint(batch: Any) -> int:
         if not isinstance(tensor, Tensor):
             mark = (mark * 31 + zlib.crc32(repr(tensor).encode())) % (1 << 61)
             continue
-        flat = tensor.detach().contiguous().view(-1)
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).view(-1)
-        if flat.is_floating_point():
-            flat = flat.view(_BITS[flat.element_size()])
-        place = torch.arange(1, flat.numel() + 1, device=flat.device) % 8191
-        total = int(((flat.to(torch.int64) + 1) * place).sum()) if flat.numel() else 0
+        sums = row_and_column_sums(tensor)
+        place = torch.arange(1, len(sums) + 1, device=sums.device) % 8191
+        total = int(((sums + 1) * place).sum())
         mark = (mark * 31 + total + tensor.numel()) % (1 << 61)
     return mark
 

@@ -26,6 +26,10 @@ from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry, enter
 
 _HERE = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
 _HERE |= {"requires_grad", "requires_grad_", "_is_param", "__hash__"}
+_GEOMETRY = frozenset(
+    {"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "layout", "stride", "is_contiguous"}
+    | {"is_floating_point", "is_complex", "element_size", "itemsize"}
+)
 _VALUES = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"}
     | {"__format__", "__contains__", "__reduce_ex__", "is_nonzero", "equal", "allclose", "backward"}
@@ -129,6 +133,8 @@ class Placeholder(Tensor):
                 return func(*args, **kwargs)
         if args and isinstance(args[0], Placeholder):
             first = args[0]
+            if name in _GEOMETRY:
+                return func(first.geometry, *args[1:], **kwargs)
         else:
             first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder))
         if name in ("__repr__", "__str__"):
