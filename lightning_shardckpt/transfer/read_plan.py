@@ -136,7 +136,10 @@ class Slice(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Slices of one file that are read by one call; a ``direct`` one is a single slice, read into its place."""
+    """Slices of one file that are read by one call; a ``direct`` one is a single slice, read into its place.
+
+    A direct one with checksums is read piece after piece, so that each is hashed while a core's own cache has it.
+    """
 
     slices: Sequence[Slice]
     direct: bool = False
@@ -233,7 +236,15 @@ class ReadPlan:
                     for low, high in self.ranges(task.request, entry.begin + source, groups.group_bytes):
                         yield entry.file, low, high - low
             else:
-                yield task.slices[0].request.entry.file, task.low, task.nbytes
+                file = task.slices[0].request.entry.file
+                ranges = self.direct_ranges(task.slices[0]) if task.direct else [(task.low, task.low + task.nbytes)]
+                yield from ((file, low, high - low) for low, high in ranges)
+
+    def direct_ranges(self, piece: Slice) -> Iterable[tuple[int, int]]:
+        """Ranges of a file that follow one another and cover a slice that is read into its place."""
+        if self.verifies(piece.request):
+            return self.ranges(piece.request, piece.low, piece.high - piece.low)
+        return ((piece.low, piece.high),)
 
     def ranges(self, request: Request, first: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Ranges of a file that follow one another, cover ``[first, first + nbytes)`` and fit into the window."""
@@ -243,9 +254,11 @@ class ReadPlan:
             end, step = first + nbytes, self.window_bytes
             yield from ((low, min(low + step, end)) for low in range(first, end, step))
 
-    def _whole_blocks(self, entry: ShardEntry, source: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    def _whole_blocks(
+        self, entry: ShardEntry, source: int, nbytes: int, most: int | None = None
+    ) -> Iterator[tuple[int, int]]:
         block = entry.block
-        step = max(self.window_bytes // block, 1) * block
+        step = max((most or self.window_bytes) // block, 1) * block
         first, last = source // block * block, min(-(-(source + nbytes) // block) * block, entry.nbytes)
         for low in range(first, last, step):
             yield entry.begin + low, entry.begin + min(low + step, last)
@@ -284,16 +297,29 @@ class ReadPlan:
         return Rows(request, groups)
 
     def _slices(self, request: Request) -> Iterator[Slice]:
-        begin, is_verified, part = request.entry.begin, self.verifies(request), self.tuning.read_part_bytes
+        begin = request.entry.begin
         for source, at, length in self._runs(request):
-            if is_verified:
-                for low, high in self._whole_blocks(request.entry, source, length):
-                    start, stop = max(begin + source, low), min(begin + source + length, high)
-                    yield Slice(request, low, high, start, stop, at + start - begin - source)
-                continue
-            for i in range(0, length, part):
-                low, high = begin + source + i, begin + source + min(i + part, length)
-                yield Slice(request, low, high, low, high, at + i)
+            for low, high in self._parts(request, source, length):
+                start, stop = max(begin + source, low), min(begin + source + length, high)
+                yield Slice(request, low, high, start, stop, at + start - begin - source)
+
+    def _parts(self, request: Request, source: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Ranges of a file that cover ``nbytes`` of a box: large ones where they can be read into their place."""
+        entry, part = request.entry, self.tuning.read_part_bytes
+        if not self.verifies(request):
+            end = entry.begin + source + nbytes
+            yield from ((low, min(low + part, end)) for low in range(entry.begin + source, end, part))
+            return
+        stop, block = source + nbytes, entry.block
+        first, last = -(-source // block) * block, stop if stop == entry.nbytes else stop // block * block
+        if request.target is None or self.high_latency or first >= last:
+            yield from self._whole_blocks(entry, source, nbytes)
+            return
+        if source < first:  # a block of which a part is needed goes through the window
+            yield entry.begin + first - block, entry.begin + first
+        yield from self._whole_blocks(entry, first, last - first, part)
+        if last < stop:
+            yield entry.begin + last, entry.begin + min(last + block, entry.nbytes)
 
     def _runs(self, request: Request) -> Iterator[tuple[int, int, int]]:
         """(offset in the box, offset in the target, length); of rows that are only verified, the second is 0."""

@@ -10,7 +10,7 @@ from lightning_shardckpt.storage.local.posix import naming
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.page_memory import pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.read_plan import ReadPlan, Request, Rows, Span, Task
+from lightning_shardckpt.transfer.read_plan import ReadPlan, Request, Rows, Slice, Span, Task
 from lightning_shardckpt.transfer.verified_reads import check_blocks, read_verbatim
 
 
@@ -53,22 +53,28 @@ class ShardReader:
 
     def do(self, task: Task) -> None:
         """Do one task of a plan that was made with the same arguments."""
-        if isinstance(task, Span):
-            self._read_span(task)
-        else:
+        if isinstance(task, Rows):
             self._read_rows(task)
+        elif task.direct:
+            self._read_direct(task.slices[0])
+        else:
+            self._read_span(task)
+
+    def _read_direct(self, piece: Slice) -> None:
+        request, target, at = piece.request, piece.request.target, piece.at - piece.low
+        assert target is not None
+        for low, high in self._plan.direct_ranges(piece):
+            data = target[at + low : at + high]
+            read_verbatim(self, request.entry.file, low, data)
+            self._verify(request, data, low)
 
     def _read_span(self, span: Span) -> None:
-        first, low, nbytes = span.slices[0], span.low, span.nbytes
-        target = first.request.target
-        data = target[first.at : first.at + nbytes] if span.direct and target is not None else self.window[:nbytes]
-        read_verbatim(self, first.request.entry.file, low, data)
-        verifies, is_direct = self._plan.verifies, span.direct
+        low, data = span.low, self.window[: span.nbytes]
+        read_verbatim(self, span.slices[0].request.entry.file, low, data)
         for piece in span.slices:
             request, here = piece.request, data[piece.low - low : piece.high - low]
-            if verifies(request):
-                check_blocks(self.path, request.key, request.overlap.writer, request.entry, here, piece.low)
-            if not is_direct and request.target is not None:
+            self._verify(request, here, piece.low)
+            if request.target is not None:
                 piece.place(here, request.target)
 
     def _read_rows(self, task: Rows) -> None:

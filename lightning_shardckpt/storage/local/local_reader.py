@@ -9,7 +9,7 @@ import threading
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.storage.local import locks
-from lightning_shardckpt.storage.local.posix import POSIX, FileSystem, naming
+from lightning_shardckpt.storage.local.posix import POSIX, FileSystem, add_path, naming
 
 OPEN_FILES = 64  # of one reader; a process may often have 1,024
 
@@ -59,13 +59,16 @@ class LocalReader:
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset`` on."""
-        file, done = self._file(name), 0
-        while done < len(target):
-            with naming(os.path.join(self._path, name)):
-                count = os.preadv(file, [target[done:]], offset + done)
+        file, left, at = self._file(name), target, offset
+        while left:
+            try:
+                count = os.preadv(file, (left,), at)
+            except OSError as error:
+                add_path(error, os.path.join(self._path, name))
+                raise
             if count == 0:
-                raise EOFError(f"{name} ends at byte {offset + done}, expected {offset + len(target)}")
-            done += count
+                raise EOFError(f"{name} ends at byte {at}, expected {offset + len(target)}")
+            left, at = left[count:], at + count
 
     def link(self, name: str, path: str, file_system: FileSystem = POSIX) -> int:
         """Make a hard link to a file at ``path``; a descriptor of the file, valid until this reads another one.

@@ -62,9 +62,14 @@ def naming(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and not (error.filename and os.path.isabs(error.filename)):
-            error.filename = path
+        add_path(error, path)
         raise
+
+
+def add_path(error: OSError, path: str) -> None:
+    """Make an error of the operating system tell the path, unless it tells an absolute one."""
+    if error.errno is not None and not (error.filename and os.path.isabs(error.filename)):
+        error.filename = path
 
 
 def rename_at_once(source: str, target: str, flag: int) -> bool:
