@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_shardckpt.compat.collectives import all_gather_single
+from lightning_shardckpt.compat.dtensor import spec_of
 from lightning_shardckpt.compat.process_group import backend_name
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -25,8 +26,9 @@ def group_of(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     """
     if not isinstance(tensor, DTensor):
         return None
-    mesh = tensor.device_mesh
-    replicated = [axis for axis, p in enumerate(tensor.placements) if isinstance(p, Replicate) and mesh.size(axis) > 1]
+    spec = spec_of(tensor)
+    mesh, found = spec.device_mesh, [axis for axis, p in enumerate(spec.placements) if isinstance(p, Replicate)]
+    replicated = [axis for axis in found if mesh.size(axis) > 1]
     if not replicated:
         return None
     local = local_tensor(tensor)

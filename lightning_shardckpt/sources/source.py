@@ -14,7 +14,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import spec_of
 from lightning_shardckpt.distributed.liveness import local_ranks
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, ShardEntry
@@ -38,6 +40,7 @@ _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larg
 
 
 _NOTHING = torch.empty(0, device="cpu")  # whatever the default is
+_NO_BYTES = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +184,8 @@ class ShardedSource:
         for target in targets:
             local, held = target.local, self._held.get(id(target))
             is_here = held is not None or is_host_memory(local)
-            memory = held if held is not None else bytes_of(local) if is_here else memoryview(b"")
-            requests, elsewhere = self._plan(target, memory), _NOTHING if is_here else local
+            memory = held if held is not None else bytes_of(local) if is_here else _NO_BYTES
+            requests, elsewhere = self._reads(target.component).requests(target, memory), _NOTHING if is_here else local
             if target.fresh or held is not None:
                 wanted.append((elsewhere, requests))
                 once += local.nbytes
@@ -204,23 +207,24 @@ class ShardedSource:
         rest, self._rest = self._rest, []
         fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
 
-    def _plan(self, target: ReadTarget, memory: memoryview) -> list[Request]:
-        """The byte ranges that this rank needs for one tensor, and where they go."""
-        if target.component not in self._planned:
-            self._planned[target.component] = _ComponentReads(self.checkpoint, target.component)
-        return self._planned[target.component].requests(target, memory)
+    def _reads(self, component: str) -> _ComponentReads:
+        if component not in self._planned:
+            self._planned[component] = _ComponentReads(self.checkpoint, component)
+        return self._planned[component]
 
 
 class _Need(NamedTuple):
     """What tensors of one kind need of a stored box: as in ``Request``.
 
     ``stored``: box, global shape and dtype of the entry that each of them has in ``of_writer``, the boxes by key.
+    ``checked``: the writer's files that were.
     """
 
     overlap: Overlap
     run: tuple[int, int, int] | None
     stored: tuple[Box, Shape, str]
     of_writer: Mapping[str, tuple[ShardEntry, ...]]
+    checked: set[str]
 
 
 class _ComponentReads:
@@ -229,23 +233,28 @@ class _ComponentReads:
     def __init__(self, checkpoint: Checkpoint, component: str) -> None:
         self._checkpoint, self._component, self._rank = checkpoint, component, this_rank()
         self._specs, self._replicas = checkpoint.root.components[component].tensors, checkpoint.replicas(component)
-        self._kinds: dict[tuple[Any, ...], tuple[list[_Need], tuple[Part, ...]]] = {}
-        self._checked: set[tuple[int, str]] = set()  # files, by writer and name
+        self._kinds: dict[tuple[Any, ...], tuple[list[_Need], Shape, object]] = {}
+        self._checked: dict[int, set[str]] = {}  # files by writer
 
     def requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
         """The byte ranges that this rank needs for one tensor, whose local part is ``memory``."""
-        key, shape, parts = target.key, tuple(target.local.shape), target.parts(self._rank)
-        kind = id(self._specs[key]), self._replicas[key], id(parts), shape
+        key, tensor, size = target.key, target.tensor, target.local.shape
+        is_all = target.region is None and target.box is None and isinstance(tensor, DTensor)
+        laid_out = spec_of(tensor) if is_all else target.parts(self._rank)
+        kind = id(self._specs[key]), self._replicas[key], id(laid_out), size
         if kind not in self._kinds:
-            self._kinds[kind] = self._needs(key, parts, shape), parts  # while they are here, nothing has their id
+            shape = tuple(size)
+            needs = self._needs(key, target.parts(self._rank), shape)
+            self._kinds[kind] = needs, shape, laid_out  # while that is here, nothing else has its id
+        needs, shape, _ = self._kinds[kind]
         requests = []
-        for overlap, run, stored, of_writer in self._kinds[kind][0]:
+        for overlap, run, stored, of_writer, checked in needs:
             entries = of_writer.get(key, ())
             is_alike = len(entries) == 1 and entries[0][:3] == stored
             entry = entries[0] if is_alike else self._checkpoint.entry(self._component, key, overlap)
-            if (overlap.writer, entry.file) not in self._checked:
+            if entry.file not in checked:
                 self._checkpoint.check_file(self._component, overlap.writer, entry.file)
-                self._checked.add((overlap.writer, entry.file))
+                checked.add(entry.file)
             requests.append(Request(key, overlap, entry, shape, run, memory))
         return requests
 
@@ -258,7 +267,8 @@ class _ComponentReads:
         for overlap in plan_load(spec, self._replicas[key], parts):
             stored = self._checkpoint.entry(self._component, key, overlap)[:3]
             run = single_run(overlap, shape, DTYPE_BYTES[spec.dtype])
-            found.append(_Need(overlap, run, stored, self._checkpoint.index(self._component, overlap.writer).shards))
+            of_writer = self._checkpoint.index(self._component, overlap.writer).shards
+            found.append(_Need(overlap, run, stored, of_writer, self._checked.setdefault(overlap.writer, set())))
         return found
 
 

@@ -247,11 +247,11 @@ def match_model(
             continue
         if len(sources) > 1 and not alike(sources):
             differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
-        spec = stored.tensors[sources[0]]
-        if spec.shape != tuple(tensor.shape):
+        spec, dtype = stored.tensors[sources[0]], tensor.dtype
+        if spec.shape != tensor.shape:
             differences.add(key, f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
-        elif not converts(spec.dtype, DTYPES.get(tensor.dtype)):
-            differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(tensor.dtype, tensor.dtype)} in model")
+        elif not (spec.dtype == DTYPES.get(dtype) or converts(spec.dtype, DTYPES.get(dtype))):
+            differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(dtype, dtype)} in model")
         else:
             matched[key] = sources[0]
     wanted = {name for group in names.values() for name in group}
