@@ -239,8 +239,10 @@ class _ComponentReads:
     def requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
         """The byte ranges that this rank needs for one tensor, whose local part is ``memory``."""
         key, tensor, size = target.key, target.tensor, target.local.shape
-        is_all = target.region is None and target.box is None and isinstance(tensor, DTensor)
-        laid_out = spec_of(tensor) if is_all else target.parts(self._rank)
+        if isinstance(tensor, DTensor) and target.region is None and target.box is None:
+            laid_out: object = spec_of(tensor)  # by identity: to compare two takes long
+        else:
+            laid_out = target.parts(self._rank)
         kind = id(self._specs[key]), self._replicas[key], id(laid_out), size
         if kind not in self._kinds:
             shape = tuple(size)
