@@ -18,7 +18,8 @@ class Tuning:
     # ── reading tensors from shards ──
     read_window_bytes: int = 1 << 20  # of one read with checksums: still in the core's own cache when they are computed
     high_latency_window_bytes: int = 8 << 20  # the same where a read takes a round trip over a network
-    read_part_bytes: int = 16 << 20  # of one read without checksums, and of what one task reads into its place
+    read_part_bytes: int = 16 << 20  # of one read without checksums
+    verified_part_bytes: int = 4 << 20  # of what one task reads into its place, window after window, with checksums
     direct_read_bytes: int = 64 << 10  # so much is read into its place, less goes through a window
     high_latency_direct_bytes: int = 4 << 20  # where every request is waited for and billed: neighbours together
     row_gap_bytes: int = 16 << 10  # between two rows: reading so much is no slower than another call

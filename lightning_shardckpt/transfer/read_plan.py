@@ -305,9 +305,9 @@ class ReadPlan:
 
     def _parts(self, request: Request, source: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Ranges of a file that cover ``nbytes`` of a box: large ones where they can be read into their place."""
-        entry, part = request.entry, self.tuning.read_part_bytes
+        entry = request.entry
         if not self.verifies(request):
-            end = entry.begin + source + nbytes
+            end, part = entry.begin + source + nbytes, self.tuning.read_part_bytes
             yield from ((low, min(low + part, end)) for low in range(entry.begin + source, end, part))
             return
         stop, block = source + nbytes, entry.block
@@ -317,7 +317,7 @@ class ReadPlan:
             return
         if source < first:  # a block of which a part is needed goes through the window
             yield entry.begin + first - block, entry.begin + first
-        yield from self._whole_blocks(entry, first, last - first, part)
+        yield from self._whole_blocks(entry, first, last - first, self.tuning.verified_part_bytes)
         if last < stop:
             yield entry.begin + last, entry.begin + min(last + block, entry.nbytes)
 

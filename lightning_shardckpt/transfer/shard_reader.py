@@ -38,8 +38,8 @@ class ShardReader:
     ) -> None:
         self.path, self.reader = path, reader
         self._plan = ReadPlan(verify, reader.high_latency, tuning, span_gap_bytes)
-        # nothing is paid for memory that is not used
-        self.window = memoryview(pages(2 * max(self._plan.window_bytes, target_bytes, MAX_BLOCK_BYTES)))
+        most = max(self._plan.window_bytes, tuning.verified_part_bytes, target_bytes, MAX_BLOCK_BYTES)
+        self.window = memoryview(pages(2 * most))  # nothing is paid for memory that is not used
         self.target = memoryview(pages(max(target_bytes, MAX_BLOCK_BYTES)))
 
     def fetch(self, requests: Iterable[Request]) -> None:

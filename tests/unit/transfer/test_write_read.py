@@ -230,6 +230,7 @@ def test_regions_windows_blocks_and_gaps_of_any_size_meet(
         direct_read_bytes=draw.choice((1, 64, 1 << 20)),
         row_gap_bytes=draw.choice((0, 7, 500, 1 << 20)),
         read_part_bytes=draw.choice((100, 1 << 20)),
+        verified_part_bytes=draw.choice((9000, 1 << 20)),
     )
     threads = seed % 2 + draw.randint(1, 2)
     dims = draw.randint(1, 4)
