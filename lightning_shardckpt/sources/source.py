@@ -245,9 +245,11 @@ class _ComponentReads:
             laid_out = target.parts(self._rank)
         kind = id(self._specs[key]), self._replicas[key], id(laid_out), size
         if kind not in self._kinds:
-            shape = tuple(size)
-            needs = self._needs(key, target.parts(self._rank), shape)
-            self._kinds[kind] = needs, shape, laid_out  # while that is here, nothing else has its id
+            parts, shape = target.parts(self._rank), tuple(size)
+            of_parts = *kind[:2], id(parts), size
+            needs = self._kinds[of_parts][0] if of_parts in self._kinds else self._needs(key, parts, shape)
+            self._kinds[of_parts] = needs, shape, parts  # while they are here, nothing else has their ids
+            self._kinds[kind] = needs, shape, laid_out
         needs, shape, _ = self._kinds[kind]
         requests = []
         for overlap, run, stored, of_writer, checked in needs:
