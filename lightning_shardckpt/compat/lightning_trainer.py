@@ -97,6 +97,14 @@ def keep_loaded_groups(callback: BaseFinetuning) -> None:
     callback._restarting = False
 
 
+def set_default_root_dir(trainer: pl.Trainer, path: str) -> None:
+    """Change the directory in which a Trainer without other instructions writes.
+
+    Relies on ``_default_root_dir``, of which ``Trainer.default_root_dir`` is made.
+    """
+    trainer._default_root_dir = path  # type: ignore[attr-defined]  # set later
+
+
 def save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     """Return the directory, or URL, where a ModelCheckpoint is going to save; it may not exist yet.
 

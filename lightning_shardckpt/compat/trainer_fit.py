@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 BeforeFit = Callable[[pl.Trainer, dict[str, Any]], None]
 
@@ -37,3 +38,12 @@ def intercept_fit(before: BeforeFit) -> Callable[[], None]:
         pl.Trainer.fit = original  # type: ignore[method-assign]
 
     return undo
+
+
+def is_tuning(trainer: pl.Trainer) -> bool:
+    """Return whether a fit that begins is one of ``Tuner``, which looks for a learning rate or batch size and ends.
+
+    Relies on the flag ``_early_exit`` of the callback that it adds.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
+    return any(c._early_exit for c in callbacks if isinstance(c, LearningRateFinder | BatchSizeFinder))

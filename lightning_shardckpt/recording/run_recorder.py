@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import lightning.pytorch as pl
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.trainer_fit import intercept_fit
+from lightning_shardckpt.compat.lightning_trainer import set_default_root_dir
+from lightning_shardckpt.compat.trainer_fit import intercept_fit, is_tuning
 from lightning_shardckpt.recording.observe import Observer
 from lightning_shardckpt.recording.plain_values import ValueRecorder
 from lightning_shardckpt.tools.run_records import (
@@ -42,9 +44,27 @@ def recorder_of(plan_file: str) -> RunRecorder:
     Args:
         plan_file: of a ``RunPlan`` as JSON.
     """
-    recorder = RunRecorder(RunPlan.from_json(Path(plan_file).read_text()))
+    plan = RunPlan.from_json(Path(plan_file).read_text())
+    os.makedirs(plan.records, exist_ok=True)  # which says that there is a Trainer
+    recorder = RunRecorder(plan)
     intercept_fit(recorder.begin)
     return recorder
+
+
+def end_if_fabric_trains() -> None:
+    """End this process at the first backward of Fabric, which has no loop that could be recorded."""
+
+    def end(self: Fabric, *args: Any, **kwargs: Any) -> None:
+        raise SystemExit(_TRAINS_WITH_FABRIC)
+
+    Fabric.backward = end  # type: ignore[method-assign]  # for good: the process is there for this proof
+
+
+_TRAINS_WITH_FABRIC = (
+    "This script trains with Fabric, whose loop is the script's own: prove-resume records Trainer.fit. To prove a loop "
+    "of Fabric, save at the end of a run that went straight and of one that resumed, and compare both checkpoints: "
+    "python -m lightning_shardckpt diff A B"
+)
 
 
 def _end_process() -> None:
@@ -65,28 +85,30 @@ class RunRecorder(Callback):
         self._plan, self._end = plan, end
         self._trainer: pl.Trainer | None = None
         self._step = plan.first_step
-        self._values = ValueRecorder({plan.own_saves: "…"})
+        self._values = ValueRecorder({plan.own_saves: "…", plan.root_dir: "…"})
         self._file: TextIO | None = None
         self._observer: Observer | None = None
-        self._logger = _LoggedMetrics()
+        self._logger = _StandIn(plan.root_dir)
+        self._began_from: str | None = None
         self._validation: dict[str, Entry] = {}
         self._noted = 0
 
     def begin(self, trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
-        """Prepare a fit that is about to begin; all but the first are left alone.
+        """Prepare a fit that is about to begin; all but the first that trains are left alone.
 
         Args:
             trainer: whose fit it is.
             arguments: of the call, by name; the checkpoint of the plan is put there.
         """
-        if self._trainer is not None or self not in trainer.callbacks:  # type: ignore[attr-defined]  # set later
+        if self._trainer is not None or self not in trainer.callbacks or is_tuning(trainer):  # type: ignore[attr-defined]  # set later
             return
         self._trainer = trainer
+        self._began_from = arguments.get("ckpt_path")
         if self._plan.resume_from is not None:
             arguments["ckpt_path"] = self._plan.resume_from
         self._redirect_saves()
-        if trainer.loggers:
-            trainer.loggers = [*trainer.loggers, self._logger]
+        set_default_root_dir(trainer, self._plan.root_dir)
+        trainer.loggers = [self._logger if number == 0 else _StandIn("") for number, _ in enumerate(trainer.loggers)]
 
     def _redirect_saves(self) -> None:
         assert self._trainer is not None
@@ -106,7 +128,7 @@ class RunRecorder(Callback):
         self._observer = Observer(trainer, self._values, [self])
         os.makedirs(self._plan.records, exist_ok=True)
         self._file = rank_file(self._plan.records, trainer.global_rank).open("w", encoding="utf-8")
-        self._put(setting_line(self._observer.setting))
+        self._put(setting_line(self._observer.setting, self._began_from and str(self._began_from)))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -179,30 +201,31 @@ class RunRecorder(Callback):
         self._end()
 
 
-class _LoggedMetrics(Logger):
-    """A logger that keeps what is logged until it is taken; after all others of the Trainer, so that none misses it."""
+class _StandIn(DummyLogger):
+    """Takes the place of a logger, and keeps what is logged until it is taken: nothing is written or sent anywhere.
 
-    def __init__(self) -> None:
+    Args:
+        directory: in which code that asks for a logger's directory may write.
+    """
+
+    def __init__(self, directory: str) -> None:
         super().__init__()
+        self._directory = directory
         self._metrics: list[dict[str, Any]] = []
 
     @property
     @override
-    def name(self) -> str | None:
-        return None
+    def save_dir(self) -> str:
+        return self._directory
 
     @property
-    @override
-    def version(self) -> int | str | None:
-        return None
+    def log_dir(self) -> str:
+        """The same; loggers that write files have it."""
+        return self._directory
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self._metrics.append({"step": step, **metrics})
-
-    @override
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep nothing."""
 
     def taken(self) -> list[dict[str, Any]]:
         """Return what was logged since the last call."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.tools.run_comparison import Difference, compare_runs, same_topology
-from lightning_shardckpt.tools.run_records import RankRecords, RunPlan, read_records
+from lightning_shardckpt.tools.run_records import RankRecords, RunPlan, last_step, read_records
 from lightning_shardckpt.tools.training_process import run_recorded
 
 DEFAULT_STEPS = 8
@@ -158,27 +158,55 @@ def prove_resume(
     folder = Path(tempfile.mkdtemp(prefix="prove-resume-") if output is None else output).absolute()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; give a folder that is")
-    checkpoint = str(folder / "checkpoint.ckpt")
-    own = {name: str(folder / name / "own_saves") for name in ("straight", "interrupted")}
     resumed = list(resumed_command or command) + list(resumed_args)
-    plans = {
-        "straight": (command, 0, steps, own["straight"], None, None),
-        "interrupted": (command, 0, middle, own["interrupted"], checkpoint, None),
-        "resumed": (resumed, middle, steps, own["interrupted"], None, checkpoint),
-    }
-    runs = {}
-    for name, (run, first, last, saves, save_to, resume_from) in plans.items():
-        plan = RunPlan(str(folder / name / "records"), saves, first, last, save_to, resume_from)
-        run_recorded(run, plan, folder / name, timeout_s)
-        runs[name] = _records(name, plan)
-    report = _judge(runs, steps, middle, tolerance, ignore, str(folder))
+
+    def run(name: str, plan: RunPlan) -> str:
+        return run_recorded(resumed if name == "resumed" else command, plan, folder / name, timeout_s)
+
+    report = prove_runs(run, folder, steps=steps, interrupt_at=middle, tolerance=tolerance, ignore=ignore)
     if output is None and report.equal:
         shutil.rmtree(folder)
         report = replace(report, folder=None)
     return report
 
 
-def _records(name: str, plan: RunPlan) -> list[RankRecords]:
+def prove_runs(
+    run: Callable[[str, RunPlan], str],
+    folder: Path,
+    *,
+    steps: int,
+    interrupt_at: int,
+    tolerance: float | None = None,
+    ignore: Sequence[str] = (),
+) -> ResumeReport:
+    """Do the three runs of a proof, however they are done, and compare what they recorded.
+
+    Args:
+        run: trains under a plan, with a ``RunRecorder`` on each rank; gets ``straight``, ``interrupted`` or
+            ``resumed``, and returns what to show of that run in an error.
+        folder: for records and the checkpoint; absolute.
+        steps, interrupt_at, tolerance, ignore: as of `prove_resume`.
+
+    Raises:
+        RankError: if a run records nothing, or not all.
+    """
+    checkpoint = str(folder / "checkpoint.ckpt")
+    plans = {
+        "straight": ("straight", 0, steps, None, None),
+        "interrupted": ("interrupted", 0, interrupt_at, checkpoint, None),
+        "resumed": ("interrupted", interrupt_at, steps, None, checkpoint),
+    }
+    runs = {}
+    for name, (saves_of, first, last, save_to, resume_from) in plans.items():
+        own_saves = str(folder / saves_of / "own_saves")
+        records, root_dir = (str(folder / name / of) for of in ("records", "root_dir"))
+        plan = RunPlan(records, own_saves, root_dir, first, last, save_to, resume_from)
+        shown = run(name, plan)
+        runs[name] = _records(name, plan, shown)
+    return _judge(runs, steps, interrupt_at, tolerance, ignore, str(folder))
+
+
+def _records(name: str, plan: RunPlan, output: str) -> list[RankRecords]:
     """Read what a run recorded.
 
     Raises:
@@ -186,20 +214,27 @@ def _records(name: str, plan: RunPlan) -> list[RankRecords]:
     """
     found = read_records(plan.records)
     if not found:
-        raise RankError(
-            f"the {name} run recorded nothing: no Trainer of Lightning began a fit, or its Python was started without "
-            "PYTHONPATH (-I, -E), by which the recorder is found. Fabric is not recorded."
-        )
+        why = _NO_FIT if Path(plan.records).is_dir() else _NO_TRAINER
+        raise RankError(f"the {name} run ended by itself and recorded nothing: {why}\n{output}")
     if len(found) != found[0].setting.world:
         raise RankError(f"the {name} run has {found[0].setting.world} ranks, of which {len(found)} recorded here")
     for records in found:
         if (plan.last_step, "after") not in records.moments:
-            done = max((step for step, _ in records.moments), default=0) if records.ended is None else records.ended
+            began = plan.resume_from is None and records.began_from
+            where = f", having begun from its own ckpt_path={began!r}" if began else ""
             raise RankError(
-                f"the {name} run ended by itself after step {done} (rank {records.setting.rank}), before step "
-                f"{plan.last_step}: let it train for longer, or prove fewer --steps"
+                f"the {name} run ended by itself after step {last_step(records)} (rank {records.setting.rank}), before "
+                f"step {plan.last_step}{where}. The first fit counts. Let it train for longer, or prove fewer "
+                f"--steps.\n{output}"
             )
     return found
+
+
+_NO_FIT = "its Trainer began no fit. A script that validates, tests or predicts has nothing to resume."
+_NO_TRAINER = (
+    "it made no Trainer of Lightning. Give the command that trains, with the arguments by which it does. A loop of the "
+    "script's own is not recorded, nor is a Python that was started without PYTHONPATH (-I, -E)."
+)
 
 
 def _judge(

@@ -116,9 +116,6 @@ def compare_runs(
     for step, phase, of in _moments(first, last, began=any((first, "restored") in r.moments for r in other)):
         left = [r.moments.get((step, "after" if phase == "restored" else phase), {}) for r in straight]
         right = [r.moments.get((step, phase), {}) for r in other]
-        if phase == "restored" and left and "param_groups" not in left[0]:  # those with which the next step began
-            following = [r.moments.get((step + 1, "before"), {}) for r in straight]
-            left = [{**a, "param_groups": b.get("param_groups", {})} for a, b in zip(left, following, strict=True)]
         for section in of:
             if step == first + 1 and first and section in _END_OF_STEP:
                 if any(r.get(section) for r in left):

@@ -17,7 +17,10 @@ Phase = Literal["restored", "before", "after"]
 _OWN = ("metrics", "precision", "schedulers", "module", "datamodule", "callbacks")
 RESTORED: tuple[str, ...] = ("weights", "buffers", "optimizer", "param_groups", *_OWN)
 BEFORE: tuple[str, ...] = ("logger", "validation", "batch", "samples", "random", "param_groups", "counters")
-AFTER: tuple[str, ...] = ("loss", "logged", "gradients", "optimizer", "weights", "buffers", *_OWN, "random", "counters")
+AFTER: tuple[str, ...] = (
+    *("loss", "logged", "gradients", "optimizer", "weights", "buffers", *_OWN),
+    *("param_groups", "random", "counters"),
+)
 SECTIONS: dict[Phase, tuple[str, ...]] = {"restored": RESTORED, "before": BEFORE, "after": AFTER}
 """The sections of each moment, causes before what follows from them."""
 
@@ -81,9 +84,16 @@ class Setting:
 
 @dataclass(slots=True)
 class RankRecords:
-    """All that one rank recorded. ``unobserved``: the reason, by name; ``ended``: that training ended by itself."""
+    """All that one rank recorded.
+
+    Attributes:
+        began_from: the checkpoint that the script itself named.
+        unobserved: the reason, by name.
+        ended: that training ended by itself, after so many batches.
+    """
 
     setting: Setting
+    began_from: str | None = None
     moments: dict[tuple[int, Phase], Sections] = field(default_factory=dict)
     unobserved: dict[str, str] = field(default_factory=dict)
     ended: int | None = None
@@ -96,6 +106,7 @@ class RunPlan:
     Attributes:
         records: the folder for the files of all ranks.
         own_saves: the folder into which the checkpoints of the script's own callbacks go instead.
+        root_dir: the folder in place of ``default_root_dir`` and of the directories of loggers.
         first_step: batches that were trained before this run.
         last_step: the batch after which the run is ended, counted from the beginning of training.
         save_to: where to save a checkpoint after the last one; None for none.
@@ -104,6 +115,7 @@ class RunPlan:
 
     records: str
     own_saves: str
+    root_dir: str
     first_step: int
     last_step: int
     save_to: str | None = None
@@ -127,9 +139,9 @@ def rank_file(folder: str, rank: int) -> Path:
     return Path(folder, f"rank-{rank:05}.jsonl")
 
 
-def setting_line(setting: Setting) -> str:
-    """Return the first line of a rank's file."""
-    return json.dumps({"setting": asdict(setting)})
+def setting_line(setting: Setting, began_from: str | None) -> str:
+    """Return the first line of a rank's file; ``began_from`` is the checkpoint that the script itself named."""
+    return json.dumps({"setting": asdict(setting), "began_from": began_from})
 
 
 def moment_line(step: int, phase: Phase, sections: Sections) -> str:
@@ -150,12 +162,19 @@ def ended_line(step: int) -> str:
 
 def read_records(folder: str) -> list[RankRecords]:
     """Read the records of all ranks of a run, in the order of ranks; none if none recorded."""
-    return [_read(path) for path in sorted(Path(folder).glob("rank-*.jsonl"))]
+    return [_read(path) for path in sorted(Path(folder).glob("rank-*.jsonl")) if path.stat().st_size]
+
+
+def last_step(records: RankRecords) -> int:
+    """Return how many batches were trained."""
+    return max((step for step, _ in records.moments), default=0) if records.ended is None else records.ended
 
 
 def _read(path: Path) -> RankRecords:
-    lines: Iterator[dict[str, Any]] = map(json.loads, path.read_text().splitlines())
-    found = RankRecords(Setting(**next(lines)["setting"]))
+    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))  # it may be killed
+    lines: Iterator[dict[str, Any]] = map(json.loads, whole)
+    about = next(lines)
+    found = RankRecords(Setting(**about["setting"]), about["began_from"])
     for line in lines:
         if "phase" in line:
             found.moments[line["step"], line["phase"]] = {

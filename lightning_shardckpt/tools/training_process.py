@@ -14,10 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_shardckpt.errors import RankError
-from lightning_shardckpt.tools.run_records import RunPlan
+from lightning_shardckpt.tools.run_records import RunPlan, last_step, read_records
 
 _PACKAGE = Path(__file__).parents[1]
-_GROUP = "lightning.pytorch.callbacks_factory"
+_ENTRY_POINTS = """[lightning.pytorch.callbacks_factory]
+prove_resume = shardckpt_prove_resume:callbacks
+[lightning.fabric.callbacks_factory]
+prove_resume = shardckpt_prove_resume:callbacks_of_fabric
+"""
 _HOOK = '''"""Made by prove-resume: every Trainer of this run is given a recorder."""
 
 
@@ -25,12 +29,19 @@ def callbacks():
     from lightning_shardckpt.recording.run_recorder import recorder_of
 
     return [recorder_of({plan!r})]
+
+
+def callbacks_of_fabric():
+    from lightning_shardckpt.recording.run_recorder import end_if_fabric_trains
+
+    end_if_fabric_trains()
+    return []
 '''
 _SHOWN_LINES = 20
 
 
-def run_recorded(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s: float) -> None:
-    """Run a training command under a plan, and wait until it has ended.
+def run_recorded(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s: float) -> str:
+    """Run a training command under a plan, and wait until it has ended. Returns what it was and printed at the end.
 
     Args:
         command: a program and its arguments; one that is a Python script is run by this Python.
@@ -62,9 +73,12 @@ def run_recorded(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s:
             process.wait()
     shown = f"{' '.join(command)}\n{_tail(log)}"
     if status is None:
-        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed: {shown}")
+        reached = max(map(last_step, read_records(plan.records)), default=None)
+        so_far = "before a Trainer began a fit" if reached is None else f"after step {reached} of {plan.last_step}"
+        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed {so_far}: {shown}")
     if status:
         raise RankError(f"the {folder.name} run ended with status {status}: {shown}")
+    return shown
 
 
 def _runnable(command: Sequence[str]) -> list[str]:
@@ -77,7 +91,7 @@ def _python_path(folder: Path, plan: RunPlan) -> str:
     about = added / "shardckpt_prove_resume-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-prove-resume\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(f"[{_GROUP}]\nprove_resume = shardckpt_prove_resume:callbacks\n")
+    (about / "entry_points.txt").write_text(_ENTRY_POINTS)
     (folder / "plan.json").write_text(plan.to_json())
     (added / "shardckpt_prove_resume.py").write_text(_HOOK.format(plan=str(folder / "plan.json")))
     with suppress(FileExistsError):

@@ -1,16 +1,21 @@
 """Run all cases, or some, on one topology: ``python -m tests.sweeps.twins TOPOLOGY [NAME …]``. Takes minutes.
 
-``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved.
+``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved;
+``python -m tests.sweeps.twins proved TOPOLOGY [NAME …]`` proves that each case resumes as if it had not stopped, and
+``… proved plain NAME …`` does so without this package.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 
 from tests.support.pool import run_ranks
+from tests.sweeps.twins.proved import DIFFERS_ANYWAY, proof
 from tests.sweeps.twins.run import (
     CASES,
     TOPOLOGIES,
@@ -27,6 +32,8 @@ from tests.sweeps.twins.run import (
 
 def main(topology: str, *names: str) -> int:
     """The number of cases that differ from their twins, or end with an error."""
+    if topology == "proved":
+        return _prove(*names)
     if topology == "resumed":
         return sum(_tell(name, *_resumed(name)) for name in names or CASES)
     chosen = [name for name in names or CASES if fits(CASES[name], topology)]
@@ -54,6 +61,22 @@ def _resumed(name: str) -> tuple[Sequence[Found], Found]:
         world = TOPOLOGIES["replicas"][0]
         resumed = run_ranks(world, run, [name], "replicas", folder, True, timeout_s=120)
         return [rank[name] for rank in resumed], expected[name]
+
+
+def _prove(topology: str, *names: str) -> int:
+    """The number of cases that differ, or fail, or that are proved although a reason is known why they differ."""
+    under = None if topology == "plain" else topology
+    counts: Counter[str] = Counter()
+    for name in names or [name for name in CASES if under is None or fits(CASES[name], under)]:
+        found = proof(name, under)
+        outcome, said = str(found.outcome), found.said
+        if name in DIFFERS_ANYWAY and outcome in ("differs", "fails", "proved"):
+            outcome = "expected" if outcome != "proved" else "proved, which was not expected"
+            said = f"{DIFFERS_ANYWAY[name]}; {said}"
+        counts[outcome] += 1
+        print(f"{name:28} {outcome:8} {shorten(said, 200)}", flush=True)
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    return sum(count for outcome, count in counts.items() if outcome not in ("proved", "refused", "expected"))
 
 
 def _tell(name: str, ranks: Sequence[Found], expected: Found, *, stages: bool = False) -> bool:

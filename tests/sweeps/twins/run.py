@@ -23,11 +23,13 @@ __all__ = [
     "CASES",
     "TOPOLOGIES",
     "Found",
+    "described",
     "difference",
     "difference_of_stages",
     "fits",
     "is_manual",
     "is_pipelined",
+    "prepared",
     "run",
     "twins",
     "twins_resumed",
@@ -96,7 +98,7 @@ def twins(names: Sequence[str], folder: Path | None = None, *, resume: bool = Fa
         folder: for the checkpoints after one epoch.
         resume: whether to begin with those, for one more epoch.
     """
-    return {name: _run(CASES[name], "auto", 1, folder and folder / f"{name}.ckpt", resume) for name in names}
+    return {name: _run(CASES[name], None, folder and folder / f"{name}.ckpt", resume) for name in names}
 
 
 def twins_resumed(names: Sequence[str], folder: Path) -> dict[str, Found]:
@@ -106,13 +108,7 @@ def twins_resumed(names: Sequence[str], folder: Path) -> dict[str, Found]:
 
 def run(names: Sequence[str], topology: str, folder: Path | None = None, resume: bool = False) -> dict[str, Found]:
     """Sharded; ``folder`` and ``resume`` as for `twins`."""
-    found = {}
-    ranks, arguments = TOPOLOGIES[topology]
-    for name in names:
-        strategy = ShardedStrategy(**arguments, timeout_s=30)
-        path = folder and folder / name
-        found[name] = _run(CASES[name], strategy, ranks, path, resume, plugins=[ShardCkptIO()])
-    return found
+    return {name: _run(CASES[name], topology, folder and folder / name, resume) for name in names}
 
 
 def difference(found: Found, expected: Found, tolerance: float) -> str:
@@ -147,19 +143,27 @@ def difference_of_stages(ranks: Sequence[Found], expected: Found, tolerance: flo
     return f"no stage has {sorted(lost)}" if lost else ""
 
 
-def _run(case: Case, strategy: Any, devices: int, path: Path | None, resume: bool, **more: Any) -> Found:
-    pl.seed_everything(7, verbose=False)
+def prepared(
+    case: Case, topology: str | None, extra: Sequence[pl.Callback] = (), *, more_epochs: int = 0, seed: int = 7
+) -> tuple[pl.Trainer, Any]:
+    """A Trainer and a module.
+
+    Args:
+        topology: None for one process under Lightning's own strategy.
+        extra: callbacks, after those of the case.
+        more_epochs: than the case says.
+        seed: of the weights, and of what is drawn besides.
+    """
+    pl.seed_everything(seed, verbose=False)
     module = case.module().double()  # so that Lightning loads checkpoints without rounding
-    options = {"max_epochs": 1, "limit_val_batches": 0, **case.options, **more}
-    extra = list[pl.Callback]()
-    if resume:
-        options["max_epochs"] += 1
-    elif path is not None:
-        extra.append(SavesAfterOneEpoch(path))
+    options = {"max_epochs": 1, "limit_val_batches": 0, **case.options}
+    options["max_epochs"] += more_epochs
+    devices, arguments = TOPOLOGIES[topology or "one"]
+    if topology is not None:
+        options |= {"strategy": ShardedStrategy(**arguments, timeout_s=30), "plugins": [ShardCkptIO()]}
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=strategy,
         precision="64-true",
         callbacks=[*options.pop("callbacks", list)(), *extra],
         use_distributed_sampler=False,
@@ -170,13 +174,24 @@ def _run(case: Case, strategy: Any, devices: int, path: Path | None, resume: boo
         num_sanity_val_steps=0,
         **options,
     )
+    return trainer, module
+
+
+def _run(case: Case, topology: str | None, path: Path | None, resume: bool) -> Found:
+    extra = [SavesAfterOneEpoch(path)] if path is not None and not resume else []
+    trainer, module = prepared(case, topology, extra, more_epochs=int(resume))
     try:
         with warnings.catch_warnings():  # of natural code there are some, on rank zero alone
             warnings.simplefilter("ignore")
             trainer.fit(module, ckpt_path=path if resume else None, **(EXECUTES if resume else {}))
     except Exception as error:
-        return Found({}, [], f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    return Found(_whole(module), module.seen)  # type: ignore[arg-type]  # every case has it
+        return Found({}, [], described(error))
+    return Found(_whole(module), module.seen)
+
+
+def described(error: Exception) -> str:
+    """An error in one line, and where it comes from."""
+    return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
 
 def _whole(module: pl.LightningModule) -> dict[str, Tensor]:

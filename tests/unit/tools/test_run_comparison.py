@@ -20,6 +20,7 @@ from lightning_shardckpt.tools.run_records import (
     Setting,
     TensorRecord,
     ValueRecord,
+    last_step,
     moment_line,
     rank_file,
     read_records,
@@ -141,7 +142,10 @@ def test_something_that_is_gone_or_has_another_shape_is_a_difference() -> None:
 
 def test_records_come_back_from_files(tmp_path: Path) -> None:
     (found,) = run(whole(WEIGHT), logged=[{"x": ValueRecord("nan", float("nan")), "y": ValueRecord("'…'")}])
-    lines = [setting_line(found.setting), *(moment_line(*when, of) for when, of in found.moments.items())]
-    rank_file(str(tmp_path), 0).write_text("\n".join(lines))
+    lines = [setting_line(found.setting, "a.ckpt"), *(moment_line(*when, of) for when, of in found.moments.items())]
+    killed = '{"step": 7, "ph'
+    rank_file(str(tmp_path), 0).write_text("\n".join([*lines, killed]))
+    rank_file(str(tmp_path), 1).touch()
     (again,) = read_records(str(tmp_path))
+    assert again.began_from == "a.ckpt" and last_step(again) == 2
     assert again.setting == found.setting and repr(again.moments) == repr(found.moments)
