@@ -25,6 +25,7 @@ from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics
 from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.global_batches import GlobalBatches, Place
 from lightning_shardckpt.state.rng_state import get_rng_state, set_rng_state
+from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw
 from lightning_shardckpt.strategy.stop_position import plateau_monitors
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
 
@@ -54,6 +55,7 @@ class Continuation:
         self._awaited = unfinished and "schedulers" in parts  # others begin anew
         self._monitored: dict[str, Any] = rank_state.get("monitored", {})
         self._partial: list[str] = rank_state.get("partial", [])
+        self._trained: list[str] = rank_state.get("trained", []) if "callbacks" in parts else []
         saved = DataShare(**rank_state["place"])
         self._saved_size, self._size = saved.data_size, place.data_size
         self._same_data = saved.data_size == place.data_size
@@ -68,6 +70,9 @@ class Continuation:
     def apply(self, trainer: pl.Trainer) -> None:
         """Restore state when training starts: the train loaders exist, no batch has been drawn for this epoch."""
         fit, loaders = trainer.fit_loop, train_loaders(trainer)
+        thaw(trainer, set(self._trained))
+        if self._batches:
+            schedule_accumulation(trainer)
         self._count_anew(loaders, trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader) for loader in loaders)  # by Lightning, in before_loaders

@@ -24,11 +24,12 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import load_edited, not_live
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
+from lightning_shardckpt.strategy.lightning_callbacks import keep_groups
 from lightning_shardckpt.strategy.module_record import check_filled, is_half_filled
 from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
 from lightning_shardckpt.strategy.resume import Continuation
 from lightning_shardckpt.strategy.stop_position import Stopping
-from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, keep_groups, load_checkpoint, save_checkpoint
+from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, load_checkpoint, save_checkpoint
 
 
 class RunCheckpoints:

@@ -28,6 +28,7 @@ from lightning_shardckpt.compat.lightning_loops import (
 from lightning_shardckpt.compat.lightning_trainer import validated_metrics
 from lightning_shardckpt.state.data_position import ResumableLoader
 from lightning_shardckpt.state.rng_state import get_rng_state
+from lightning_shardckpt.strategy.lightning_callbacks import trained_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Position:
     """A place in training: what Lightning counts (None: ask it), this rank's random state and place in its loaders.
 
     And the metrics for which schedulers wait that Lightning steps after the hooks of an epoch's end; of those
-    schedulers, the metrics that are means over the batches of the present epoch.
+    schedulers, the metrics that are means over the batches of the present epoch. And the parameters that are trained,
+    where a callback changes which.
     """
 
     fit_loop: Mapping[str, Any] | None
@@ -43,13 +45,14 @@ class Position:
     loaders: list[dict[str, Any] | None]
     monitored: dict[str, Any]
     partial: list[str]
+    trained: list[str]
 
 
 def present(trainer: pl.Trainer, fit_loop: Mapping[str, Any] | None = None) -> Position:
     """Return the place where training is now."""
     loaders = [loader.position() if isinstance(loader, ResumableLoader) else None for loader in train_loaders(trainer)]
     monitored = {} if fit_loop else _monitored(trainer)
-    return Position(fit_loop, get_rng_state(), loaders, monitored, _partial(trainer))
+    return Position(fit_loop, get_rng_state(), loaders, monitored, _partial(trainer), trained_names(trainer))
 
 
 def plateau_monitors(trainer: pl.Trainer) -> list[str]:

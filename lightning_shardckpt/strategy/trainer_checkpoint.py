@@ -6,21 +6,19 @@ the states of loaders that have their own, since those differ between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
-from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.state.module_io import put_values
+from lightning_shardckpt.strategy.lightning_callbacks import regroup
 from lightning_shardckpt.strategy.module_record import filling
 from lightning_shardckpt.strategy.module_targets import module_targets
 from lightning_shardckpt.strategy.stop_position import Position
@@ -80,7 +78,7 @@ def save_checkpoint(
     """
     checkpoint = dict(checkpoint)
     rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(place), "positions": position.loaders}
-    rank_state |= {key: found for key in ("monitored", "partial") if (found := getattr(position, key))}
+    rank_state |= {key: found for key in ("monitored", "partial", "trained") if (found := getattr(position, key))}
     loops = checkpoint.get("loops")
     if loops and position.fit_loop is not None:
         checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
@@ -118,7 +116,7 @@ def load_checkpoint(
     optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
     targets = module_targets(module, state_dict, optimizers, io.names)
     if "callbacks" in parts:
-        targets = replace(targets, regroup=partial(_regroup, trainer))
+        targets = replace(targets, regroup=partial(regroup, trainer))
     loaded = io.load_into(
         path,
         targets,
@@ -160,22 +158,3 @@ def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset
         checkpoint["lr_schedulers"] = []
     if "data" not in parts and "loops" in checkpoint:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-
-
-def _regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
-    """Give the optimizers the param groups that BaseFinetuning had made of layers that it had unfrozen."""
-    for callback in _finetuning(trainer):
-        saved = state.get("callbacks", {}).get(callback.state_key)
-        if saved is not None:
-            callback.load_state_dict(saved)
-            callback.on_fit_start(trainer, trainer.lightning_module)
-
-
-def keep_groups(trainer: pl.Trainer) -> None:
-    """Keep loaded hyper-parameters after callbacks have their state: BaseFinetuning would undo them."""
-    for callback in _finetuning(trainer):
-        keep_loaded_groups(callback)
-
-
-def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]

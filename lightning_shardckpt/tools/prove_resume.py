@@ -215,7 +215,7 @@ def _records(name: str, plan: RunPlan, output: str) -> list[RankRecords]:
     found = read_records(plan.records)
     if not found:
         why = _NO_FIT if Path(plan.records).is_dir() else _NO_TRAINER
-        raise RankError(f"the {name} run ended by itself and recorded nothing: {why}\n{output}")
+        raise RankError(f"the {name} run ended by itself and recorded nothing: {why}\nThe command was {output}")
     if len(found) != found[0].setting.world:
         raise RankError(f"the {name} run has {found[0].setting.world} ranks, of which {len(found)} recorded here")
     for records in found:
@@ -225,7 +225,7 @@ def _records(name: str, plan: RunPlan, output: str) -> list[RankRecords]:
             raise RankError(
                 f"the {name} run ended by itself after step {last_step(records)} (rank {records.setting.rank}), before "
                 f"step {plan.last_step}{where}. The first fit counts. Let it train for longer, or prove fewer "
-                f"--steps.\n{output}"
+                f"--steps.\nThe command was {output}"
             )
     return found
 
