@@ -85,11 +85,7 @@ def same_topology(a: Sequence[RankRecords], b: Sequence[RankRecords]) -> bool:
 def _boxes(records: RankRecords) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]]:
     last = max((step for step, phase in records.moments if phase == "after"), default=None)
     weights = {} if last is None else records.moments[last, "after"]["weights"]
-    return [
-        (name, [(box.start, box.lengths) for box in entry.boxes])
-        for name, entry in sorted(weights.items())
-        if isinstance(entry, TensorRecord)
-    ]
+    return [(name, _boxes_of(entry)) for name, entry in sorted(weights.items()) if isinstance(entry, TensorRecord)]
 
 
 def compare_runs(
@@ -174,8 +170,7 @@ def _pairs(
     left, right = [dict(x) for x in a], [dict(y) for y in b]  # type: ignore[call-overload]  # mappings
     if by_rank:
         if section != "samples":
-            for rank, (x, y) in enumerate(zip(left, right, strict=True)):
-                yield from ((rank, name, x.get(name), y.get(name)) for name in x | y)
+            yield from _by_rank(left, right)
         return
     shares = any(records.setting.data_size > 1 for records in (*straight, *other))
     own = _OWN_STREAMS if section == "random" else _OWN_SHARE.get(section) if shares else None
@@ -193,6 +188,24 @@ def _pairs(
             found.skipped[f"{section}/{name}"] = _OWN_VALUE
         else:
             yield None, name, x.get(name), y.get(name)
+
+
+def _by_rank(left: Sequence[_Named], right: Sequence[_Named]) -> Iterator[_Pair]:
+    """Pair what each rank has; the whole of a tensor of which ranks have other boxes than before.
+
+    Such is state that an optimizer makes whole on every rank, and gets back in slices.
+    """
+    ranks = list(zip(left, right, strict=True))
+    moved = {name for x, y in ranks for name in x.keys() & y.keys() if _boxes_of(x[name]) != _boxes_of(y[name])}
+    for rank, (x, y) in enumerate(ranks):
+        yield from ((rank, name, x.get(name), y.get(name)) for name in x | y if name not in moved)
+    whole_left, whole_right = ([{n: e for n, e in x.items() if n in moved} for x in of] for of in (left, right))
+    x, y = _whole(whole_left), _whole(whole_right)
+    yield from ((None, name, x.get(name), y.get(name)) for name in sorted(moved))
+
+
+def _boxes_of(entry: Entry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(box.start, box.lengths) for box in entry.boxes] if isinstance(entry, TensorRecord) else []
 
 
 def _all_samples(ranks: Sequence[_Named], of: Sequence[RankRecords]) -> _Named:

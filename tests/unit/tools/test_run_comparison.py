@@ -108,6 +108,20 @@ def test_a_rank_is_compared_with_itself_on_the_same_topology() -> None:
     assert (found.rank, found.name) == (1, "w")
 
 
+def test_state_that_every_rank_had_whole_may_come_back_in_slices() -> None:
+    changed = WEIGHT.clone()
+    changed[4, 1] = 7
+    straight = run(whole(WEIGHT), whole(WEIGHT))
+    for state, differs in ((WEIGHT, False), (changed, True)):
+        resumed = run(whole(WEIGHT), whole(WEIGHT))
+        for records, rows in zip(resumed, (rows_of(state, 0, 2), rows_of(state, 2, 6)), strict=True):
+            records.moments[2, "after"] = {"weights": {"w": whole(WEIGHT)}, "optimizer": {"v": rows}}
+        for records in straight:
+            records.moments[2, "after"] = {"weights": {"w": whole(WEIGHT)}, "optimizer": {"v": whole(WEIGHT)}}
+        found = compare(straight, resumed).differences
+        assert [(d.section, d.name, d.rank) for d in found] == [("optimizer", "v", None)] * differs
+
+
 def test_samples_are_those_of_all_ranks_in_any_order() -> None:
     digests = row_digests(torch.arange(8).view(4, 2))
     one = run(whole(WEIGHT), samples=[{"batch": RowsRecord(digests)}])
