@@ -5,23 +5,26 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import RankError
-from lightning_shardckpt.tools.prove_resume import ResumeReport, prove_resume
-from lightning_shardckpt.tools.run_records import read_records
+from lightning_shardckpt.tools.prove_resume import ResumeReport, prove_resume, prove_runs
+from lightning_shardckpt.tools.run_records import RunPlan, Setting, ended_line, rank_file, read_records, setting_line
 from tests.support import planted_faults
 from tests.support.pages import DOCS
 from tests.support.pool import ROOT, run_ranks
+from tests.sweeps.twins.proved import proof
 
 SCRIPT = '''"""An ordinary script: a Trainer of its own, with Lightning's own strategy, in its first fit."""
 import sys
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 class Net(pl.LightningModule):
@@ -30,7 +33,9 @@ class Net(pl.LightningModule):
         self.net = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, index):
-        return torch.nn.functional.dropout(self.net(batch[0])).square().mean()
+        loss = torch.nn.functional.dropout(self.net(batch[0])).square().mean()
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
@@ -39,7 +44,8 @@ if "unseeded" not in sys.argv:
     pl.seed_everything(3)
 saves = ModelCheckpoint(sys.argv[1], every_n_train_steps=1, save_top_k=-1)
 data = DataLoader(TensorDataset(torch.arange(48.0).view(12, 4) / 48), 2)
-pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=[saves]).fit(Net(), data)
+options = {"logger": CSVLogger(sys.argv[1]), "default_root_dir": sys.argv[1], "log_every_n_steps": 1}
+pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[saves], **options).fit(Net(), data)
 '''
 
 
@@ -89,10 +95,11 @@ def test_a_script_whose_strategy_does_not_go_on_in_the_data(
     printed = capsys.readouterr().out
     assert status == 1, printed
     assert re.search(r"^  step 3, at its start: batch\[0\] on rank 0: .* \(that of step 1\)$", printed, re.MULTILINE)
-    assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof
+    assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof, its logger nowhere
     assert len(list((proof / "straight" / "own_saves").rglob("*.ckpt"))) == 5
     (straight,), (resumed,) = (read_records(str(proof / run / "records")) for run in ("straight", "resumed"))
     assert [*resumed.moments] == [(2, "restored")] + [(n, when) for n in (3, 4, 5) for when in ("before", "after")]
+    assert "logged[0]['loss']" in straight.moments[3, "before"]["logger"]
     assert resumed.moments[2, "restored"]["weights"] == straight.moments[2, "after"]["weights"]
 
 
@@ -101,7 +108,7 @@ def test_a_script_whose_strategy_does_not_go_on_in_the_data(
     [
         ("", "recorded nothing"),
         ("raise SystemExit('a reason of its own')", "ended with status 1.*\n.*\n  a reason of its own"),
-        ("import time; time.sleep(600)", "did not end in 2 s and was killed"),
+        ("import time; time.sleep(600)", "did not end in 2 s and was killed before a Trainer began"),
     ],
     ids=["no fit", "a failure", "a hang"],
 )
@@ -109,6 +116,46 @@ def test_a_run_that_makes_no_proof_is_an_error(tmp_path: Path, script: str, said
     (tmp_path / "train.py").write_text(script)
     with pytest.raises(RankError, match=said):
         prove_resume([sys.executable, str(tmp_path / "train.py")], output=str(tmp_path / "proof"), timeout_s=2)
+
+
+SETTING = Setting(rank=0, world=1, data_rank=0, data_size=1, strategy="S", precision="32")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (None, "recorded nothing: it made no Trainer of Lightning.*\n.*what it was$"),
+        ([], "recorded nothing: its Trainer began no fit.*\n.*what it was$"),
+        ([setting_line(SETTING, "own.ckpt")], r"after step 0 \(rank 0\), before step 4, having begun .*='own.ckpt'"),
+        ([setting_line(SETTING, None), ended_line(3)], r"after step 3 \(rank 0\), before step 4. The first fit counts"),
+        ([setting_line(replace(SETTING, world=2), None)], "has 2 ranks, of which 1 recorded here"),
+    ],
+    ids=["no Trainer", "no fit", "a checkpoint of its own", "too short", "ranks elsewhere"],
+)
+def test_what_was_recorded_instead_of_a_training_is_said(tmp_path: Path, lines: list[str] | None, said: str) -> None:
+    def run(name: str, plan: RunPlan) -> str:
+        if lines is not None:
+            Path(plan.records).mkdir(parents=True)
+            rank_file(plan.records, 0).write_text("".join(f"{line}\n" for line in lines))
+        return "what it was"
+
+    with pytest.raises(RankError, match=said):
+        prove_runs(run, tmp_path, steps=4, interrupt_at=2)
+
+
+def test_training_with_fabric_ends_with_what_to_do() -> None:
+    assert run_ranks(1, fabric_ends, init_process_group=False) == [True]
+
+
+def fabric_ends() -> bool:
+    from lightning.fabric import Fabric
+
+    from lightning_shardckpt.recording.run_recorder import end_if_fabric_trains
+
+    end_if_fabric_trains()
+    with pytest.raises(SystemExit, match=r"trains with Fabric.*lightning_shardckpt diff A B"):
+        Fabric(accelerator="cpu", devices=1).backward(None)
+    return True
 
 
 def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +166,26 @@ def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["prove-resume", "--steps", "4"]) == 2
     shown = capsys.readouterr().err
     assert "recorded nothing" in shown and "0 < interrupt_at < steps" in shown and "is not empty" in shown
+
+
+# ── twins ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "name", "interrupt_at"),
+    [
+        ("pp2", "ScalesByHook", 2),
+        ("tp2", "Adam", 2),
+        ("one", "AccumulatesByEpoch", 2),  # GradientAccumulationScheduler in an epoch that goes on
+        ("one", "Finetunes", 4),  # after BaseFinetuning has thawed layers
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("fsdp2", "LAMB", 2), ("pp2 x fsdp2", "Adam", 2))),
+    ],
+)
+def test_natural_training_code_resumes(topology: str, name: str, interrupt_at: int) -> None:
+    found = proof(name, topology, interrupt_at=interrupt_at)
+    assert found.outcome == "proved", found.said
+    assert found.report is not None and {"weights", "optimizer", "gradients", "random"} <= found.report.compared.keys()
 
 
 # ── whole proofs ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -138,6 +138,12 @@ def test_param_groups_that_were_loaded_are_kept(tmp_path: Path) -> None:
     assert found == [0, 1]
 
 
+def test_a_trainer_is_given_another_directory(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    compat.set_default_root_dir(run, str(tmp_path / "other"))
+    assert run.default_root_dir == run.log_dir == str(tmp_path / "other")
+
+
 def test_a_model_checkpoint_says_where_it_will_save(tmp_path: Path) -> None:
     run = trainer(tmp_path, enable_checkpointing=True)
     assert compat.save_directory(ModelCheckpoint(), run) == str(tmp_path / "checkpoints")

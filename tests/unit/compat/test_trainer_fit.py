@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.tuner import Tuner
 
-from lightning_shardckpt.compat.trainer_fit import intercept_fit
+from lightning_shardckpt.compat.trainer_fit import intercept_fit, is_tuning
 from tests.unit.compat.test_lightning_loops import batches
 from tests.unit.compat.test_lightning_trainer import trainer
 
@@ -32,3 +34,21 @@ def test_a_fit_may_be_given_another_checkpoint(tmp_path: Path) -> None:
     assert seen == [(again, {"self", "model", "train_dataloaders"})]
     assert again.ckpt_path == str(tmp_path / "a.ckpt") and again.global_step == 6
     assert pl.Trainer.fit is original
+
+
+class Tuned(BoringModel):
+    lr = 0.1
+
+
+def test_a_fit_of_the_tuner_is_told_from_one_that_trains(tmp_path: Path) -> None:
+    found: list[bool] = []
+    undo = intercept_fit(lambda run, arguments: found.append(is_tuning(run)))
+    try:
+        run = trainer(tmp_path, LearningRateFinder(num_training_steps=2), max_steps=1, limit_val_batches=0)
+        run.fit(Tuned(), batches(4))  # which looks for a learning rate, and trains
+        run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+        Tuner(run).lr_find(Tuned(), batches(4), num_training=2)
+        run.fit(Tuned(), batches(4))
+    finally:
+        undo()
+    assert found == [False, True, False]
