@@ -11,10 +11,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
@@ -51,7 +53,7 @@ def thaw(trainer: pl.Trainer, names: Collection[str]) -> None:
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if not parameter.requires_grad and clean_fqn(name) in names:
                 parameter.requires_grad = True
-                if isinstance(module, _BatchNorm):
+                if isinstance(module, _BATCH_NORMS):
                     module.track_running_stats = True
 
 
