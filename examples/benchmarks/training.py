@@ -98,6 +98,9 @@ class SplitByHand(Net):
 
     def configure_model(self) -> None:
         super().configure_model()
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self, self.device_mesh["tensor_parallel"], _styles())
+            return
         mesh = self.device_mesh["data_parallel"]
         for layer in self.layers:
             fully_shard(layer, mesh=mesh)
@@ -118,6 +121,10 @@ class Stage(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.after(x)
+
+
+def _styles() -> dict[str, Any]:
+    return {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 
 
 def loss_of(logits: Tensor, x: Tensor) -> Tensor:
@@ -206,9 +213,8 @@ def on_one_process(size: Size, steps: int) -> Steps:
 
 def tensor_parallel_by_hand(size: Size, steps: int) -> Steps:
     """torch's styles and a plain loop."""
-    plan: dict[str, Any] = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
     net = whole_net(size)
-    parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), _styles())
     return loop(net, lambda x: _back(net, x), batches(size, steps, 1))
 
 
@@ -256,20 +262,21 @@ def _split(**sizes: int) -> Callable[[], ShardedStrategy]:
 def _cases() -> Iterator[tuple[str, int, list[Training]]]:
     auto, lightning, by_hand = 'Lightning, "auto"', "Lightning, ModelParallelStrategy", "torch, by hand"
 
-    def sharded() -> ModelParallelStrategy:
-        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    def split(data: int, tensor: int) -> Callable[[], ModelParallelStrategy]:
+        return lambda: ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
 
     yield "one process", 1, [
-        Training(by_hand, on_one_process),
         Training(auto, with_trainer(lambda: "auto")),
+        Training(by_hand, on_one_process, peer=auto),
         Training(OURS, with_trainer(_split()), peer=auto),
     ]
     yield "FSDP2, 2 ranks", 2, [
-        Training(lightning, with_trainer(sharded, SplitByHand, 2)),
+        Training(lightning, with_trainer(split(2, 1), SplitByHand, 2)),
         Training(OURS, with_trainer(_split(data_parallel_shard_size=2), ranks=2), peer=lightning),
     ]
     yield "tensor parallel, 2 ranks", 2, [
         Training(by_hand, tensor_parallel_by_hand),
+        Training(lightning, with_trainer(split(1, 2), SplitByHand), peer=by_hand),
         Training(OURS, with_trainer(_split(tensor_parallel_size=2)), peer=by_hand),
     ]
     yield "pipeline (gpipe), 2 ranks", 2, [

@@ -107,6 +107,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2, checkpointed": (2, {}),
     "pp2, checkpointed": (2, PP2 | {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}),
 }
+QUICK = {"fsdp4", "tp2", "fsdp2 x tp2", "pp2", "pp2 by microbatch"}
 RESUMED: dict[str, tuple[str, str]] = {"on stages": ("fsdp4", "pp2"), "on 4 ranks": ("pp2", "fsdp2 x tp2")}
 """The topology whose checkpoint, of the middle of an epoch, is resumed; the one that goes on."""
 
@@ -163,10 +164,13 @@ def alone() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Tensor]]]:
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Tensor]]]:
     """The weights of each rank, by topology; those on as many ranks run in the same processes."""
     directory, found = str(tmp_path_factory.mktemp("runs")), {}
-    topologies = {name: world for name, (world, _) in TOPOLOGIES.items()}
+    wanted = TOPOLOGIES if request.config.getoption("sweeps") else QUICK
+    topologies = {name: world for name, (world, _) in TOPOLOGIES.items() if name in wanted}
     resumed = {name: topologies[onto] for name, (_, onto) in RESUMED.items()}
     for job, worlds in (run_all, topologies), (resume_all, resumed):
         for world in (2, 4):
@@ -176,7 +180,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, T
     return found
 
 
-@pytest.mark.parametrize("name", [*TOPOLOGIES, *RESUMED])
+SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in TOPOLOGIES.keys() - QUICK]
+
+
+@pytest.mark.parametrize("name", [*sorted(QUICK), *RESUMED, *sorted(SWEPT, key=str)])
 def test_a_topology_drops_what_one_process_does(
     name: str, seen: dict[str, list[dict[str, Tensor]]], alone: dict[str, Tensor]
 ) -> None:
