@@ -42,7 +42,7 @@ class Marks:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._small = [n for n, tensor in enumerate(tensors) if tensor.nbytes <= _SMALL]
         self._large = [n for n, tensor in enumerate(tensors) if tensor.nbytes > _SMALL]
-        self._parts = _joined([tensors[n].detach().reshape(-1).view(torch.uint8) for n in self._small])
+        self._parts = _joined([_bytes(tensors[n]) for n in self._small])
         self._sums = _joined([row_sums(tensors[n]) for n in self._large])
 
     def changed(self, now: Marks) -> list[int]:
@@ -71,10 +71,14 @@ def _differing(before: _Joined, now: _Joined, numbers: list[int]) -> list[int]:
 
 def _rows(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Words of a tensor in whole rows, and what they leave."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    flat = _bytes(tensor)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
     count = len(flat) // _WORD
     words, end = flat[: count * _WORD].view(torch.int64), flat[count * _WORD :]
     whole = count // _ROW * _ROW
     return words[:whole].view(-1, _ROW), [words[whole:], *([end.to(torch.int64)] if len(end) else [])]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

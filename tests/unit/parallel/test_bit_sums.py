@@ -55,6 +55,14 @@ def test_a_change_of_all_elements_shows(change: str, dtype: torch.dtype, drawn_f
     assert before.changed(Marks([x])) == ([] if torch.equal(x.view(torch.uint8), old.view(torch.uint8)) else [0])
 
 
+@pytest.mark.parametrize("memory_of", [lambda: torch.ones(1).expand(70_000), lambda: torch.ones(9, 9_000).T])
+def test_a_tensor_in_any_memory_is_marked_by_its_values(memory_of: Callable[[], Tensor]) -> None:
+    x = memory_of()
+    assert Marks([x, x[:3]]).changed(Marks([x.clone(), x[:3].clone()])) == []
+    assert Marks([x, x[:3]]).changed(Marks([x.clone(), x[:3] + 1])) == [1]
+    assert fingerprint([x]) == fingerprint([x.clone()]) != fingerprint([x + 1])
+
+
 def test_a_tensor_of_another_size_has_changed() -> None:
     assert Marks([torch.zeros(5), torch.zeros(1 << 17)]).changed(Marks([torch.zeros(6), torch.zeros(1 << 17)])) == [0]
 
