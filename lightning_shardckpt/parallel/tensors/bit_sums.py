@@ -81,4 +81,4 @@ def _rows(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -55,7 +55,15 @@ def test_a_change_of_all_elements_shows(change: str, dtype: torch.dtype, drawn_f
     assert before.changed(Marks([x])) == ([] if torch.equal(x.view(torch.uint8), old.view(torch.uint8)) else [0])
 
 
-@pytest.mark.parametrize("memory_of", [lambda: torch.ones(1).expand(70_000), lambda: torch.ones(9, 9_000).T])
+MEMORIES: list[Callable[[], Tensor]] = [
+    lambda: torch.ones(1).expand(70_000),
+    lambda: torch.ones(9, 9_000).T,
+    lambda: torch.full((9_000,), 1 + 2j).conj(),
+    lambda: torch.full((9_000,), 1 + 2j).conj().imag,
+]
+
+
+@pytest.mark.parametrize("memory_of", MEMORIES)
 def test_a_tensor_in_any_memory_is_marked_by_its_values(memory_of: Callable[[], Tensor]) -> None:
     x = memory_of()
     assert Marks([x, x[:3]]).changed(Marks([x.clone(), x[:3].clone()])) == []
