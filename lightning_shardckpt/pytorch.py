@@ -56,7 +56,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.peft_modules import unchanging
-from lightning_shardckpt.strategy.batch_agreement import any_rank_told
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
 from lightning_shardckpt.strategy.disk_space import check_room, state_bytes, tensor_bytes
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy, scaler_factor
@@ -100,7 +100,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._deferred: DeferredInit | None = None
         self._pipelined: PipelinedSteps | None = None
         self._unmark_user_code: Callable[[], None] = lambda: None
-        self._preemption = Preemption()
+        self._preemption, self._agreement = Preemption(), BatchAgreement()
         self._checkpoints = RunCheckpoints()
 
     # --- what it is ---
@@ -196,6 +196,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # DTensors need version counters: no_grad instead
         if fitting:
+            self._agreement = BatchAgreement()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting and not self._recipe.cpu_offload:
@@ -314,11 +315,18 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     # --- steps ---
 
     def _heed_preemption(self) -> None:
-        self._preemption.agree(self._trainer(), self._agreed)
+        self._preemption.agree(self._trainer(), self._any_rank_told)
 
-    def _agreed(self, told: bool) -> bool:
+    def _any_rank_told(self, told: bool) -> bool:
         """Return whether any rank was told to end. Collective: every rank of the world must call it."""
-        return told if self._apart else any_rank_told(told, self.meshes, self.root_device)
+        if self._apart:
+            return told
+        return self._agreement.any_rank_told(told, self.meshes, self.root_device, self.tuning)
+
+    def _compare_written(self) -> None:
+        """Find ranks that have drifted apart. Collective: every rank of the world must call it."""
+        if not self._apart:
+            self._agreement.meet(self.meshes, self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -518,6 +526,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Write this rank's slices. Collective: every rank must call it, with the same path."""
+        if not self._trainer().interrupted:
+            self._compare_written()
         self._checkpoints.save(
             self._attached_io(),
             self._trainer(),
@@ -553,7 +563,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def on_train_end(self) -> None:
-        self._agreed(False)
+        self._compare_written()
 
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None

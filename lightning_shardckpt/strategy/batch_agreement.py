@@ -1,6 +1,13 @@
-"""Agree before every batch whether to end, and that the ranks have not drifted apart, in one reduction."""
+"""Agree before a batch whether to end, and that the ranks have not drifted apart, in one reduction.
+
+With steps of a few milliseconds a reduction before each of them would be a large part of the time. So ranks meet before
+the first batches, then after a few batches, as many as fit into a bound on time; the number follows from what all of
+them reduced the last time, so it is the same on all. They also meet before a validation, a save and the end.
+"""
 
 from __future__ import annotations
+
+import time
 
 import torch
 import torch.distributed as dist
@@ -8,26 +15,68 @@ import torch.distributed as dist
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
+from lightning_shardckpt.system.tuning import Tuning
+
+_MICROSECONDS = 1_000_000
 
 
-def any_rank_told(told: bool, meshes: Meshes, device: torch.device) -> bool:
-    """Return whether any rank was told to end.
+class BatchAgreement:
+    """The meetings of the ranks in one run of training. Every rank must make the same calls in the same order."""
 
-    Collective: every rank of the world must call it.
+    def __init__(self) -> None:
+        self._skips = 0  # batches until they meet
+        self._most = 1  # of batches from one meeting to the next: doubles, so that one short step puts off nothing far
+        self._batches, self._met_s = 0, time.monotonic()  # since they met, and when
 
-    Raises:
-        TopologyError: if ranks wrote different numbers into sharded tensors since they met last.
-    """
-    votes = [int(told), *written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)]
-    found = torch.tensor(votes, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    anybody, *maxima = found.tolist()
-    if written_numbers.differ(maxima):
-        raise TopologyError(
-            "the ranks wrote different numbers into sharded parameters or optimizer state since the last batch, "
-            "so their shards belong to different models now. Here the last was "
-            f"{written_numbers.last_noted()}. Reduce "
-            "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
-            "self.log(…, sync_dist=True) for what schedulers and callbacks read."
-        )
-    return bool(anybody)
+    def any_rank_told(self, told: bool, meshes: Meshes, device: torch.device, tuning: Tuning) -> bool:
+        """Return whether the ranks meet before this batch, and one of them was told to end.
+
+        Collective: every rank of the world must call it.
+
+        Args:
+            told: whether this rank was; it must say so until one of them returns True.
+            meshes: all ranks.
+            device: where collectives take tensors from.
+            tuning: how long it may take until the others hear of it.
+
+        Raises:
+            TopologyError: as in ``meet``.
+        """
+        self._batches += 1
+        if self._skips > 0:
+            self._skips -= 1
+            return False
+        anybody, step_s = self._meet(told, meshes, device)
+        fitting = tuning.agreement_s / step_s if step_s > 0 else self._most
+        self._skips = int(max(min(fitting, self._most) - 1, 0))
+        self._most = min(2 * self._most, tuning.agreement_batches)
+        return anybody
+
+    def meet(self, meshes: Meshes, device: torch.device) -> None:
+        """Compare what the ranks wrote.
+
+        Collective: every rank of the world must call it.
+
+        Raises:
+            TopologyError: if ranks wrote different numbers into sharded tensors since they met last.
+        """
+        self._meet(False, meshes, device)
+
+    def _meet(self, told: bool, meshes: Meshes, device: torch.device) -> tuple[bool, float]:
+        """Return whether a rank was told, and the seconds that a batch took on the slowest one: the same on all."""
+        now, batches = time.monotonic(), max(self._batches, 1)
+        elapsed_us = int((now - self._met_s) * 1e6)
+        self._batches, self._met_s = 0, now
+        votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
+        found = torch.tensor([int(told), elapsed_us, *votes], device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        anybody, longest_us, *maxima = found.tolist()
+        if written_numbers.differ(maxima):
+            raise TopologyError(
+                "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
+                "so their shards belong to different models now. Here the last was "
+                f"{written_numbers.last_noted()}. Reduce "
+                "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
+                "self.log(…, sync_dist=True) for what schedulers and callbacks read."
+            )
+        return bool(anybody), longest_us / batches / 1e6

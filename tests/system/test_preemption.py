@@ -40,7 +40,7 @@ def terminated(strategy: dict[str, Any], directory: str, ranks: list[int]) -> tu
     module = tiny.TinyLM()
     callbacks = [Terminate(ranks, 2), OnExceptionCheckpoint(directory, "ended")]
     run = tiny.trainer(strategy, max_steps=9, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=True)
-    run.strategy.tuning = replace(TUNING, exception_meeting_s=0.0)  # all have agreed to end: nobody comes at once
+    run.strategy.tuning = replace(TUNING, exception_meeting_s=0.0, agreement_s=0.0)  # all agree
     with pytest.raises(SystemExit):
         run.fit(module, tiny.loader())
     assert signal.getsignal(signal.SIGTERM) == before
@@ -73,6 +73,19 @@ def test_all_ranks_save_at_the_same_step_and_the_run_continues_exactly(
         assert losses == whole["losses"][:step]
         assert rest["losses"] == whole["losses"][step:]
         assert tiny.differences(whole["state"], rest["state"]) == []
+
+
+def meet_seldom(ranks: list[int], step: int) -> int:
+    tuning = replace(TUNING, agreement_s=60.0, agreement_batches=8)  # after 1, 2, 4, 8, 8 … batches
+    run = tiny.trainer({}, tuning, max_steps=40, limit_val_batches=0, callbacks=[Terminate(ranks, step)])
+    with pytest.raises(SystemExit):
+        run.fit(tiny.TinyLM(), tiny.loader())
+    return run.global_step
+
+
+@pytest.mark.parametrize(("step", "end"), [(4, 8), (17, 24)])
+def test_ranks_that_meet_seldom_end_at_the_next_meeting(step: int, end: int) -> None:
+    assert run_ranks(2, meet_seldom, [1], step) == [end] * 2  # of batches 0, 1, 3, 7, 15, 23, …
 
 
 HOOKS = [
@@ -109,7 +122,7 @@ def terminated_often(directory: str, numbers: Sequence[int]) -> list[tuple[int, 
         keeps = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
         callbacks = [TerminateSomewhere(ranks, step, hook), keeps, OnExceptionCheckpoint(folder, "ended")]
         options: dict[str, Any] = {"limit_val_batches": 0, "callbacks": callbacks, "plugins": [io]}
-        patient = replace(TUNING, exception_meeting_s=60.0)  # a rank may be a few steps behind on a busy machine
+        patient = replace(TUNING, exception_meeting_s=60.0, agreement_s=0.0)  # a rank may be behind on a busy machine
         run = tiny.trainer({}, patient, max_steps=12, enable_checkpointing=True, **options)
         with pytest.raises(SystemExit):
             run.fit(tiny.TinyLM(), tiny.loader())
