@@ -274,7 +274,7 @@ def _make_units(
     compiled = {original: m for m in names if (original := compiled_from(m)) is not None}
     wrapped = {m for outer in compiled for m in (outer, *outer.modules())} | set(compiled.values())
     peers = peers_of(meshes.root["shard"]) if meshes.topology.shard > 1 else None
-    gathers = meshes.topology.pipeline > 1 or any(isinstance(p, DTensor) for p in root.parameters())
+    gathers = any(isinstance(p, DTensor) for p in root.parameters())
     copies = meshes.topology.shard > 1 or recipe.cpu_offload  # else what is gathered is the parameters' own memory
     frees = copies and not recipe.keeps_gathered(meshes)
     chosen = {module: "reshard" for module in units if module in names}
@@ -297,7 +297,6 @@ def _make_units(
             reshard=kind == "reshard" and frees,
             recompute=module in recomputed,
             inner=kind == "inner",
-            takes_plain=meshes.topology.pipeline > 1,
         )
         make_unit(compiled.get(module, module), unit)
 

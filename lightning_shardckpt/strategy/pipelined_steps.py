@@ -42,7 +42,7 @@ class PipelinedSteps:
             assert isinstance(module, pl.LightningModule)
             make_step = partial(LightningStep, module, pipeline)
         self._make_step = make_step
-        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._assumed_scale = torch.ones((), device=device)
         self._received_scales: list[Tensor] = []
 

@@ -50,6 +50,8 @@ REFUSED_IN_PIPELINES = {
     "PenalizesWeights": "what the step returns depends on net.",
     "HooksWhileItAccumulates": "item needs the value of the gradient of net.",
     "ReadsInHook": "a hook of a parameter of shape (5,), changes nothing",
+    "HooksInStep": "a step registers a hook on net.head.weight",
+    "HooksTied": "a parameter that several pipeline stages use, such as a tied weight, has a hook",
     "WatchesModules": "net.layers.1 has a forward hook",
     "WatchesEveryModule": "every module (torch.nn.modules.module.register_module_forward_hook, …) got a forward or",
     "KeepsShadowInBuffers": "writes net.",
@@ -68,7 +70,7 @@ NOT_IN_PIPELINES = (
     "UsesWeightsByHand",
 )
 """All others that optimize automatically train in pipelines."""
-HOOKS = ["ScalesByHook", "ClampsByHook", "EditsAfterAccumulation"]
+HOOKS = ["ScalesByHook", "ClampsByHook", "EditsAfterAccumulation", "HooksInForward"]
 """What runs in pipelines with another axis, whose gradients are reduced by hooks of ours."""
 
 

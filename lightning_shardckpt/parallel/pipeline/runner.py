@@ -24,13 +24,14 @@ from lightning_shardckpt.parallel.pipeline.agree import Packed, agree_on_numbers
 from lightning_shardckpt.parallel.pipeline.checks import StepChecks
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
+from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks, accumulate
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.side_effects import results_unknown
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.consistency import fingerprint
-from lightning_shardckpt.parallel.sharding.fqn import named_modules
+from lightning_shardckpt.parallel.sharding.fqn import named_modules, own_parameters
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
@@ -71,6 +72,7 @@ class Pipeline:
         common: Sequence[nn.Module],
     ) -> None:
         self.common = common
+        self._root = root
         self._gates, self._plan, self._schedule = gates, plan, schedule
         self._gradients, self._microbatches, self._loss_of = gradients, microbatches, loss_of
         self.absent = absent
@@ -113,13 +115,14 @@ class Pipeline:
         parameters = self._checks.parameter_marks()
         state = self._prepare(step, scale)
         operations = self._schedule.operations(self._rank, len(state.batches))
-        if not (step.train and self.backward_early):
+        early = step.train and self.backward_early
+        if not early:
             operations = [op for op in operations if op.kind == "forward"]
 
         def work() -> Packed | None:
             failure = self._look(state)
             before = self._checks.buffer_marks()
-            with self._gathering():
+            with self._gathering(), state.hooks.put_off() if early else nullcontext():
                 self._stages.run(state, operations, failure=failure)
                 self._checks.check_buffers(state, before)
                 self._checks.check_parameters(state, parameters)
@@ -132,7 +135,7 @@ class Pipeline:
         source = self._schedule.rank_of(self._last)
         report = agree_on_report(f"running {step.name}", work, source, self._group, self._device)
         self._stages.flush()
-        self._state = state if step.train and not self.backward_early else None
+        self._state = state if step.train and not early else None
         return report
 
     def backward(self, scale: Tensor) -> None:
@@ -149,7 +152,7 @@ class Pipeline:
         finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
         def work() -> list[int]:
-            with self._gathering():
+            with self._gathering(), state.hooks.once():
                 self._stages.run(state, [op for op in operations if op.kind != "forward"], first=finish)
             if not alone:
                 return []
@@ -168,15 +171,15 @@ class Pipeline:
         else:
             self._finish_gradients()
 
-    def add(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def add(self, found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Add gradients that `forward` made where it ran the backward passes already; it is called in place of
         `backward`.
 
         Collective: every rank of the world must call it.
         """
         self._gradients.begin_passes()
-        for parameter, gradient in found:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        with self._gradients.no_sync():
+            accumulate(found)
         self._finish_gradients()
 
     def _finish_gradients(self) -> None:
@@ -221,7 +224,8 @@ class Pipeline:
             )
 
         whole_steps = self._loss_of == "microbatch" and step.train
-        return StepState(step, [None] * count, [], seed, scale, whole_steps)
+        hooks = ParameterHooks(dict(own_parameters(self._root)))
+        return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks)
 
     def _look(self, state: StepState) -> Exception | None:
         """Split the batch and look at the step; returns what is wrong with it, for all ranks to hear."""
@@ -245,6 +249,7 @@ class Pipeline:
             with torch.no_grad(), seeded_rng(state.seed), for_samples(state.samples[0], counted=False):
                 before = rng_checksum()
                 self._stages.run_stage(run, lambda: state.step.run(copied(state.batches[0]), None))
+                state.hooks.check()
                 state.draws = state.draws or rng_checksum() != before or state.step.drew
             state.carries[stage] = run.carry
         if state.draws and state.samples[0] is not None and state.samples[0].alone:

@@ -122,6 +122,10 @@ class StageRunner:
         share = state.shares[microbatch]
         with seeded_rng(state.seed + microbatch), for_samples(state.samples[microbatch]):
             self.run_stage(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
+        if microbatch == 0:
+            state.hooks.allow()
+        else:
+            state.hooks.check()
         outputs = run.outputs
         if whole:
             loss = state.step.loss(run.returned)

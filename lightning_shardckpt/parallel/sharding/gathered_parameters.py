@@ -2,24 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.tensor_subclass import NO_TORCH_FUNCTION, mark_as_parameter
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
 
 _data: Any = Tensor.data
+_grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
 
 
-class GatheredCopy(Tensor):
-    """A whole parameter in the forward of a unit: an ordinary tensor, but changes through ``data`` are noticed."""
+class _Gathered(Tensor):
+    """What is asked of a gathered parameter, besides its values, is asked of the sharded one, which stays."""
 
     __torch_function__: Any = NO_TORCH_FUNCTION
+    __slots__: list[str] = []
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the parameter."""
+        return _leaf_of(self).grad  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _leaf_of(self).grad = value
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if the forward makes a gradient."""
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Raise TopologyError, unless it is so already."""
+        if bool(requires_grad) != _leaf_of(self).requires_grad:
+            raise TopologyError(
+                f"a forward changes requires_grad of its own parameter, of shape {tuple(self.shape)}, while that is "
+                "gathered. Change it before, such as in on_train_batch_start."
+            )
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Register a hook of the parameter's gradient."""
+        return _leaf_of(self).register_hook(hook)  # type: ignore[no-any-return]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Register a hook that runs when the parameter's gradient was accumulated."""
+        return _leaf_of(self).register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that somebody has given to the parameter."""
+        attributes = vars(_leaf_of(self))
+        if name not in attributes:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return attributes[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or hasattr(type(self), name)
+        super().__setattr__(name, value) if own else vars(_leaf_of(self)).update({name: value})
+
+
+class GatheredCopy(_Gathered):
+    """A whole parameter in the forward of a unit: an ordinary tensor, but changes through ``data`` are noticed."""
 
     @property
     def data(self) -> Tensor:
@@ -34,11 +89,10 @@ class GatheredCopy(Tensor):
             self.copy_(value)
 
 
-class GatheredPart(DTensor):
+class GatheredPart(_Gathered, DTensor):
     """A gathered parameter whose tensor-parallel plan shards it; `_keep_change` refuses changes."""
 
     __slots__: list[str] = []
-    __torch_function__: Any = NO_TORCH_FUNCTION
 
     @property
     def data(self) -> Tensor:
@@ -71,13 +125,18 @@ class KeptGathers:
         finally:
             KeptGathers.current = before
 
-    def take(self, module: nn.Module, gather: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The copies for a module; made by ``gather`` for the first pass."""
+    def take(
+        self, module: nn.Module, leaves: Sequence[Tensor], gather: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
+        """The copies of the parameters of a module; made by ``gather`` for the first pass."""
         found = self._found.get(id(module))
         if found is None:
             with torch.enable_grad():
                 wholes = gather()
-            copies = [as_gathered(whole.detach().requires_grad_(whole.requires_grad)) for whole in wholes]
+            copies = [
+                as_gathered(whole.detach().requires_grad_(whole.requires_grad), leaf)
+                for whole, leaf in zip(wholes, leaves, strict=True)
+            ]
             found = self._found[id(module)] = wholes, copies
         return found[1]
 
@@ -85,24 +144,29 @@ class KeptGathers:
         """Give the gradients of all passes to the sharded parameters. Collective: every rank that has a shard."""
         found, self._found = self._found, {}
         for wholes, copies in found.values():
-            heads = [(whole, copy) for whole, copy in zip(wholes, copies, strict=True) if whole.requires_grad]
+            heads = [(w, _grad.__get__(copy)) for w, copy in zip(wholes, copies, strict=True) if w.requires_grad]
             given = [
-                (whole, no_gradient(whole) if copy.grad is None else copy.grad)
-                for whole, copy in heads
-                if copy.grad is not None or is_gathered(whole)
+                (whole, no_gradient(whole) if gradient is None else gradient)
+                for whole, gradient in heads
+                if gradient is not None or is_gathered(whole)
             ]
             if given:
                 torch.autograd.backward([whole for whole, _ in given], [gradient for _, gradient in given])
 
 
-def as_gathered(whole: Tensor) -> Tensor:
-    """The gathered tensor itself, as a parameter from now on whose changes through ``data`` are noticed."""
+def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
+    """The gathered tensor itself, which from now on stands for the parameter ``leaf``."""
+    whole.__dict__["_leaf"] = leaf
     if type(whole) is Tensor:
         whole.__class__ = GatheredCopy
     elif type(whole) is DTensor:
         whole.__class__ = GatheredPart
     mark_as_parameter(whole)
     return whole
+
+
+def _leaf_of(whole: Tensor) -> Any:
+    return whole.__dict__["_leaf"]
 
 
 def values_of(whole: Tensor) -> Tensor:

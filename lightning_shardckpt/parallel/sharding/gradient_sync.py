@@ -128,7 +128,7 @@ class GradientSync:
             if parameter.requires_grad:
                 together[group].append(parameter)
         for group, parameters in together.items():
-            all_reduce_gradients(parameters, group, lambda p: p.grad is not None, device=self._device)
+            all_reduce_gradients(parameters, group, lambda p: p.grad is not None, device=self._device, hooks_count=True)
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)

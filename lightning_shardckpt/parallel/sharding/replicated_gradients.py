@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.autograd_backward import after_backward, returns_gradient_of
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import refuse_sparse
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
@@ -94,8 +95,7 @@ class ReplicatedGradients:
         refuse_sparse(gradient)
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):  # such as a partial sum
             gradient = gradient.redistribute(placements=parameter.placements)
-        hooked = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ()) > 2
-        if self._at_once or hooked or returns_gradient_of(parameter):
+        if self._at_once or count_hooks(parameter) or returns_gradient_of(parameter):
             return _SumOverGroup.apply(gradient, self._group, self._scale)  # type: ignore[no-untyped-call,no-any-return]
         self._changed.add(id(parameter))
         return gradient
@@ -120,6 +120,12 @@ class ReplicatedGradients:
         self._changed.clear()
 
 
+def count_hooks(parameter: nn.Parameter) -> int:
+    """Return how many hooks on the gradient of a parameter are not of `ReplicatedGradients`."""
+    every = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ())
+    return every - len(parameter.__dict__.get(_HANDLES, ())) if every else 0
+
+
 @torch.no_grad()
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter],
@@ -128,6 +134,7 @@ def all_reduce_gradients(
     *,
     scale: float = 1.0,
     device: torch.device | None = None,
+    hooks_count: bool = False,
 ) -> None:
     """Sum the gradients of parameters over ``group``, several in one buffer, and multiply them by ``scale``.
 
@@ -139,28 +146,40 @@ def all_reduce_gradients(
         is_changed: whether this rank has something to add to the gradient of a parameter.
         scale: of the sums.
         device: where to reduce; by default that of the gradients.
+        hooks_count: whether hooks have seen the part of this rank alone, and should have seen the sum.
+
+    Raises:
+        TopologyError: on all ranks, with ``hooks_count``, for a parameter with a hook that several ranks have changed.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         alike[parameter.dtype, parameter.device].append(parameter)
     for some in alike.values():
         for buffered in _buffers(some):
-            _all_reduce(buffered, group, [float(is_changed(p)) for p in buffered], scale, device)
+            marks = [float(is_changed(p)) for p in buffered]
+            hooked = [float(count_hooks(p) > 0) for p in buffered] if hooks_count else []
+            _all_reduce(buffered, group, marks, hooked, scale, device)
 
 
 def _all_reduce(
     parameters: list[nn.Parameter],
     group: dist.ProcessGroup,
     marks: list[float],
+    hooked: list[float],
     scale: float,
     device: torch.device | None,
 ) -> None:
     parts = [_flat_gradient(parameter) for parameter in parameters]
-    flat = torch.cat([parts[0].new_tensor(marks), *parts])
+    flat = torch.cat([parts[0].new_tensor(marks + hooked), *parts])
     flat = flat if device is None else flat.to(device)
     dist.all_reduce(flat, group=group)
-    flat[len(marks) :].mul_(scale)
-    anywhere, *sums = torch.split(flat, [len(marks), *(part.numel() for part in parts)])
+    flat[len(marks) + len(hooked) :].mul_(scale)
+    anywhere, hooks, *sums = torch.split(flat, [len(marks), len(hooked), *(part.numel() for part in parts)])
+    if hooked and bool(((anywhere > 1) & (hooks > 0)).any()):
+        raise TopologyError(
+            "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, of which "
+            "each of them has a part. Change the gradient in on_before_optimizer_step, or use pipeline_parallel_size=1."
+        )
     exist = marks if all(marks) else (anywhere > 0).tolist()  # tolist waits for the device
     for parameter, exists, total in zip(parameters, exist, sums, strict=True):
         if exists:

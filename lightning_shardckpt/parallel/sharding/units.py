@@ -58,8 +58,6 @@ class Unit:
         reshard: whether to free whole parameters between forward and backward.
         recompute: whether to compute the activations again in the backward, instead of keeping them.
         inner: whether it is a part of another unit, and gathers only when it is called without that.
-        takes_plain: whether plain parameters take part where gathers are kept, so that their hooks run once for all
-            passes.
     """
 
     name: str
@@ -70,7 +68,6 @@ class Unit:
     reshard: bool = False
     recompute: bool = False
     inner: bool = False
-    takes_plain: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         return self
@@ -110,7 +107,7 @@ class _InUnit(nn.Module):
 def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     compiler = set_frame_callback(None)  # it is for what the forward does
     try:
-        slots = _slots(module, plain=unit.takes_plain and KeptGathers.current is not None)
+        slots = _slots(module)
         leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
         if not leaves:
             set_frame_callback(compiler)
@@ -143,17 +140,13 @@ def _is_noted(unit: Unit, wholes: Sequence[Tensor]) -> bool:
     return unit.copies or any(isinstance(whole, DTensor) for whole in wholes)
 
 
-def _slots(module: nn.Module, *, plain: bool) -> list[tuple[nn.Module, str, Tensor]]:
+def _slots(module: nn.Module) -> list[tuple[nn.Module, str, ShardedTensor]]:
     """Return where the parameters of a unit are now; nowhere, if the unit is running already."""
     known = _places.get(module)
     if known is None:
         known = _places[module] = [(m, name) for m in _own_modules(module) for name in parameter_slots(m)]
-    found = [(m, name, parameter_slots(m).get(name)) for m, name in known]
-    return [
-        (m, name, leaf)
-        for m, name, leaf in found
-        if isinstance(leaf, ShardedTensor) or (plain and type(leaf) is nn.Parameter)
-    ]
+    found: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in known]
+    return [(m, name, leaf) for m, name, leaf in found if isinstance(leaf, ShardedTensor)]
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -165,49 +158,48 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 _places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
-_plans: MutableMapping[nn.Module, tuple[list[Tensor], list[tuple[list[int], GatherPlan]]]] = WeakIdKeyDictionary()
+_Plans = list[tuple[list[int], GatherPlan]]
+_plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], _Plans]] = WeakIdKeyDictionary()
 
 
-def _gathered(module: nn.Module, unit: Unit, leaves: list[Tensor]) -> list[Tensor]:
+def _gathered(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
     """The whole parameters, as the forward is to see them."""
     if KeptGathers.current is not None:
-        return KeptGathers.current.take(module, lambda: _gather(module, unit, leaves, history=True))
+        return KeptGathers.current.take(module, leaves, lambda: _gather(module, unit, leaves, history=True))
     if unit.reshard:
         return _gather(module, unit, leaves, history=torch.is_grad_enabled())
-    shards = [leaf for leaf in leaves if isinstance(leaf, DTensor)]  # plain ones take part only in the case above
-    kept = {n: whole for n, leaf in enumerate(shards) if (whole := recall(leaf)) is not None}
-    missing = [n for n in range(len(shards)) if n not in kept]
+    kept = {n: whole for n, leaf in enumerate(leaves) if (whole := recall(leaf)) is not None}
+    missing = [n for n in range(len(leaves)) if n not in kept]
     if missing:
-        new = _gather(module, unit, [shards[n] for n in missing], history=torch.is_grad_enabled())
+        new = _gather(module, unit, [leaves[n] for n in missing], history=torch.is_grad_enabled())
         for n, whole in zip(missing, new, strict=True):
             kept[n] = whole
-            remember(shards[n], whole)
-    return [kept[n] for n in range(len(shards))]
+            remember(leaves[n], whole)
+    return [kept[n] for n in range(len(leaves))]
 
 
-def _gather(module: nn.Module, unit: Unit, leaves: Sequence[Tensor], *, history: bool) -> list[Tensor]:
-    wholes = {n: leaf.view_as(leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, DTensor)}
+def _gather(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor], *, history: bool) -> list[Tensor]:
+    wholes: dict[int, Tensor] = {}
     for places, plan in _plans_of(module, unit, leaves):
-        some = [leaf for leaf in (leaves[n] for n in places) if isinstance(leaf, DTensor)]
+        some = [leaves[n] for n in places]
         if history and any(leaf.requires_grad for leaf in some):
             found = Gather.apply(plan, unit.unreduced, *some)  # type: ignore[no-untyped-call]  # torch's
         else:
             found = plan.gather([local_tensor(leaf) for leaf in some])
         for n, whole in zip(places, found, strict=True):
-            wholes[n] = as_gathered(whole)
+            wholes[n] = as_gathered(whole, leaves[n])
     return [wholes[n] for n in range(len(leaves))]
 
 
-def _plans_of(module: nn.Module, unit: Unit, leaves: Sequence[Tensor]) -> list[tuple[list[int], GatherPlan]]:
+def _plans_of(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> _Plans:
     """Return which parameters are gathered together: those of one dtype that the same ranks have shards of."""
     known = _plans.get(module)
     if known is not None and [id(leaf) for leaf in known[0]] == [id(leaf) for leaf in leaves]:
         return known[1]
     together: dict[Any, list[tuple[int, DTensor]]] = {}
     for n, leaf in enumerate(leaves):
-        if isinstance(leaf, DTensor):
-            where = where_is(leaf)
-            together.setdefault((id(where.shard), id(where.replicate), leaf.dtype), []).append((n, leaf))
+        where = where_is(leaf)
+        together.setdefault((id(where.shard), id(where.replicate), leaf.dtype), []).append((n, leaf))
     found = [
         ([n for n, _ in some], GatherPlan([leaf for _, leaf in some], unit.device, unit.name, unit.number))
         for some in together.values()
@@ -217,7 +209,7 @@ def _plans_of(module: nn.Module, unit: Unit, leaves: Sequence[Tensor]) -> list[t
 
 
 @contextmanager
-def _put_in_place(slots: Sequence[tuple[nn.Module, str, Tensor]], wholes: dict[int, Tensor]) -> Iterator[None]:
+def _put_in_place(slots: Sequence[tuple[nn.Module, str, ShardedTensor]], wholes: dict[int, Tensor]) -> Iterator[None]:
     for module, name, leaf in slots:
         parameter_slots(module)[name] = wholes[id(leaf)]  # type: ignore[assignment]  # torch takes it for a parameter
     flat = refresh_flat_weights({id(m): m for m, _, _ in slots}.values())
@@ -231,15 +223,13 @@ def _put_in_place(slots: Sequence[tuple[nn.Module, str, Tensor]], wholes: dict[i
         restore_flat_weights(flat)
 
 
-def _keep_change(leaf: Tensor, whole: Tensor, name: str) -> None:
+def _keep_change(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
     """Take over into the shards what a forward has written into a whole parameter."""
     if isinstance(whole, DTensor):
         raise TopologyError(
             f"the forward of {name} changes a parameter of shape {tuple(whole.shape)} that tensor parallelism cuts. "
             "Leave its module out of tensor_parallel_plan."
         )
-    if not isinstance(leaf, DTensor):
-        return  # the copy has its memory
     where = where_is(leaf)
     with without_torch_function(), torch.no_grad():
         check_same(values_of(whole), where, f"the forward of {name}")

@@ -92,6 +92,8 @@ class Placeholder(Tensor):
         """An unknown tensor with the (global) shape and dtype of a real one; of a parameter, an unknown parameter."""
         found = cls.of(_as_meta(tensor), origin, device)
         if isinstance(tensor, nn.Parameter):
+            notes = vars(tensor).items()  # that somebody has given to the parameter
+            found.__dict__.update({name: value for name, value in notes if name not in vars(found)})
             mark_as_parameter(found)
             found.requires_grad_(tensor.requires_grad)
         return found

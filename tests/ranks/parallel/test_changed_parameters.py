@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -56,3 +56,54 @@ def test_a_weight_that_autograd_needs_must_not_change_before_its_backward(case: 
         for error in (weight, layer):
             assert error.startswith("RuntimeError") and "modified by an inplace operation" in error, error
         assert bias == "", "no gradient needs it"
+
+
+class AskingHead(nn.Linear):
+    """Does more with its own weight than to compute with it."""
+
+    freezes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if self.freezes:
+            weight.requires_grad_(False)
+        gradient = None if weight.grad is None else float(weight.grad.abs().sum())
+        self.asked += [weight.note, getattr(weight, "unknown", "none"), gradient, weight.requires_grad]
+        weight.turns = getattr(weight, "turns", 0) + 1
+        weight.grad = None
+        return super().forward(x)
+
+
+class Asking(tiny.TinyLM):
+    def __init__(self, *, freezes: bool = False) -> None:
+        super().__init__(frozen=False)
+        head: Any = self.head
+        self.head = AskingHead(head.in_features, head.out_features, bias=head.bias is not None)
+        self.head.freezes = freezes
+        self.head.weight.note = "mine"
+        self.head.__dict__["asked"] = []
+
+    def on_train_end(self) -> None:
+        self.head.asked.append(self.head.weight.turns)
+
+
+def ask(strategy: dict[str, Any] | str) -> tuple[list[Any], str]:
+    torch.manual_seed(0)
+    module, error = Asking().double(), ""
+    options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "accumulate_grad_batches": 2}
+    tiny.trainer(strategy, **options).fit(module, tiny.loader())
+    try:
+        tiny.trainer(strategy, **options).fit(Asking(freezes=True), tiny.loader())
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return module.head.asked, error
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "fsdp2, kept", "tp2"])
+def test_a_forward_sees_gradients_and_notes_of_its_parameters(case: str) -> None:
+    world, strategy = CASES[case]
+    ((expected, _),) = run_ranks(1, ask, "auto", init_process_group=False)
+    for seen, error in run_ranks(world, ask, strategy):
+        assert [type(s) for s in seen] == [type(s) for s in expected]
+        assert [s for s in seen if not isinstance(s, float)] == [s for s in expected if not isinstance(s, float)]
+        assert error.startswith("TopologyError: a forward changes requires_grad of its own parameter"), error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.sweeps.twins.base import Natural, case
+from tests.sweeps.twins.base import Block, Natural, case
 
 
 @case()
@@ -98,6 +98,54 @@ class StepsInBackward(Natural):
 
     def configure_optimizers(self) -> Any:
         return None
+
+
+@case()
+class HooksTied(Natural):
+    """What the first and the last layer share has a hook that isn't linear."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.head.weight.register_hook(lambda g: g.clamp(-1e-2, 1e-2))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.embed(batch[3]).mean(1)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x), batch[3][:, 0])
+
+
+class HookedBlock(Block):
+    """Hooks its own weights in its first forward, as modules do that know their parameters only then."""
+
+    handle: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.handle is None:
+            self.handle = self.b.weight.register_hook(lambda g: g.sign() * 1e-2)
+        return super().forward(x)
+
+
+@case()
+class HooksInForward(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.ModuleList(HookedBlock() for _ in range(2))
+
+
+@case()
+class HooksInStep(Natural):
+    """For one backward."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.handle = self.net.head.weight.register_hook(lambda g: g.clamp(-1e-2, 1e-2) / 2)
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        self.handle.remove()
 
 
 @case()

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import Natural, case
+from tests.sweeps.twins.base import WIDTH, Natural, case
 
 
 @case()
@@ -95,3 +95,26 @@ class UsesWeightsByHand(Natural):
             x = x + torch.addmm(layer.b.bias, F.gelu(x @ layer.a.weight.t() + layer.a.bias), layer.b.weight.t())
         x = F.layer_norm(x, x.shape[1:], self.net.norm.weight, self.net.norm.bias)
         return F.cross_entropy(torch.einsum("bi,ci->bc", x, self.net.head.weight) + self.net.head.bias, batch[1])
+
+
+class Boosted(nn.Linear):
+    """Has a note on its weight, as quantizers and optimizers with rules of their own make them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.weight.boost = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.weight.boost, self.bias)
+
+
+@case()
+class NotesOnWeights(Natural):
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.norm = Boosted(WIDTH)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.parameters():
+            p.boost = getattr(p, "boost", 1.0) * 0.9
