@@ -5,12 +5,15 @@ Checked with torch 2.12 to 2.15.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+L = TypeVar("L", bound=Tensor)
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context in which ``__torch_function__`` of subclasses is not called in this thread: they act as Tensors."""
@@ -41,6 +44,11 @@ def accumulation_hooks(leaf: Tensor) -> dict[int, Any] | None:
     """Return the hooks of ``register_post_accumulate_grad_hook``, like `gradient_hooks`."""
     found: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
     return found
+
+
+def with_hooks(leaves: Iterable[L]) -> list[L]:
+    """Return the leaves that have hooks of either kind. Fast, as it is asked several times in a step."""
+    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 def set_gradient_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:

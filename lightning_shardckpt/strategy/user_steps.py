@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,8 +21,10 @@ from torchmetrics import Metric
 from lightning_shardckpt.compat.pytree import tree_map
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
-from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory, moved_to
+from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory, moved_to, portable
 from lightning_shardckpt.parallel.tensors.placeholder import first_unknown, leaked
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class FunctionStep:
         return loss_in(self.name, output)
 
     def report(self, outputs: list[tuple[Any, float]]) -> tuple[Any, list[Change]]:
-        return portable("what the step function returns", merged(self.name, outputs)), self._undo.start.changes()
+        return sent("what the step function returns", merged(self.name, outputs)), self._undo.start.changes()
 
     def settle(self, report: tuple[Any, list[Change]], device: torch.device, *, source: bool) -> Any:
         """Remember and return, on every rank, what the last stage did."""
@@ -166,7 +168,7 @@ class LightningStep:
         return loss_in(self.name, output)
 
     def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
-        output = portable("what the step returns", merged(self.name, outputs))
+        output = sent("what the step returns", merged(self.name, outputs))
         trainer = self._module.trainer
         return StepReport(output, self._logged, self._undo.start.changes(), trainer.should_stop, _hyper(trainer))
 
@@ -178,13 +180,14 @@ class LightningStep:
             _set_hyper(self._module.trainer, report.hyper)
         together: dict[tuple[str, int], list[_Logged]] = {}
         for logged in report.logged:
-            together.setdefault((logged.name, logged.turn), []).append(logged)
+            known = replace(logged, value=moved_to(logged.value, _HOST))
+            together.setdefault((logged.name, logged.turn), []).append(known)
         for (name, _), calls in together.items():
             first = calls[0]
             value: Any = _merged_log(calls) if first.metric is None else self._module.get_submodule(first.metric)
             sizes = [call.kwargs["batch_size"] for call in calls if call.kwargs.get("batch_size") is not None]
-            known = {"batch_size": sum(sizes)} if sizes else {}
-            self._module.log(name, value, *first.args, **{**first.kwargs, **known})
+            size = {"batch_size": sum(sizes)} if sizes else {}
+            self._module.log(name, value, *first.args, **{**first.kwargs, **size})
         return moved_to(report.output, device)
 
     @contextmanager
@@ -210,7 +213,7 @@ class LightningStep:
             kwargs.pop("metric_attribute", None)
             turn = turns[name] = turns.get(name, -1) + 1
             self._logged.append(
-                _Logged(name, turn, portable(f"the value logged as {name!r}", value), metric, args, kwargs, share)
+                _Logged(name, turn, sent(f"the value logged as {name!r}", value), metric, args, kwargs, share)
             )
 
         self._module.__dict__["log"] = log
@@ -297,8 +300,8 @@ def _plain(value: Any) -> Any:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def portable(what: str, value: Any) -> Any:
-    """Return a value without history and in host memory, to be sent to other ranks.
+def sent(what: str, value: Any) -> Any:
+    """Return a value as it is sent to other ranks, who make it what it was by `moved_to`.
 
     Raises:
         TopologyError: if it depends on what other stages have.
@@ -306,7 +309,7 @@ def portable(what: str, value: Any) -> Any:
     unknown = first_unknown(value)
     if unknown is not None:
         raise leaked(what, unknown)
-    return tree_map(lambda leaf: _plain(leaf).cpu().clone() if isinstance(leaf, Tensor) else leaf, value)
+    return portable(tree_map(_plain, value))
 
 
 def _hyper(trainer: pl.Trainer) -> list[dict[str, Any]]:

@@ -33,10 +33,19 @@ def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup, device: to
 
 
 def agree_on_numbers(
-    what: str, work: Callable[[], Sequence[int]], count: int, group: dist.ProcessGroup, device: torch.device
+    what: str,
+    work: Callable[[], Sequence[int]],
+    count: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Do ``work``, which gives ``count`` numbers, and return those of every rank of ``group``; as `agree`."""
-    every = _met(what, work, lambda result: result, count, group, device)[1]
+    """Do ``work``, which gives ``count`` numbers, and return those of every rank of ``group``; as `agree`.
+
+    ``meanwhile`` runs on each rank while the numbers are on their way; it must not fail, and communicate with nobody.
+    """
+    every = _met(what, work, lambda result: result, count, group, device, meanwhile)[1]
     return [row.tolist() for row in every]
 
 
@@ -61,6 +70,7 @@ def _met(
     count: int,
     group: dist.ProcessGroup,
     device: torch.device,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[T, list[Tensor]]:
     """Return the result of ``work``, and ``count`` numbers that each rank made of its own."""
     failure: Exception | None = None
@@ -73,7 +83,7 @@ def _met(
     except Exception as error:
         failure = error
         own[0] = _PEER_FAILED if isinstance(failure, PeerFailed) else _FAILED
-    table = _gathered(own, group, device)
+    table = _gathered(own, group, device, meanwhile)
     every = [int(row[0]) for row in table]
     if not any(every):
         return result[0], [row[1:] for row in table]
@@ -124,8 +134,13 @@ def gathered(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.dev
     return [one.tolist() for one in _gathered(torch.tensor(list(numbers), dtype=torch.int64), group, device)]
 
 
-def _gathered(own: Tensor, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+def _gathered(
+    own: Tensor, group: dist.ProcessGroup, device: torch.device, meanwhile: Callable[[], None] = lambda: None
+) -> list[Tensor]:
     own = own.to(device)
     found = [torch.zeros_like(own) for _ in range(group.size())]
-    dist.all_gather(found, own, group=group)
+    sent = dist.all_gather(found, own, group=group, async_op=True)
+    meanwhile()
+    assert sent is not None
+    sent.wait()
     return [one.cpu() for one in found]

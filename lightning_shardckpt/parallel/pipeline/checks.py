@@ -37,7 +37,7 @@ class StepChecks:
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
-        self._root = root
+        self._root, self._marks = root, Marks([])
         self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers = [
             (f"{name}.{key}", module, key)
@@ -107,17 +107,17 @@ class StepChecks:
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
             )
 
-    def parameter_marks(self) -> Marks:
-        """Marks of this rank's parameters, which change when values do, however they are written."""
-        return Marks([local_tensor(parameter) for _, parameter in own_parameters(self._root)])
+    def mark_parameters(self) -> None:
+        """Note marks of this rank's parameters, which change when values do, however they are written."""
+        self._marks = self._parameter_marks()
 
-    def check_parameters(self, state: StepState, before: Marks) -> None:
-        """Check after the passes.
+    def check_parameters(self, state: StepState) -> None:
+        """Check after the passes what was marked before.
 
         Raises:
             TopologyError: for a parameter that the step itself changes.
         """
-        changed = before.changed(self.parameter_marks())
+        changed = self._marks.changed(self._parameter_marks())
         if changed:
             name = [name for name, _ in own_parameters(self._root)][changed[0]]
             raise TopologyError(
@@ -125,6 +125,9 @@ class StepChecks:
                 "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
                 "on_train_batch_start."
             )
+
+    def _parameter_marks(self) -> Marks:
+        return Marks([local_tensor(parameter) for _, parameter in own_parameters(self._root)])
 
     def _sees_whole(self, name: str) -> bool:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)

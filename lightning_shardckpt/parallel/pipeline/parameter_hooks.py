@@ -20,6 +20,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     gradient_hooks,
     set_accumulation_hooks,
     set_gradient_hooks,
+    with_hooks,
 )
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.replicated_gradients import count_hooks
@@ -33,7 +34,7 @@ class ParameterHooks:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+        self._parameters, self._names = list(parameters.values()), {id(p): name for name, p in parameters.items()}
         self._known = self._counts()
 
     @contextmanager
@@ -99,11 +100,11 @@ class ParameterHooks:
 
     def _counts(self) -> dict[str, int]:
         """Return how many hooks each parameter has, by name, if it has any."""
-        found = ((name, count_hooks(parameter)) for name, parameter in self._parameters.items())
-        return {name: count for name, count in found if count}
+        found = {self._names[id(p)]: count_hooks(p) for p in with_hooks(self._parameters)}
+        return {name: count for name, count in found.items() if count}
 
     def _plain_hooked(self) -> list[nn.Parameter]:
-        return [p for p in self._parameters.values() if not isinstance(p, DTensor) and count_hooks(p)]
+        return [p for p in with_hooks(self._parameters) if not isinstance(p, DTensor) and count_hooks(p)]
 
 
 def accumulate(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

@@ -35,7 +35,7 @@ from lightning_shardckpt.parallel.sharding.fqn import named_modules, own_paramet
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.random_streams import draw_seed, rng_checksum, seeded_rng
+from lightning_shardckpt.parallel.sharding.random_streams import draw_seed, kept_rng, rng_checksum, seed_rng
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, other_draws, parts_of_running
 
 LossOf = Literal["batch", "microbatch"]
@@ -111,8 +111,6 @@ class Pipeline:
             Exception: the first failure of any stage, on every rank of the pipeline.
         """
         self._state, self._kept = None, KeptGathers()
-        self.absent.check_own()
-        parameters = self._checks.parameter_marks()
         state = self._prepare(step, scale)
         operations = self._schedule.operations(self._rank, len(state.batches))
         early = step.train and self.backward_early
@@ -125,7 +123,7 @@ class Pipeline:
             with self._gathering(), state.hooks.put_off() if early else nullcontext():
                 self._stages.run(state, operations, failure=failure)
                 self._checks.check_buffers(state, before)
-                self._checks.check_parameters(state, parameters)
+                self._checks.check_parameters(state)
                 if not self.has_last_stage:
                     return None
                 if not state.whole_steps:
@@ -133,7 +131,8 @@ class Pipeline:
                 return packed(step.report(state.outputs), self._group, self._device)
 
         source = self._schedule.rank_of(self._last)
-        report = agree_on_report(f"running {step.name}", work, source, self._group, self._device)
+        with kept_rng():  # each run starts from a seed of its own
+            report = agree_on_report(f"running {step.name}", work, source, self._group, self._device)
         self._stages.flush()
         self._state = state if step.train and not early else None
         return report
@@ -202,11 +201,13 @@ class Pipeline:
 
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
         def measure() -> tuple[int, int, int]:
+            self.absent.check_own()
             most = self._microbatches
             wanted = min(most, samples_in(step.batch)) if most > 1 else 1
             return wanted, fingerprint(step.batch), draw_seed()
 
-        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group, self._device)
+        mark = self._checks.mark_parameters
+        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group, self._device, meanwhile=mark)
         count, _, seed = every[0]
         if any(one[:2] != every[0][:2] for one in every):
             count = 0  # so that other pipelines hear of it, too
@@ -246,7 +247,8 @@ class Pipeline:
         """
         for stage in self._schedule.stages_of(self._rank):
             run = StageRun("probe", 0, self._plan.ranges[stage][1])
-            with torch.no_grad(), seeded_rng(state.seed), for_samples(state.samples[0], counted=False):
+            seed_rng(state.seed)
+            with torch.no_grad(), for_samples(state.samples[0], counted=False):
                 before = rng_checksum()
                 self._stages.run_stage(run, lambda: state.step.run(copied(state.batches[0]), None))
                 state.hooks.check()
@@ -264,7 +266,8 @@ class Pipeline:
         state.results = Results(outputs, self._plan.layers[-1])
         run = StageRun("finish", 0, len(self._plan.layers), results=state.results.give)
         hidden = self._layers if count > 1 else {}
-        with seeded_rng(state.seed + (count if count > 1 else 0)), results_unknown(hidden, self._device):
+        seed_rng(state.seed + (count if count > 1 else 0))
+        with results_unknown(hidden, self._device):
             self._stages.run_stage(run, lambda: state.step.run(copied(state.step.batch), 1.0))
         state.outputs.append((run.returned, 1.0))
         state.loss = state.step.loss(run.returned) if state.step.train else None

@@ -22,7 +22,7 @@ from lightning_shardckpt.parallel.pipeline.schedule import Op, Schedule
 from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
-from lightning_shardckpt.parallel.sharding.random_streams import seeded_rng
+from lightning_shardckpt.parallel.sharding.random_streams import seed_rng
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples
 from lightning_shardckpt.parallel.tensors.step_cache import step_cache
 
@@ -120,7 +120,8 @@ class StageRunner:
         carry = state.carries[stage]
         run = StageRun("run", start, stop, whole=whole, carry=carry, incoming=incoming, random=received.facts)
         share = state.shares[microbatch]
-        with seeded_rng(state.seed + microbatch), for_samples(state.samples[microbatch]):
+        seed_rng(state.seed + microbatch)
+        with for_samples(state.samples[microbatch]):
             self.run_stage(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
         if microbatch == 0:
             state.hooks.allow()

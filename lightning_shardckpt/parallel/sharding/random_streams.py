@@ -91,16 +91,20 @@ def draw_seed() -> int:
 
 
 @contextmanager
-def seeded_rng(seed: int) -> Iterator[None]:
-    """Inside, all generators start from ``seed``; after it, they are as before."""
+def kept_rng() -> Iterator[None]:
+    """After it, all generators are as before."""
     before = rng_state()
-    _seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
     try:
         yield
     finally:
         set_rng_state(before)
+
+
+def seed_rng(seed: int) -> None:
+    """Let all generators start from ``seed``."""
+    _seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
 
 
 def _checksum(state: torch.Tensor) -> int:

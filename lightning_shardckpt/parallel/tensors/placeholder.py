@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Placeholder(Tensor):
     @classmethod
     def of(cls, meta: Tensor, origin: str, device: torch.device) -> Placeholder:
         """An unknown tensor with the shape, strides and dtype of ``meta``."""
-        with without_torch_function(), torch.no_grad():
+        with without_torch_function():
             found: Any = _one_element(meta, device)
             found.__class__ = cls
             # Its own: a change of shape in place, or a search by identity, must not reach others of this kind.
@@ -92,8 +93,8 @@ class Placeholder(Tensor):
         """An unknown tensor with the (global) shape and dtype of a real one; of a parameter, an unknown parameter."""
         found = cls.of(_as_meta(tensor), origin, device)
         if isinstance(tensor, nn.Parameter):
-            notes = vars(tensor).items()  # that somebody has given to the parameter
-            found.__dict__.update({name: value for name, value in notes if name not in vars(found)})
+            notes = {} if isinstance(tensor, Placeholder) else vars(tensor)  # that somebody has given to the parameter
+            found.__dict__.update({name: value for name, value in notes.items() if name not in vars(found)})
             mark_as_parameter(found)
             found.requires_grad_(tensor.requires_grad)
         return found
@@ -117,10 +118,15 @@ class Placeholder(Tensor):
         """Do what reading, setting or deleting ``grad`` does."""
         if access != "__get__":
             self.has_gradient = value is not None
+            self.__dict__.pop("_unknown_gradient", None)
             return None
         if not self.has_gradient:
             return None
-        return Placeholder.of(self.geometry, f"the gradient of {self.origin}", self.device)
+        kept = self.__dict__.get("_unknown_gradient")  # the same object each time, as of a real tensor
+        if kept is None or kept.shape != self.shape:
+            kept = Placeholder.of(self.geometry, f"the gradient of {self.origin}", self.device)
+            self.__dict__["_unknown_gradient"] = kept
+        return kept
 
     @classmethod
     def __torch_function__(
@@ -198,8 +204,13 @@ def first_unknown(tree: Any) -> Placeholder | None:
 
 def _one_element(meta: Tensor, device: torch.device) -> Tensor:
     """A tensor of that shape over the memory of one element; no view, so that it may be written to later."""
-    memory = torch.full((1,), _poison(meta.dtype), dtype=meta.dtype, device=device).untyped_storage()
-    return torch.empty(0, dtype=meta.dtype, device=device).set_(memory, 0, meta.shape, (0,) * meta.ndim)
+    return _poisoned(meta.dtype, device).clone().as_strided_(meta.shape, (0,) * meta.ndim)
+
+
+@lru_cache(maxsize=64)
+def _poisoned(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1,), _poison(dtype), dtype=dtype, device=device)
 
 
 def _poison(dtype: torch.dtype) -> float | int:
