@@ -4,19 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from copy import deepcopy
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.tensor_subclass import NO_TORCH_FUNCTION, mark_as_parameter
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
 
 _data: Any = Tensor.data
+_grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
+_OWN = ("_leaf", "_touched", "_is_param")
+"""What the dict of a whole parameter has for itself."""
 
 
-class GatheredCopy(Tensor):
+class _StandsForLeaf:
+    """What a parameter is besides its values: gradients, hooks and attributes are those of the sharded one."""
+
+    __slots__ = ()
+    __dict__: dict[str, Any]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the parameter, from earlier backward passes."""
+        return leaf_of(self).grad  # type: ignore[no-any-return]  # of a Tensor
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        leaf_of(self).grad = value
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether this takes part in a backward."""
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value == leaf_of(self).requires_grad:
+            return
+        if value:
+            raise TopologyError(
+                f"a forward thaws its own parameter of shape {tuple(leaf_of(self).shape)}, which was gathered without "
+                "a gradient for this forward. Set requires_grad before the module is called."
+            )
+        leaf_of(self).requires_grad = False
+        Tensor.detach_(self)  # type: ignore[arg-type]  # it is one
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the parameter, also for the rest of this forward."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Register a hook of the parameter, which gets the gradient of all batches."""
+        return leaf_of(self).register_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Register a hook of the parameter."""
+        return leaf_of(self).register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(leaf_of(self), memo)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute that somebody has given to the parameter."""
+        leaf = self.__dict__.get("_leaf")
+        if leaf is None or name not in leaf.__dict__:
+            raise AttributeError(f"a parameter has no attribute {name!r}")
+        return leaf.__dict__[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            leaf_of(self).__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        leaf_of(self).__dict__.pop(name)
+
+
+class GatheredCopy(_StandsForLeaf, Tensor):
     """A whole parameter in the forward of a unit: an ordinary tensor, but changes through ``data`` are noticed."""
 
     __torch_function__: Any = NO_TORCH_FUNCTION
@@ -34,7 +106,7 @@ class GatheredCopy(Tensor):
             self.copy_(value)
 
 
-class GatheredPart(DTensor):
+class GatheredPart(_StandsForLeaf, DTensor):
     """A gathered parameter whose tensor-parallel plan shards it; `_keep_change` refuses changes."""
 
     __slots__: list[str] = []
@@ -49,6 +121,11 @@ class GatheredPart(DTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         self.__dict__["_touched"] = True
+
+
+def leaf_of(whole: Any) -> Any:
+    """Return the parameter that a gathered one stands for."""
+    return whole.__dict__["_leaf"]
 
 
 class KeptGathers:
@@ -77,7 +154,7 @@ class KeptGathers:
         if found is None:
             with torch.enable_grad():
                 wholes = gather()
-            copies = [as_gathered(whole.detach().requires_grad_(whole.requires_grad)) for whole in wholes]
+            copies = [as_gathered(w.detach().requires_grad_(w.requires_grad), leaf_of(w)) for w in wholes]
             found = self._found[id(module)] = wholes, copies
         return found[1]
 
@@ -87,16 +164,17 @@ class KeptGathers:
         for wholes, copies in found.values():
             heads = [(whole, copy) for whole, copy in zip(wholes, copies, strict=True) if whole.requires_grad]
             given = [
-                (whole, no_gradient(whole) if copy.grad is None else copy.grad)
-                for whole, copy in heads
-                if copy.grad is not None or is_gathered(whole)
+                (whole, no_gradient(whole) if gradient is None else gradient)
+                for whole, gradient in ((whole, _grad.__get__(copy)) for whole, copy in heads)
+                if gradient is not None or is_gathered(whole)
             ]
             if given:
                 torch.autograd.backward([whole for whole, _ in given], [gradient for _, gradient in given])
 
 
-def as_gathered(whole: Tensor) -> Tensor:
-    """The gathered tensor itself, as a parameter from now on whose changes through ``data`` are noticed."""
+def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
+    """The gathered tensor itself, as a parameter from now on that stands for ``leaf``."""
+    whole.__dict__["_leaf"] = leaf
     if type(whole) is Tensor:
         whole.__class__ = GatheredCopy
     elif type(whole) is DTensor:
