@@ -47,7 +47,7 @@ from lightning_shardckpt.parallel.rebind_optimizer import empty_optimizers_allow
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics, synchronize_batch_norms
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
-from lightning_shardckpt.parallel.sharding.consistency import check_batch
+from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_loss
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_rng
 from lightning_shardckpt.parallel.tensors import written_numbers
@@ -103,6 +103,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._pipelined: PipelinedSteps | None = None
         self._unmark_user_code: Callable[[], None] = lambda: None
         self._values: ReplicatedValues | None = None
+        self._checks_loss = True  # of the first backward of an epoch
         self._preemption = Preemption()
         self._checkpoints = RunCheckpoints()
 
@@ -332,6 +333,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._values is not None and batch_idx == 0:
             self._values.begin()
         self._heed_preemption(self._values)
+        self._checks_loss |= batch_idx == 0
         if batch_idx == 0 and self.topology.tensor > 1:
             check_batch(batch, self.meshes.tensor_group, self.root_device)
 
@@ -379,6 +381,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Gradients are final before the on_after_backward hooks see them."""
         plugin, module, sharded = self.precision_plugin, self.lightning_module, self.sharded
         assert module is not None
+        if self._checks_loss and self.topology.tensor > 1 and self._pipelined is None:
+            check_loss(closure_loss, self.meshes.tensor_group, self.root_device)
+        self._checks_loss = False
         loss = plugin.pre_backward(closure_loss, module)
         if self._pipelined is not None:
             plugin.backward(loss, module, optimizer, *args, **kwargs)

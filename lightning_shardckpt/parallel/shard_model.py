@@ -43,6 +43,7 @@ from lightning_shardckpt.parallel.sharding.fsdp import (
     reshard,
     units_around,
 )
+from lightning_shardckpt.parallel.sharding.given_weights import note_cut_parameters
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.references import follow_parameters
@@ -262,6 +263,7 @@ def _shard_parameters(root: nn.Module, meshes: Meshes, plan: TensorPlan, home: t
     over = meshes.fsdp if topology.data_parallel > 1 else None
     group = meshes.tensor_group if topology.tensor > 1 else None
     shard_parameters(root, over, meshes.root, home, partial=_partial_names(root, plan), partial_group=group)
+    note_cut_parameters(root)
 
 
 def _make_units(

@@ -32,6 +32,7 @@ from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_fla
 from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers, as_gathered, values_of, was_assigned
+from lightning_shardckpt.parallel.sharding.given_weights import cut_as_planned
 from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
@@ -139,13 +140,15 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
         if not leaves:
             set_frame_callback(compiler)
-            return forward(*args, **kwargs)
+            with cut_as_planned(_places[module]):
+                return forward(*args, **kwargs)
         wholes = _gathered(module, unit, leaves)
         versions = [version_of(whole) for whole in wholes]
         places = dict(zip(map(id, leaves), wholes, strict=True))
         again = partial(_gather, module, unit, leaves, history=False) if unit.reshard else None
         saved = SavedParameters(unit.name, leaves, wholes, again) if _is_noted(unit, wholes) else None
-        with _put_in_place(slots, places), nullcontext() if saved is None else saved.context():
+        noted = nullcontext() if saved is None else saved.context()
+        with cut_as_planned(_places[module]), _put_in_place(slots, places), noted:
             set_frame_callback(compiler)
             try:
                 found = forward(*args, **kwargs)
