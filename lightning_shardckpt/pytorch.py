@@ -28,6 +28,7 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduced
 from lightning_shardckpt.compat.lightning_trainer import (
     forget_optimizers,
+    keep_order_of_training,
     set_device,
     set_device_mesh,
     syncs_batch_norms,
@@ -46,7 +47,7 @@ from lightning_shardckpt.parallel.rebind_optimizer import empty_optimizers_allow
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics, synchronize_batch_norms
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
-from lightning_shardckpt.parallel.sharding.consistency import check_batch
+from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_loss
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_rng
 from lightning_shardckpt.parallel.tensors import written_numbers
@@ -63,6 +64,7 @@ from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy, scaler_fact
 from lightning_shardckpt.strategy.module_record import check_filled, recall, remember
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
 from lightning_shardckpt.strategy.preemption import Preemption
+from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
 from lightning_shardckpt.system.gc_pause import gc_paused
@@ -100,6 +102,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._deferred: DeferredInit | None = None
         self._pipelined: PipelinedSteps | None = None
         self._unmark_user_code: Callable[[], None] = lambda: None
+        self._checks_loss = True  # of the first backward of an epoch
         self._preemption, self._agreement = Preemption(), BatchAgreement()
         self._checkpoints = RunCheckpoints()
 
@@ -170,8 +173,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Return the context of ``configure_model``, on every stage; only the first one may build."""
         assert self.lightning_module is not None
-        if recall(self.lightning_module, self.topology) is not None:
-            yield
+        known = recall(self.lightning_module, self.topology)
+        if known is not None:
+            with known.gradients.strangers():
+                yield
             return
         broadcast_weights(self.lightning_module, self.root_device)
         with same_rng():
@@ -187,6 +192,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert self.accelerator is not None and self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
+        keep_order_of_training(trainer)
         self._checkpoints.begin_setup(fitting=fitting)
         written_numbers.forget_numbers()
         self._sharded = recall(self.lightning_module, self.topology) or self._shard()
@@ -331,7 +337,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._checkpoints.stopping.forget()
+        if self._agreement.values is not None and batch_idx == 0:
+            self._agreement.values.begin()
         self._heed_preemption()
+        self._checks_loss |= batch_idx == 0
         if batch_idx == 0 and self.topology.tensor > 1:
             check_batch(batch, self.meshes.tensor_group, self.root_device)
 
@@ -379,6 +388,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Gradients are final before the on_after_backward hooks see them."""
         plugin, module, sharded = self.precision_plugin, self.lightning_module, self.sharded
         assert module is not None
+        if self._checks_loss and self.topology.tensor > 1 and self._pipelined is None:
+            check_loss(closure_loss, self.meshes.tensor_group, self.root_device)
+        self._checks_loss = False
         loss = plugin.pre_backward(closure_loss, module)
         if self._pipelined is not None:
             plugin.backward(loss, module, optimizer, *args, **kwargs)
@@ -401,13 +413,20 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if _may_use_loss(optimizer) and not self._apart:
+            closure = partial(self._loss_of_all, closure)
         with user_code(False), self.checkpoint_io.async_saves.around_step(optimizer, closure) as gradients:
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
+
+    def _loss_of_all(self, closure: Callable[[], Any]) -> Any:
+        """Return what the closure of a step returns, its loss as the mean over all data-parallel ranks."""
+        loss = closure()
+        return self.reduce(loss.detach().clone()) if isinstance(loss, Tensor) else loss
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with user_code(False):
             parameters = list(self.precision_plugin.main_params(optimizer))
-        clip_by_norm(parameters, clip_val, device=self.root_device, ranks_of=self.sharded.holders.__getitem__)
+        clip_by_norm(parameters, clip_val, device=self.root_device, ranks_of=self.sharded.ranks_of)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         with user_code(False):
@@ -558,6 +577,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_train_start(self) -> None:
         check_filled(self._trainer().lightning_module)
+        is_shared = self.topology.data_parallel > 1
+        values = ReplicatedValues(self._trainer().lightning_module, self.tuning) if is_shared else None
+        self._agreement.values = values
         self._preemption.watch(self._trainer())
         self._checkpoints.start(self._trainer())
 
@@ -568,6 +590,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+def _may_use_loss(optimizer: Optimizer) -> bool:
+    """Return whether a step may look at the loss that its closure returns: of torch's, only L-BFGS does."""
+    return isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _in_user_code(action: str) -> AbstractContextManager[None]:

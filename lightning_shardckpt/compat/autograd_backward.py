@@ -41,3 +41,8 @@ def is_result_of(tensor: Tensor, function: type[torch.autograd.Function]) -> boo
 def saves_elsewhere() -> bool:
     """Return whether ``saved_tensors_hooks`` are active in this thread: those of checkpointing, of offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for a batch of tensors, inside of ``vmap`` or of batched gradients."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)

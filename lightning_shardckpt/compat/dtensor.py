@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -34,6 +36,19 @@ No ``def``: optimizers ask thousands of times in a step.
 def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor over the memory of ``local``, without history. No communication, no checks."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+
+
+def tell_nan_of_rows() -> None:
+    """Let ``torch.autograd.detect_anomaly`` look at this rank's part of a DTensor, for which torch has no strategy.
+
+    Relies on the handlers of DTensor's dispatcher. A rank that finds NaN raises alone, as autograd does.
+    """
+
+    def handler(op: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return op(local_tensor(args[0]))
+
+    handlers: dict[object, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]  # typed later
+    handlers.setdefault(torch.ops.aten._is_any_true.default, handler)
 
 
 def replace_local(tensor: DTensor, other: DTensor) -> None:

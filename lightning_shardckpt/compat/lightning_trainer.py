@@ -19,6 +19,8 @@ from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,6 +29,27 @@ Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModul
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process; its methods are those of ``_Launcher``."""
+
+
+# ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def keep_order_of_training(trainer: pl.Trainer) -> None:
+    """Let Lightning shuffle the batches of training only where the loader does, as it does for those of validation.
+
+    Around the sampler of a training loader Lightning puts a DistributedSampler that always shuffles, so that one
+    without ``shuffle=True``, or with a sampler of the user's, would have another order than on one process.
+
+    Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage), and on
+    ``_is_dataloader_shuffled``.
+    """
+    connector = trainer._data_connector
+    prepare = type(connector)._prepare_dataloader
+
+    def prepared(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        return prepare(connector, dataloader, shuffle and _is_dataloader_shuffled(dataloader), mode)
+
+    connector._prepare_dataloader = prepared  # type: ignore[method-assign]  # of this Trainer alone
 
 
 # ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────

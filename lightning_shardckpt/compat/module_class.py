@@ -6,7 +6,7 @@ Checked with torch 2.12 to 2.15.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,19 +82,30 @@ def result_hooks(module: nn.Module) -> frozenset[int]:
     return frozenset((*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks))
 
 
+def argument_hooks(module: nn.Module) -> frozenset[int]:
+    """The ids of the handles of a module's hooks that see its arguments: those before its forward."""
+    return frozenset(module._forward_pre_hooks)
+
+
+def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
+    """Remove all hooks of a module but those whose handles have these ids.
+
+    Relies on the dicts of hooks being attributes with ``_hooks`` in their names.
+    """
+    for name, hooks in vars(module).items():
+        if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
+            for number in [number for number in hooks if number not in kept]:
+                del hooks[number]
+
+
 def any_global_hook() -> bool:
     """Return whether there is a hook of all modules, as ``register_module_forward_hook`` makes."""
     return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]  # torch's
 
 
 def clear_hooks(module: nn.Module) -> None:
-    """Remove all hooks of a module: of forward, backward and state dicts.
-
-    Relies on the dicts of hooks being attributes with ``_hooks`` in their names.
-    """
-    for name, hooks in vars(module).items():
-        if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
-            hooks.clear()
+    """Remove all hooks of a module: of forward, backward and state dicts."""
+    keep_hooks(module, ())
 
 
 @contextmanager

@@ -43,8 +43,10 @@ from lightning_shardckpt.parallel.sharding.fsdp import (
     reshard,
     units_around,
 )
+from lightning_shardckpt.parallel.sharding.given_weights import note_cut_parameters
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
+from lightning_shardckpt.parallel.sharding.references import follow_parameters
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.sharding.units import Unit, make_unit
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
@@ -84,7 +86,7 @@ class ShardedModule:
         state_ties: clean names of each of its tensors that has several, canonical first.
         replaced: parameters that the module had before → those that it has now.
         elsewhere: parameters that it had before, of which this rank holds nothing now → what stands for them.
-        holders: parameter → how many ranks of the world hold it or a part of it.
+        holders: parameter → how many ranks of the world hold it or a part of it; `ranks_of` says it of any.
     """
 
     meshes: Meshes
@@ -104,6 +106,10 @@ class ShardedModule:
         with step_cache():
             return step()
 
+    def ranks_of(self, parameter: Tensor) -> int:
+        """Return how many ranks of the world hold a parameter or a part of it; of copies and new ones, all."""
+        return self.holders.get(parameter, self.meshes.topology.world_size // self.meshes.topology.pipeline)
+
     def holds(self, root: nn.Module) -> bool:
         """Return whether ``root`` has the parameters that were sharded; False if it was built anew since.
 
@@ -111,7 +117,7 @@ class ShardedModule:
             TopologyError: if it has some of them and others.
         """
         reshard(self.root)
-        mine = set(self.replaced.values())
+        mine = {*self.replaced.values(), *self.gradients.adopted}
         strangers = [name for name, parameter in own_parameters(root) if parameter not in mine]
         if strangers and is_parallel(root):
             raise TopologyError(
@@ -187,6 +193,7 @@ def shard(
     fill_buffers(root, buffers)
     after = dict(root.named_parameters(remove_duplicate=False))
     here_now = {old: after[name] for name, old in before.items() if name in after}  # a tied one may be elsewhere, too
+    follow_parameters(root, here_now)
     for old in dict.fromkeys(before.values()):
         hand_over(old, here_now.get(old))
     return _record(root, meshes, recipe, plan, stages, names, state, before, unreduced, device)
@@ -256,6 +263,7 @@ def _shard_parameters(root: nn.Module, meshes: Meshes, plan: TensorPlan, home: t
     over = meshes.fsdp if topology.data_parallel > 1 else None
     group = meshes.tensor_group if topology.tensor > 1 else None
     shard_parameters(root, over, meshes.root, home, partial=_partial_names(root, plan), partial_group=group)
+    note_cut_parameters(root)
 
 
 def _make_units(

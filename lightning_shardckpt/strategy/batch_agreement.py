@@ -2,7 +2,7 @@
 
 With steps of a few milliseconds a reduction before each of them would be a large part of the time. So ranks meet before
 the first batches, then after a few batches, as many as fit into a bound on time; the number follows from what all of
-them reduced the last time, so it is the same on all. They also meet before a validation, a save and the end.
+them reduced the last time, so it is the same on all. They also meet before a save and the end.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
+from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.system.tuning import Tuning
 
 _MICROSECONDS = 1_000_000
 
 
 class BatchAgreement:
-    """The meetings of the ranks in one run of training. Every rank must make the same calls in the same order."""
+    """The meetings of the ranks in one run of training. Every rank must make the same calls in the same order.
+
+    Attributes:
+        values: what data-parallel ranks must have alike; the next few are compared in each meeting.
+    """
 
     def __init__(self) -> None:
+        self.values: ReplicatedValues | None = None
         self._skips = 0  # batches until they meet
         self._most = 1  # of batches from one meeting to the next: doubles, so that one short step puts off nothing far
         self._batches, self._met_s = 0, time.monotonic()  # since they met, and when
@@ -58,7 +65,8 @@ class BatchAgreement:
         Collective: every rank of the world must call it.
 
         Raises:
-            TopologyError: if ranks wrote different numbers into sharded tensors since they met last.
+            TopologyError: if ranks wrote different numbers into sharded tensors since they met last, or have other
+                values where they must have the same.
         """
         self._meet(False, meshes, device)
 
@@ -69,9 +77,11 @@ class BatchAgreement:
         self._batches, self._met_s = 0, now
         votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
         found = torch.tensor([int(told), elapsed_us, *votes], device=device)
+        if self.values is not None:
+            found = torch.cat([found, _votes_on(self.values, meshes, device)])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         anybody, longest_us, *maxima = found.tolist()
-        if written_numbers.differ(maxima):
+        if written_numbers.differ(maxima[: len(votes)]):
             raise TopologyError(
                 "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
                 "so their shards belong to different models now. Here the last was "
@@ -79,4 +89,16 @@ class BatchAgreement:
                 "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
                 "self.log(…, sync_dist=True) for what schedulers and callbacks read."
             )
+        if self.values is not None and written_numbers.differ(maxima[len(votes) :]):
+            self.values.refuse(meshes.data_parallel_group, device)
         return bool(anybody), longest_us / batches / 1e6
+
+
+def _votes_on(values: ReplicatedValues, meshes: Meshes, device: torch.device) -> Tensor:
+    """Return this rank's part of a maximum over all ranks, as `written_numbers.votes`: each data-parallel group has its
+    place."""
+    digest, tensor = values.digest(device), meshes.topology.tensor
+    place = meshes.pipeline_rank * tensor + (meshes.root.get_local_rank("tensor") if tensor > 1 else 0)
+    found = torch.full((meshes.topology.pipeline * tensor, 2), written_numbers.NOTHING, device=device)
+    found[place] = torch.stack([digest, -digest])
+    return found.flatten()

@@ -61,6 +61,10 @@ class Tuning:
     exception_meeting_s: float = 10.0  # ranks that got the same exception come to save within this time of each other
     farewell_s: float = 2.0  # rank 0 waits so long for the others to hear of an error
 
+    # ── values that all ranks must have alike ──
+    compared_bytes: int = 256 << 10  # before each batch, of parameters that are not sharded and of buffers, in turn
+    compared_tensors: int = 16  # at most; each takes about 10 µs
+
     # ── replicas that share what they read ──
     shared_read_bytes: int = 16 << 20  # replicas that would read less each gain nothing by sharing it
     shared_piece_bytes: int = 4 << 20  # of a tensor that replicas share out: two pieces both read a block at their edge

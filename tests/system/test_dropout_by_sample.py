@@ -120,7 +120,9 @@ def data(ranks: int) -> DataLoader[Any]:
     """Samples in an order that depends on the seed and the epoch; Lightning's sampler for ranks draws it so, too."""
     x = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     samples = TensorDataset(x)
-    return DataLoader(samples, 8 // ranks, sampler=DistributedSampler(samples, 1, 0, seed=SEED) if ranks == 1 else None)
+    if ranks > 1:
+        return DataLoader(samples, 8 // ranks, shuffle=True)
+    return DataLoader(samples, 8, sampler=DistributedSampler(samples, 1, 0, seed=SEED))
 
 
 def train(strategy: Any, ranks: int, net: Net, callback: DropoutBySample | None, **options: Any) -> dict[str, Tensor]:

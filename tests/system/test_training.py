@@ -220,7 +220,9 @@ def run_stages() -> None:
     assert trainer.validate(Everything(), verbose=False)[0]["val"] != fitted
     with pytest.raises(TopologyError, match=r"already sharded as .*tensor=2.*asks for .*tensor=1"):
         trainer_for(ShardedStrategy(), world).validate(module, verbose=False)
-    module.extra = nn.Linear(2, 2)
+    module.more = nn.Linear(2, 2)
+    assert trainer.validate(module, verbose=False)[0]["val"] == float(again.callback_metrics["val"])
+    module.configure_model = lambda: setattr(module, "extra", nn.Linear(2, 2))  # type: ignore[method-assign]
     with pytest.raises(TopologyError, match=r"got 2 parameters after it was sharded, the first is extra.weight"):
         trainer.validate(module, verbose=False)
 

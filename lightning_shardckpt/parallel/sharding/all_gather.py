@@ -8,6 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.tensors.gather import refuse_batched
+
+_NDIM = 7  # of the most dims that are compared
+
 
 class _AllGather(torch.autograd.Function):
     """A tensor of each rank → all of them, stacked. torch's own has no backward for parts of all processes on gloo."""
@@ -31,6 +36,7 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        refuse_batched(parts)
         total = parts.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total[group.rank()].clone()
@@ -51,5 +57,24 @@ def all_gathered(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool =
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         if group.size() == 1:
             return torch.stack([tensor])
+        _check_alike(tensor, group)
         found: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch's
     return found
+
+
+def _check_alike(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Refuse tensors of other sizes on other ranks, of which collectives make anything or never end.
+
+    Raises:
+        TopologyError: on every rank.
+    """
+    own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)], device=tensor.device)
+    every = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(every, own, group=group)
+    shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in torch.stack(every).tolist()]
+    if any(shape != shapes[0] for shape in shapes):
+        raise TopologyError(
+            f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, dict.fromkeys(shapes)))}. "
+            "Samples that do not fill the last step of an epoch are divided unevenly: set drop_last=True in the "
+            "DataLoader, or gather what has the same shape on all ranks"
+        )

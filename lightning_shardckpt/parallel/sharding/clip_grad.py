@@ -58,7 +58,8 @@ def _norm_of(
     kept = [(p, g, local) for p, g in gradients if (local := local_tensor(g)).numel()]
     total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     if kept:
-        norms = torch.stack([n.to(device) for n in _norms([local for _, _, local in kept], norm_type)]).to(total.dtype)
+        sizes = [local.abs() if local.is_complex() else local for _, _, local in kept]
+        norms = torch.stack([n.to(device) for n in _norms(sizes, norm_type)]).to(total.dtype)
         if math.isinf(norm_type):
             total = norms.max()
         else:

@@ -23,6 +23,7 @@ from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.parallel.tensors.bit_sums import row_and_column_sums
 
 _SPREAD = 0.02  # relative; replicas that compute the same thing agree to the precision of bfloat16
+_LOSS_SPREAD = 1e-4  # of losses in float32
 
 
 @torch.no_grad()
@@ -46,6 +47,25 @@ def check_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> N
             f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
             f"{ranks}. Every rank of a group must load the same samples: use strategy.distributed_sampler_kwargs "
             "(Lightning does for samplers that it adds), and seed random augmentations by the data-parallel rank."
+        )
+
+
+@torch.no_grad()
+def check_loss(loss: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare a loss over ``group``, whose ranks compute it from the same batch.
+
+    Collective: every rank of the world must call it.
+
+    Raises:
+        TopologyError: on every rank, if it differs in any group by more than rounding.
+    """
+    every = _gathered(loss.detach().to(device).double().sum().reshape(1), group)
+    spread = _SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
+    if _any_rank(bool(every.amax() - every.amin() > spread * every.abs().amax()), device):
+        raise TopologyError(
+            f"the ranks of a tensor-parallel group have different losses, here {every.flatten().tolist()}: the step "
+            "uses an activation of which each rank has a part, between a column-wise and a row-wise layer. Give the "
+            'column-wise one the style "colwise_gather_output", or use what comes after the row-wise one.'
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,63 +19,79 @@ from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
+_OWN = ("_leaf", "_touched", "_is_param")
+"""What the dict of a whole parameter has for itself."""
 
 
-class _Gathered(Tensor):
-    """What is asked of a gathered parameter, besides its values, is asked of the sharded one, which stays."""
+class _StandsForLeaf:
+    """What a parameter is besides its values: gradients, hooks and attributes are those of the sharded one."""
 
-    __torch_function__: Any = NO_TORCH_FUNCTION
-    __slots__: list[str] = []
+    __slots__ = ()
+    __dict__: dict[str, Any]
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of the parameter."""
-        return _leaf_of(self).grad  # type: ignore[no-any-return]
+        """The gradient of the parameter, from earlier backward passes."""
+        return leaf_of(self).grad  # type: ignore[no-any-return]  # of a Tensor
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _leaf_of(self).grad = value
+        leaf_of(self).grad = value
 
     @property
     def requires_grad(self) -> bool:
-        """True if the forward makes a gradient."""
+        """Whether this takes part in a backward."""
         return _requires_grad.__get__(self)  # type: ignore[no-any-return]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
+        if value == leaf_of(self).requires_grad:
+            return
+        if value:
+            raise TopologyError(
+                f"a forward thaws its own parameter of shape {tuple(leaf_of(self).shape)}, which was gathered without "
+                "a gradient for this forward. Set requires_grad before the module is called."
+            )
+        leaf_of(self).requires_grad = False
+        Tensor.detach_(self)  # type: ignore[arg-type]  # it is one
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Raise TopologyError, unless it is so already."""
-        if bool(requires_grad) != _leaf_of(self).requires_grad:
-            raise TopologyError(
-                f"a forward changes requires_grad of its own parameter, of shape {tuple(self.shape)}, while that is "
-                "gathered. Change it before, such as in on_train_batch_start."
-            )
+        """Freeze the parameter, also for the rest of this forward."""
+        self.requires_grad = requires_grad
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Register a hook of the parameter's gradient."""
-        return _leaf_of(self).register_hook(hook)  # type: ignore[no-any-return]
+        """Register a hook of the parameter, which gets the gradient of all batches."""
+        return leaf_of(self).register_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Register a hook that runs when the parameter's gradient was accumulated."""
-        return _leaf_of(self).register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]
+        """Register a hook of the parameter."""
+        return leaf_of(self).register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(leaf_of(self), memo)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that somebody has given to the parameter."""
-        attributes = vars(_leaf_of(self))
-        if name not in attributes:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return attributes[name]
+        """An attribute that somebody has given to the parameter."""
+        leaf = self.__dict__.get("_leaf")
+        if leaf is None or name not in leaf.__dict__:
+            raise AttributeError(f"a parameter has no attribute {name!r}")
+        return leaf.__dict__[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name.startswith("_") or hasattr(type(self), name)
-        super().__setattr__(name, value) if own else vars(_leaf_of(self)).update({name: value})
+        if name in _OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            leaf_of(self).__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        leaf_of(self).__dict__.pop(name)
 
 
-class GatheredCopy(_Gathered):
+class GatheredCopy(_StandsForLeaf, Tensor):
     """A whole parameter in the forward of a unit: an ordinary tensor, but changes through ``data`` are noticed."""
+
+    __torch_function__: Any = NO_TORCH_FUNCTION
 
     @property
     def data(self) -> Tensor:
@@ -89,10 +106,11 @@ class GatheredCopy(_Gathered):
             self.copy_(value)
 
 
-class GatheredPart(_Gathered, DTensor):
+class GatheredPart(_StandsForLeaf, DTensor):
     """A gathered parameter whose tensor-parallel plan shards it; `_keep_change` refuses changes."""
 
     __slots__: list[str] = []
+    __torch_function__: Any = NO_TORCH_FUNCTION
 
     @property
     def data(self) -> Tensor:
@@ -103,6 +121,11 @@ class GatheredPart(_Gathered, DTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         self.__dict__["_touched"] = True
+
+
+def leaf_of(whole: Any) -> Any:
+    """Return the parameter that a gathered one stands for."""
+    return whole.__dict__["_leaf"]
 
 
 class KeptGathers:
@@ -125,18 +148,13 @@ class KeptGathers:
         finally:
             KeptGathers.current = before
 
-    def take(
-        self, module: nn.Module, leaves: Sequence[Tensor], gather: Callable[[], list[Tensor]]
-    ) -> list[Tensor]:
-        """The copies of the parameters of a module; made by ``gather`` for the first pass."""
+    def take(self, module: nn.Module, gather: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """The copies for a module; made by ``gather`` for the first pass."""
         found = self._found.get(id(module))
         if found is None:
             with torch.enable_grad():
                 wholes = gather()
-            copies = [
-                as_gathered(whole.detach().requires_grad_(whole.requires_grad), leaf)
-                for whole, leaf in zip(wholes, leaves, strict=True)
-            ]
+            copies = [as_gathered(w.detach().requires_grad_(w.requires_grad), leaf_of(w)) for w in wholes]
             found = self._found[id(module)] = wholes, copies
         return found[1]
 
@@ -144,10 +162,10 @@ class KeptGathers:
         """Give the gradients of all passes to the sharded parameters. Collective: every rank that has a shard."""
         found, self._found = self._found, {}
         for wholes, copies in found.values():
-            heads = [(w, _grad.__get__(copy)) for w, copy in zip(wholes, copies, strict=True) if w.requires_grad]
+            heads = [(whole, copy) for whole, copy in zip(wholes, copies, strict=True) if whole.requires_grad]
             given = [
                 (whole, no_gradient(whole) if gradient is None else gradient)
-                for whole, gradient in heads
+                for whole, gradient in ((whole, _grad.__get__(copy)) for whole, copy in heads)
                 if gradient is not None or is_gathered(whole)
             ]
             if given:
@@ -155,7 +173,7 @@ class KeptGathers:
 
 
 def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
-    """The gathered tensor itself, which from now on stands for the parameter ``leaf``."""
+    """The gathered tensor itself, as a parameter from now on that stands for ``leaf``."""
     whole.__dict__["_leaf"] = leaf
     if type(whole) is Tensor:
         whole.__class__ = GatheredCopy
@@ -163,10 +181,6 @@ def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
         whole.__class__ = GatheredPart
     mark_as_parameter(whole)
     return whole
-
-
-def _leaf_of(whole: Tensor) -> Any:
-    return whole.__dict__["_leaf"]
 
 
 def values_of(whole: Tensor) -> Tensor:

@@ -10,17 +10,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.replicated_gradients import ReplicatedGradients, all_reduce_gradients
+from lightning_shardckpt.parallel.sharding.new_parameters import watch_for_new_parameters
+from lightning_shardckpt.parallel.sharding.replicated_gradients import (
+    ReplicatedGradients,
+    all_reduce_gradients,
+    is_reduced,
+)
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
@@ -37,6 +44,7 @@ class GradientSync:
         shared: parameters that several pipeline stages hold, with the group of their ranks, in the same order on all.
 
     Attributes:
+        adopted: plain parameters that the module got since it was sharded.
         has_stage_alone: whether each pipeline stage is one rank, so that `finish_kept` makes no communication.
     """
 
@@ -52,12 +60,37 @@ class GradientSync:
     ) -> None:
         self._root, self._device, self._unreduced, self._shared = root, device, unreduced, shared
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
-        self._replicated = _replicated_gradients(root, meshes, frozenset(partial), unreduced)
+        self._partial, self._averaged = _replicated_gradients(root, meshes, frozenset(partial), unreduced)
+        self._stages = meshes.topology.pipeline
+        self.adopted, self._adopts = WeakSet[nn.Parameter](), True
+        watch_for_new_parameters(root, self._adopt)
         self._fsdp = list(fsdp_modules(root))
         self.has_stage_alone = meshes.topology.world_size == meshes.topology.pipeline
         self._communicates = meshes.topology.world_size > 1 or bool(self._fsdp)
         self._blocked = self._checked = False
         self._before: dict[nn.Parameter, Tensor | None] = {}
+
+    @contextmanager
+    def strangers(self) -> Iterator[None]:
+        """Inside, new parameters are not adopted: those of a ``configure_model`` that builds the module once more."""
+        self._adopts = False
+        try:
+            yield
+        finally:
+            self._adopts = True
+
+    def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not self._adopts:
+            return
+        new = [p for p in parameters if p not in self.adopted and not is_reduced(p)]
+        if new and self._stages > 1:
+            raise TopologyError(
+                f"{type(self._root).__name__} got {len(new)} parameters after it was cut into pipeline stages, the "
+                f"first of shape {tuple(new[0].shape)}. Build them in __init__, setup or configure_model."
+            )
+        self.adopted.update(new)
+        if self._averaged is not None:
+            self._averaged.add(new)
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -116,8 +149,9 @@ class GradientSync:
         if self._blocked:
             return
         self._unreduced.reduce()
-        for replicated in self._replicated:
-            replicated.reduce()
+        for replicated in (self._partial, self._averaged):
+            if replicated is not None:
+                replicated.reduce()
         self._reduce_shared()
         self._check()
 
@@ -147,19 +181,18 @@ class GradientSync:
 
 def _replicated_gradients(
     root: nn.Module, meshes: Meshes, partial: frozenset[str], unreduced: UnreducedGradients
-) -> list[ReplicatedGradients]:
+) -> tuple[ReplicatedGradients | None, ReplicatedGradients | None]:
     """Return what nobody else reduces: partial sums over the tensor axis, means over batches where nothing shards."""
     managed = {id(p) for module in fsdp_modules(root) for p in _parameters(module) if isinstance(p, DTensor)}
     managed |= {id(p) for p in root.parameters() if isinstance(p, ShardedTensor)}
     others = {name: p for name, p in root.named_parameters() if id(p) not in managed}
-    ranks = meshes.topology.data_parallel
-    found = []
-    if meshes.topology.tensor > 1:
-        some = [p for name, p in others.items() if name in partial]
-        found += [ReplicatedGradients(some, meshes.tensor_group, 1.0, unreduced, at_once=True)] if some else []
-    if ranks > 1 and others:
-        found.append(ReplicatedGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks, unreduced))
-    return found
+    ranks, sums, means = meshes.topology.data_parallel, None, None
+    some = [p for name, p in others.items() if name in partial]
+    if meshes.topology.tensor > 1 and some:
+        sums = ReplicatedGradients(some, meshes.tensor_group, 1.0, unreduced, at_once=True)
+    if ranks > 1:
+        means = ReplicatedGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks, unreduced)
+    return sums, means
 
 
 def _parameters(module: Any) -> Iterator[nn.Parameter]:

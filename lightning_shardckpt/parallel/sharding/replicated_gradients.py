@@ -8,7 +8,7 @@ batches, and what ``torch.autograd.grad`` returns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,15 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.autograd_backward import after_backward, returns_gradient_of
 from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.parameter_copies import on_deepcopy
 from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.tensors.gather import refuse_sparse
+from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
-_HANDLES = "_shardckpt_averaging"  # of a parameter: what to remove when it is given to another one of these
+_handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDictionary()
+"""What to remove from a parameter when it is given to another one of these."""
+_sums: MutableMapping[Tensor, tuple[dist.ProcessGroup, float]] = WeakIdKeyDictionary()
+"""The group over which the gradients of a parameter are summed, and what the sums are multiplied with."""
 _BUFFER_BYTES = 32 << 20
 
 
@@ -35,6 +41,7 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         ctx.group, ctx.scale = group, scale
+        refuse_batched(gradient)
         found = gradient.clone(memory_format=torch.contiguous_format)
         local = local_tensor(found)
         dist.all_reduce(local, group=group)
@@ -44,6 +51,25 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _SumOverGroup.apply(gradient, ctx.group, ctx.scale), None, None  # type: ignore[no-untyped-call]  # torch's
+
+
+def is_reduced(parameter: Tensor) -> bool:
+    """Return whether the gradients of a parameter are reduced here."""
+    return parameter in _sums
+
+
+def _average_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
+    """Sum the gradients of a copy as those of the original are, each at once: not every rank need make one."""
+    if parameter not in _sums:
+        return
+    group, scale = _sums[copied] = _sums[parameter]
+    trained = copied.requires_grad
+    copied.requires_grad_(True)
+    copied.register_hook(lambda gradient: _SumOverGroup.apply(gradient, group, scale))  # type: ignore[no-untyped-call]
+    copied.requires_grad_(trained)
+
+
+on_deepcopy(_average_copy)
 
 
 class ReplicatedGradients:
@@ -66,14 +92,20 @@ class ReplicatedGradients:
         *,
         at_once: bool = False,
     ) -> None:
-        self._replicated, self._group, self._scale, self._at_once = list(parameters), group, scale, at_once
+        self._replicated, self._group, self._scale, self._at_once = list[nn.Parameter](), group, scale, at_once
         self._unreduced = unreduced
         self._changed: set[int] = set()
         self._queued = False
-        for parameter in self._replicated:
-            for handle in parameter.__dict__.pop(_HANDLES, ()):
+        self.add(parameters)
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Reduce the gradients of these, too. Every rank must add the same ones in the same order."""
+        for parameter in parameters:
+            for handle in _handles.pop(parameter, ()):
                 handle.remove()
+            self._replicated.append(parameter)
             self._watch(parameter)
+            _sums[parameter] = self._group, self._scale
 
     def _watch(self, parameter: nn.Parameter) -> None:
         leaf: Any = parameter  # its hooks are untyped
@@ -88,7 +120,7 @@ class ReplicatedGradients:
             own = hooks[handle.id]
             hooks.clear()  # torch calls them in the order of insertion, not that of an OrderedDict
             hooks.update({handle.id: own, **others})  # those of the user see what these return
-        parameter.__dict__[_HANDLES] = (before, after)
+        _handles[parameter] = before, after
 
     def _on_gradient(self, reference: ref[nn.Parameter], gradient: Tensor) -> Tensor:
         parameter: Any = reference()
@@ -123,7 +155,7 @@ class ReplicatedGradients:
 def count_hooks(parameter: nn.Parameter) -> int:
     """Return how many hooks on the gradient of a parameter are not of `ReplicatedGradients`."""
     every = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ())
-    return every - len(parameter.__dict__.get(_HANDLES, ())) if every else 0
+    return every - len(_handles.get(parameter, ())) if every else 0
 
 
 @torch.no_grad()
@@ -175,12 +207,12 @@ def _all_reduce(
     dist.all_reduce(flat, group=group)
     flat[len(marks) + len(hooked) :].mul_(scale)
     anywhere, hooks, *sums = torch.split(flat, [len(marks), len(hooked), *(part.numel() for part in parts)])
-    if hooked and bool(((anywhere > 1) & (hooks > 0)).any()):
+    if hooked and bool(((anywhere.abs() > 1) & (hooks != 0)).any()):
         raise TopologyError(
             "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, of which "
             "each of them has a part. Change the gradient in on_before_optimizer_step, or use pipeline_parallel_size=1."
         )
-    exist = marks if all(marks) else (anywhere > 0).tolist()  # tolist waits for the device
+    exist = marks if all(marks) else (anywhere != 0).tolist()  # tolist waits for the device
     for parameter, exists, total in zip(parameters, exist, sums, strict=True):
         if exists:
             if parameter.grad is None:

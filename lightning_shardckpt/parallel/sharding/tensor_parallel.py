@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_shardckpt.compat.module_class import argument_hooks, result_hooks
 from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, nearest
 from lightning_shardckpt.parallel.sharding.lora import has_adapters, styles_inside_adapters
+from lightning_shardckpt.parallel.sharding.plan_check import watch_plan
 
 Style = str | ParallelStyle
 Plan = str | Mapping[str, Style] | Callable[..., Any]
@@ -94,11 +96,12 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         outcome = plan.apply(root, mesh)
         if isinstance(outcome, Mapping):
             raise TopologyError("a callable tensor_parallel_plan must cut the module itself and return None")
-    else:
-        _apply_styles(root, plan.styles, mesh)
+    hooks = _apply_styles(root, plan.styles, mesh)
     for module in root.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            module.register_forward_hook(_differentiable_once)
+            handle = module.register_forward_hook(_differentiable_once)
+            hooks[module] = hooks.get(module, frozenset()) | {handle.id}
+    watch_plan(root, plan.styles, hooks, mesh)
 
 
 def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
@@ -117,14 +120,18 @@ def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
             value.register_hook(check)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _apply_styles(root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    modules = named_modules(root)
+def _apply_styles(
+    root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
+) -> dict[nn.Module, frozenset[int]]:
+    """Cut modules, and return the ids of the hooks that this has put on them."""
+    modules, hooks = named_modules(root), dict[nn.Module, frozenset[int]]()
     for fqn, style in styles.items():
         if is_parametrized(modules[fqn]) or "weight_orig" in parameter_slots(modules[fqn]):
             raise TopologyError(
                 f"tensor_parallel_plan: the weight of {fqn} is computed from other parameters (a parametrization, "
                 "weight or spectral norm, pruning), which cannot be cut. Leave that module out of the plan."
             )
+        before = result_hooks(modules[fqn]) | argument_hooks(modules[fqn])
         try:
             parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
         except NotImplementedError as error:
@@ -132,6 +139,8 @@ def _apply_styles(root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: De
                 f"tensor_parallel_plan: {type(style).__name__} cannot cut {fqn} ({type(modules[fqn]).__name__}): "
                 f"{error}. Use it on Linear or Embedding modules, or give a callable plan."
             ) from error
+        hooks[modules[fqn]] = (result_hooks(modules[fqn]) | argument_hooks(modules[fqn])) - before
+    return hooks
 
 
 def _imported(path: str) -> Callable[..., Any]:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +32,16 @@ from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_fla
 from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers, as_gathered, values_of, was_assigned
+from lightning_shardckpt.parallel.sharding.given_weights import cut_as_planned
 from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
-from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, mapped
 from lightning_shardckpt.parallel.tensors.step_cache import recall, remember
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 from lightning_shardckpt.parallel.tensors.values import check_same, where_is
+from lightning_shardckpt.parallel.tensors.views import connected
 
-_UNIT, _FORWARD = "_shardckpt_unit", "_shardckpt_forward"
 Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str]
 _PACKAGE = Path(__file__).parents[2]
@@ -74,31 +78,53 @@ class Unit:
 
 
 def make_unit(module: nn.Module, unit: Unit) -> None:
-    """Let the forward of ``module`` be one of a unit. Its class becomes one of the same name."""
-    if "forward" in vars(module):  # somebody has wrapped it
-        module.__dict__[_FORWARD] = module.__dict__.pop("forward")
-    module.__dict__[_UNIT] = unit
-    kind = type(module)
+    """Let the forward of ``module`` be one of a unit: an attribute of it, so that its class stays as it is."""
     skip_folders(_NOT_COMPILED)
-    made = type(kind.__name__, (_InUnit, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    object.__setattr__(module, "__class__", made)  # a compiled module would pass it on to what it wraps
+    module.__dict__["forward"] = UnitForward(module, unit, vars(module).get("forward"))
 
 
 def is_unit(module: nn.Module) -> bool:
     """Return whether a module gathers its own parameters, also inside of another unit."""
-    unit: Unit | None = vars(module).get(_UNIT)
-    return unit is not None and not unit.inner
+    forward = vars(module).get("forward")
+    return isinstance(forward, UnitForward) and not forward.unit.inner
 
 
-class _InUnit(nn.Module):
-    """Mixed into the class of a unit."""
+class UnitForward:
+    """The forward of a module whose parameters are gathered meanwhile.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = vars(self).get(_FORWARD) or super().forward
-        unit: Unit = vars(self)[_UNIT]
-        if unit.recompute and torch.is_grad_enabled():
-            return checkpoint(partial(_run, self, unit, forward), *args, use_reentrant=False, **kwargs)
-        return _run(self, unit, forward, *args, **kwargs)
+    Args:
+        module: whose forward it is; not kept alive, since it keeps this.
+        unit: how to gather.
+        wrapped: what was the forward of this instance before, if somebody had given it one; else its class has it.
+    """
+
+    def __init__(self, module: nn.Module, unit: Unit, wrapped: Forward | None) -> None:
+        self._module, self.unit, self._wrapped = ref(module), unit, wrapped
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(_run, self._owner, self.unit, self.__wrapped__)
+        if self.unit.recompute and torch.is_grad_enabled():
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return run(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Forward:
+        """The forward without the gathering, whose signature ``inspect`` shows."""
+        return self._wrapped or MethodType(type(self._owner).forward, self._owner)
+
+    @property
+    def _owner(self) -> nn.Module:
+        module = self._module()
+        assert module is not None  # somebody calls it
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
+        module = memo.get(id(self._owner), self._owner)  # it is in there if it is being copied
+        return UnitForward(module, self.unit, deepcopy(self._wrapped, memo))
+
+    def __reduce__(self) -> Any:
+        """Be pickled as the forward of the class, without the mesh."""
+        return (partial, (self._wrapped,)) if self._wrapped else (getattr, (self._owner, "forward"))
 
 
 # ── one forward ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -111,13 +137,15 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
         if not leaves:
             set_frame_callback(compiler)
-            return forward(*args, **kwargs)
+            with cut_as_planned(_places[module]):
+                return forward(*args, **kwargs)
         wholes = _gathered(module, unit, leaves)
         versions = [version_of(whole) for whole in wholes]
         places = dict(zip(map(id, leaves), wholes, strict=True))
         again = partial(_gather, module, unit, leaves, history=False) if unit.reshard else None
         saved = SavedParameters(unit.name, leaves, wholes, again) if _is_noted(unit, wholes) else None
-        with _put_in_place(slots, places), nullcontext() if saved is None else saved.context():
+        noted = nullcontext() if saved is None else saved.context()
+        with cut_as_planned(_places[module]), _put_in_place(slots, places), noted:
             set_frame_callback(compiler)
             try:
                 found = forward(*args, **kwargs)
@@ -128,9 +156,25 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
                 _keep_change(leaf, whole, unit.name)
         if saved is not None:
             saved.end()
-        return found
+        return _handed_out(found, leaves, wholes)
     finally:
         set_frame_callback(compiler)
+
+
+def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor]) -> Any:
+    """Return what a forward returns, with parameters as the sharded ones: what is done to them must reach the shards.
+
+    Views of parameters are connected to the shards without gradients only: with them, nobody may change these.
+    """
+    known = {id(whole): leaf for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(leaf, ShardedTensor)}
+
+    def handed_out(value: Tensor) -> Tensor:
+        if id(value) in known:
+            return known[id(value)]
+        base = value._base if type(value) is Tensor and not torch.is_grad_enabled() else None
+        return value if base is None or id(base) not in known else connected(value, known[id(base)], values_of(base))
+
+    return mapped(found, handed_out)
 
 
 def _is_noted(unit: Unit, wholes: Sequence[Tensor]) -> bool:
@@ -165,7 +209,7 @@ _plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], _Plans]] = WeakIdKe
 def _gathered(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
     """The whole parameters, as the forward is to see them."""
     if KeptGathers.current is not None:
-        return KeptGathers.current.take(module, leaves, lambda: _gather(module, unit, leaves, history=True))
+        return KeptGathers.current.take(module, lambda: _gather(module, unit, leaves, history=True))
     if unit.reshard:
         return _gather(module, unit, leaves, history=torch.is_grad_enabled())
     kept = {n: whole for n, leaf in enumerate(leaves) if (whole := recall(leaf)) is not None}

@@ -17,10 +17,19 @@ from lightning_shardckpt.parallel.tensors.sharded import (
     is_alike,
     is_sharded,
     like,
+    mapped,
     rows_like,
     sharded,
 )
 from lightning_shardckpt.parallel.tensors.values import whole
+
+
+def whole_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an autograd function of the user's with whole tensors, whose gradients come back."""
+    if not any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):
+        return args
+    with without_torch_function():
+        return tuple(whole(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
 
 
 def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -39,15 +48,29 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
         del kwargs["allow_unused"]
     with without_torch_function():
         edges = [get_gradient_edge(t) if is_sharded(t) else t for t in inputs]
-        heads = [_total(t) for t in outputs]
+        heads, rest, kwargs = mapped([*outputs], _total), mapped(rest, _total), mapped(kwargs, _total)
     if func is torch.autograd.backward:
         return func(heads, *rest, **kwargs, **({"inputs": edges} if given is not None else {}))
-    found = func(heads, edges, *rest, **kwargs)
+    batched = kwargs.pop("is_grads_batched", False)
+    found = _batched(heads, edges, **kwargs) if batched else func(heads, edges, *rest, **kwargs)
     with without_torch_function():
         found = [_of_input(g, t) for g, t in zip(found, inputs, strict=True)]
         if materialize:
             found = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
     return tuple(found)
+
+
+def _batched(heads: list[Any], edges: list[Any], *, grad_outputs: Any, **kwargs: Any) -> list[Tensor | None]:
+    """Return the gradients for each of a batch of ``grad_outputs``, stacked: collectives take no batches of vmap."""
+    batch = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
+    count = next(len(g) for g in batch if g is not None)
+    kwargs["retain_graph"] = True  # the first ones must leave it, and what holds it is freed with it
+    each = []
+    for n in range(count):
+        given = [None if g is None else g[n] for g in batch]
+        found = torch.autograd.grad(heads, edges, grad_outputs=given, **kwargs)
+        each.append([whole(g, "gradients") if isinstance(g, DTensor) else g for g in found])
+    return [None if any(g is None for g in some) else torch.stack(some) for some in zip(*each, strict=True)]
 
 
 def _of_input(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
@@ -59,9 +82,9 @@ def _of_input(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
     return sharded(gradient)
 
 
-def _total(output: Any) -> Any:
-    """A number that is sharded, such as a 0-dim parameter, as a plain one."""
-    return whole(output, "backward") if is_sharded(output) else output
+def _total(output: Tensor) -> Tensor:
+    """Return what is sharded as a whole: a parameter or a gradient that is differentiated."""
+    return whole(output, "backward") if isinstance(output, DTensor) and is_sharded(output) else output
 
 
 def register_hook(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.autograd_backward import is_result_of
+from lightning_shardckpt.compat.autograd_backward import is_batched, is_result_of
 from lightning_shardckpt.compat.collectives import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.errors import TopologyError
@@ -186,7 +186,7 @@ class GatherPlan:
         if self._replicate is not None:
             dist.all_reduce(reduced, group=self._replicate.group)
         if any(gradient is None for gradient in gradients):
-            exist = (reduced[width : width + flags] > 0).tolist()  # waits for the device
+            exist = (reduced[width : width + flags] != 0).tolist()  # waits for the device
         else:
             exist = [True] * flags
         return self._taken(reduced, exist)
@@ -250,6 +250,15 @@ def refuse_sparse(gradient: Tensor | None) -> None:
         )
 
 
+def refuse_batched(gradient: Tensor) -> None:
+    """Raise for a batch of gradients in one, which the ranks can't add up."""
+    if is_batched(gradient):
+        raise TopologyError(
+            "a backward of a batch of gradients (is_grads_batched=True, vmap, torch.func.jacrev) goes through tensors "
+            "that several ranks reduce. Call torch.autograd.grad for each of them, in a loop."
+        )
+
+
 def is_gathered(whole: Tensor) -> bool:
     """Return whether a tensor with history is a result of `Gather`."""
     return is_result_of(whole, Gather)
@@ -282,6 +291,8 @@ class Gather(torch.autograd.Function):
         plan: GatherPlan = ctx.plan
         for gradient in gradients:
             refuse_sparse(gradient)
+            if gradient is not None:
+                refuse_batched(gradient)
         needed = [n for n, needs in enumerate(ctx.needs_input_grad[2:]) if needs]
         found: list[Tensor | None] = [None] * len(plan.items)
         given = [None if g is None or _ABSENT in g.__dict__ else g for g in gradients]

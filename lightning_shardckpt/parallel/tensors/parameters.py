@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from lightning_shardckpt.compat.dtensor import local_tensor, spec_of
+from lightning_shardckpt.compat.custom_functions import change_arguments
+from lightning_shardckpt.compat.dtensor import local_tensor, spec_of, tell_nan_of_rows
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights
 from lightning_shardckpt.compat.tensor_subclass import (
     accumulation_hooks,
@@ -21,7 +23,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     set_gradient_hooks,
 )
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.tensors.derivatives import wrapped_hook
+from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments, wrapped_hook
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL
 from lightning_shardckpt.parallel.tensors.placement import placements_of, rows_of, spec_over
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, sharded
@@ -81,18 +83,33 @@ def shard_parameters(
         device: of the shards.
         partial: names of parameters whose gradients are partial sums over the ranks of ``partial_group``.
     """
+    change_arguments(whole_arguments)
+    tell_nan_of_rows()
     partial, new = frozenset(partial), dict[nn.Parameter, nn.Parameter]()
     for prefix, module in root.named_modules():
         slots = parameter_slots(module)
         for name, old in list(slots.items()):
             if old is None or (not isinstance(old, DTensor) and (data_mesh is None or old.ndim == 0)):
                 continue
+            fqn = f"{prefix}.{name}" if prefix else name
             if old not in new:
+                _refuse_other_kinds(old, fqn)
                 new[old] = _sharded(old, data_mesh, root_mesh, device)
-            if (f"{prefix}.{name}" if prefix else name) in partial:
+            if fqn in partial:
                 new[old].__dict__[PARTIAL] = partial_group
             slots[name] = new[old]
         refresh_flat_weights([module])
+
+
+def _refuse_other_kinds(parameter: nn.Parameter, fqn: str) -> None:
+    """Raise for parameters of a class of their own, what it adds would be lost."""
+    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+        return
+    remedy = "run a batch through the module first" if is_lazy(parameter) else "make it an nn.Parameter"
+    raise TopologyError(
+        f"the parameter {fqn} is of the class {type(parameter).__name__}, which cannot be sharded: {remedy}, or train "
+        "with data_parallel_shard_size=1"
+    )
 
 
 def _sharded(

@@ -83,6 +83,7 @@ def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with_activations = any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors_in(args, kwargs))
         origins: dict[int, ViewOrigin] = {}
         wholes: dict[int, Tensor] = {}
+        versions: dict[int, tuple[Tensor, int]] = {}
 
         def gathered(value: Tensor) -> Tensor:
             if id(value) in wholes:
@@ -101,7 +102,8 @@ def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 return value
             wholes[id(value)] = found
             if not isinstance(found, DTensor):
-                origins[_memory(found)] = origin
+                memory = _memory(found)
+                origins[memory], versions[memory] = origin, (found, version_of(found))
             return found
 
         result = func(*mapped(args, gathered), **mapped(kwargs, gathered))
@@ -110,8 +112,18 @@ def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             found = wholes.get(id(target))
             if found is not None:
                 origins[_memory(found)].store(name)
+                versions.pop(_memory(found), None)
                 themselves[id(found)] = target
+        for memory, (found, version) in versions.items():
+            if version_of(found) != version:  # by a flag, as with inplace=True or max_norm
+                with torch.no_grad():
+                    origins[memory].store(name)
         return mapped(result, lambda t: themselves[id(t)] if id(t) in themselves else _connected(t, origins))
+
+
+def connected(value: Tensor, shards: DTensor, whole: Tensor) -> Tensor:
+    """A plain tensor over the memory of ``whole``, which was gathered of ``shards``, as a view of these from now on."""
+    return _connected(value, {_memory(whole): ViewOrigin(shards, whole, version_of(local_tensor(shards)))})
 
 
 def _connected(value: Tensor, origins: dict[int, ViewOrigin]) -> Tensor:

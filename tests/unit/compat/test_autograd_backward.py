@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.compat.autograd_backward import (
     after_backward,
+    is_batched,
     is_result_of,
     returns_gradient_of,
     saves_elsewhere,
@@ -65,3 +66,22 @@ def test_checkpointing_and_offloading_save_in_their_own_way() -> None:
     with save_on_cpu():
         run(tensor)
     assert seen == [False, True, True]
+
+
+def test_a_batch_of_gradients_is_told_from_a_gradient() -> None:
+    found = list[bool]()
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            found.append(is_batched(gradient))
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Looks.apply(x), x, torch.ones(2))
+    torch.autograd.grad(Looks.apply(x), x, torch.eye(2), is_grads_batched=True)
+    assert found == [False, True]

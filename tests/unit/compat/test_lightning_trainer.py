@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 
@@ -36,6 +38,17 @@ def test_a_strategy_knows_whether_batch_norms_are_to_be_synchronized(asked: bool
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", sync_batchnorm=asked, logger=False)
     assert isinstance(trainer.strategy, ParallelStrategy)
     assert compat.syncs_batch_norms(trainer.strategy) is asked
+
+
+@pytest.mark.parametrize("sampler", [None, [3, 1, 2, 0], RandomSampler(range(4))])
+def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
+    loader: DataLoader[Any] = DataLoader(range(4), sampler=sampler)  # type: ignore[arg-type]  # a list is one
+    of_lightning: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+    compat.keep_order_of_training(trainer)
+    kept: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+    assert of_lightning.sampler.shuffle and kept.sampler.shuffle is isinstance(sampler, RandomSampler)
+    assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
 
 
 def test_a_strategy_forgets_its_optimizers() -> None:

@@ -13,10 +13,12 @@ from lightning_shardckpt.compat.module_class import (
     WithoutState,
     after_unpickling,
     any_global_hook,
+    argument_hooks,
     child_slots,
     clear_hooks,
     convert_tensors,
     has_forward_hooks,
+    keep_hooks,
     mix_in,
     mix_out,
     parameters_made_of,
@@ -94,6 +96,17 @@ def test_hooks_are_seen_and_removed() -> None:
     layer(torch.ones(1, requires_grad=True)).sum().backward()
     layer.state_dict()
     assert calls == [] and not has_forward_hooks(layer) and not result_hooks(layer)
+
+
+def test_hooks_before_a_forward_are_seen_and_some_are_kept() -> None:
+    module, ran = nn.Linear(2, 2), list[str]()
+    kept = module.register_forward_pre_hook(lambda module, args: ran.append("before"))
+    module.register_forward_pre_hook(lambda module, args: ran.append("removed"))
+    after = module.register_forward_hook(lambda module, args, result: ran.append("after"))
+    assert len(argument_hooks(module)) == 2 and kept.id in argument_hooks(module)
+    keep_hooks(module, {kept.id, after.id})
+    module(torch.ones(1, 2))
+    assert ran == ["before", "after"] and argument_hooks(module) == {kept.id}
 
 
 def test_a_hook_of_all_modules_is_noticed() -> None:

@@ -1,0 +1,63 @@
+"""Parameters that a module gets after it was sharded: heads that are added, weights that are assigned.
+
+They stay whole on every rank. What they need is that their gradients are averaged, as those of all others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakMethod, WeakSet
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shardckpt.compat.module_slots import parameter_slots
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.values import where_is
+
+Adopt = Callable[[Sequence[nn.Parameter]], None]
+
+
+def watch_for_new_parameters(root: nn.Module, adopt: Adopt) -> list[RemovableHandle]:
+    """Call a method with the plain parameters that modules inside ``root`` get from now on.
+
+    Args:
+        root: sharded.
+        adopt: a bound method; the watch ends with its object.
+
+    Returns:
+        What ends it before.
+    """
+    known, told = WeakSet(root.modules()), WeakMethod(adopt)
+
+    def on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        if module in known and (call := told()) is not None and type(parameter) is nn.Parameter:
+            _refuse_whole(module, name)
+            call([parameter])
+
+    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and module in known and (call := told()) is not None:
+            known.update(child.modules())
+            call([p for p in child.parameters() if type(p) is nn.Parameter])
+
+    return [
+        register_module_parameter_registration_hook(on_parameter),
+        register_module_module_registration_hook(on_module),
+    ]
+
+
+def _refuse_whole(module: nn.Module, name: str) -> None:
+    """Raise where a whole parameter is to take the place of one that tensor parallelism cuts."""
+    present: Any = parameter_slots(module).get(name)
+    if isinstance(present, ShardedTensor) and where_is(present).model_mesh is not None:
+        raise TopologyError(
+            f"{name} of {type(module).__name__}, which tensor_parallel_plan cuts, was assigned a whole parameter. Copy "
+            "the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or leave "
+            "the module out of the plan."
+        )

@@ -1,0 +1,190 @@
+"""Find out whether a tensor-parallel plan changes what is computed, before it trains something else.
+
+Between a column-wise layer and a row-wise one each rank has a part of the columns, as a plain tensor. Code that treats
+each column by itself is right there; a norm, a softmax, a chunk or the width of that part is something else. So the
+first block of each kind is compared with a copy that is not cut, when it is called for the first time; and hooks that
+would see a part are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shardckpt.compat.module_class import argument_hooks, keep_hooks, result_hooks
+from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.fqn import named_modules
+from lightning_shardckpt.parallel.sharding.random_streams import rng_state, set_rng_state
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.values import whole
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value; sums in another order are off by less
+_REMEDY = (
+    'Give the column-wise layers in it the style "colwise_gather_output" and the row-wise ones "rowwise_split_input", '
+    "or leave them out of tensor_parallel_plan."
+)
+
+
+def makes_parts(style: ParallelStyle) -> bool:
+    """Return whether the module's output is a part of the columns."""
+    return isinstance(style, ColwiseParallel) and style.output_layouts[0] == Shard(-1) and style.use_local_output
+
+
+def takes_parts(style: ParallelStyle) -> bool:
+    """Return whether the module's input is a part of the columns."""
+    return isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1)
+
+
+def watch_plan(
+    root: nn.Module, styles: Mapping[str, ParallelStyle], hooks: Mapping[nn.Module, frozenset[int]], mesh: DeviceMesh
+) -> None:
+    """Check what a plan has done, as modules are called.
+
+    Args:
+        root: cut as the plan says.
+        styles: by FQN.
+        hooks: the ids of the hooks that the plan has put on modules.
+        mesh: of the tensor-parallel ranks.
+    """
+    modules = named_modules(root)
+    for fqn, style in styles.items():
+        if makes_parts(style) or takes_parts(style):
+            check = partial(_refuse_hooks, fqn, hooks.get(modules[fqn], frozenset()), makes_parts(style))
+            modules[fqn].register_forward_pre_hook(check, prepend=True)
+    kinds: dict[Any, str] = {}
+    for name, inside in _blocks(modules, styles).items():
+        kinds.setdefault((type(modules[name]), inside), name)
+    for name in kinds.values():
+        comparison = _Comparison(name, root, hooks, mesh.get_group())
+        comparison.handle = modules[name].register_forward_pre_hook(comparison, with_kwargs=True)
+
+
+def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, tuple[str, ...]]:
+    """The innermost modules around a column-wise layer and the row-wise one that follows, and what is cut in them."""
+    found: dict[str, tuple[str, ...]] = {}
+    rows = [fqn for fqn, style in styles.items() if takes_parts(style)]
+    for fqn in (fqn for fqn, style in styles.items() if makes_parts(style)):
+        name = fqn
+        while name := name.rpartition(".")[0]:
+            is_called = type(modules[name]).forward is not nn.Module.forward or "forward" in vars(modules[name])
+            if is_called and any(row.startswith(f"{name}.") for row in rows):
+                inside = [other.removeprefix(name) for other in styles if other.startswith(f"{name}.")]
+                found[name] = tuple(sorted(inside))
+                break
+    return found
+
+
+def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a module that is cut: refuse hooks of the user's that get a part of an activation."""
+    others = (result_hooks(module) if makes else argument_hooks(module)) - of_plan
+    if (makes and others) or len(others) > 1:  # this one is among those that get arguments
+        raise TopologyError(
+            f"a hook on {fqn}, which tensor_parallel_plan cuts, would get the part of its "
+            f"{'output' if makes else 'input'} that this rank has. Register it on the module around, or give {fqn} the "
+            f'style "{"colwise_gather_output" if makes else "rowwise_split_input"}".'
+        )
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """A forward pre-hook that compares a block with one that is not cut, once."""
+
+    name: str
+    root: nn.Module
+    hooks: Mapping[nn.Module, frozenset[int]]
+    group: dist.ProcessGroup
+    handle: RemovableHandle | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Comparison:
+        return self
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.handle is None:
+            return
+        self.handle.remove()
+        self.handle = None
+        said = self._difference(block, args, kwargs)
+        votes = torch.tensor(int(bool(said)), device=next(block.parameters()).device)
+        dist.all_reduce(votes, group=self.group)
+        if votes:
+            raise TopologyError(
+                f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is cut: "
+                f"{said or 'another rank found a difference'}. Between its column-wise and row-wise layers a rank has "
+                f"a part of the columns: a norm, a softmax, a chunk, or their number are not those of all. {_REMEDY}"
+            )
+
+    @torch.no_grad()
+    def _difference(self, block: nn.Module, args: Any, kwargs: Any) -> str:
+        """Where a copy that is cut and one that is not differ; nothing where that can't be told."""
+        state = rng_state()
+        try:
+            dtype = torch.float64 if any(p.dtype == torch.float64 for p in block.parameters()) else torch.float32
+            copied, uncut = self._copy(block, cut=True), self._copy(block, cut=False)
+            expected = _run(uncut, dtype, args, kwargs, state)
+        except Exception:  # the module, or what it gets, can't be copied, or knows that it is cut
+            return ""
+        try:
+            found = _run(copied, dtype, args, kwargs, state)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            set_rng_state(state)
+        return _worst(found, expected, _TOLERANCES[dtype])
+
+    def _copy(self, block: nn.Module, *, cut: bool) -> nn.Module:
+        """A copy of the block in evaluation mode, without hooks of the user's."""
+        memo: dict[int, Any] = {id(self.root): self.root}
+        if not cut:
+            memo |= {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in block.parameters()}
+        copied: nn.Module = deepcopy(block, memo)
+        for original, module in zip(block.modules(), copied.modules(), strict=True):
+            keep_hooks(module, self.hooks.get(original, frozenset()) if cut else frozenset())
+        return copied.eval()
+
+
+def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: dict[str, Any]) -> list[Tensor]:
+    """What a copy of a block makes of copies of the arguments, in this precision."""
+    if any(p.dtype != dtype for p in block.parameters() if p.is_floating_point()):
+        block.to(dtype)
+    own_args, own_kwargs = tree_map(partial(_own, dtype), (args, kwargs))
+    set_rng_state(state)
+    with torch.autocast(next(block.parameters()).device.type, enabled=False):
+        found = block(*own_args, **own_kwargs)
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return whole(parameter, "a check of the plan") if isinstance(parameter, ShardedTensor) else parameter.detach()
+
+
+def _own(dtype: torch.dtype, value: Any) -> Any:
+    """An argument that a copy of the block may change."""
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype) if value.is_floating_point() else value.detach().clone()
+    return deepcopy(value)
+
+
+def _worst(found: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
+    for got, value in zip(found, expected, strict=False):
+        if got.shape != value.shape:
+            return f"its output has the shape {tuple(got.shape)}, not {tuple(value.shape)}"
+        if not value.numel():
+            continue
+        off, largest = float((got - value).abs().max()), float(value.abs().max())
+        if off > tolerance * largest:
+            return f"its output is off by {off:.3g} of {largest:.3g}"
+    return ""
+
+

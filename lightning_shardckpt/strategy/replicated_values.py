@@ -1,0 +1,110 @@
+"""Parameters that are not sharded, and buffers: every data-parallel rank must have the same.
+
+A number of a rank's own batch (a learning rate, a running mean) makes them drift apart without an error, and a
+checkpoint has those of one rank. So a few of them are compared, in turn, where the ranks meet anyway. Statistics of
+norms are those of the first rank, see ``parallel.sharding.batch_norm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shardckpt.compat.module_slots import (
+    NormWithStatistics,
+    buffer_slots,
+    non_persistent_buffers,
+    parameter_slots,
+)
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.tensors.bit_sums import row_sums
+from lightning_shardckpt.system.tuning import TUNING, Tuning
+
+Slots = Mapping[str, Tensor | None]
+
+
+@dataclass(slots=True)
+class ReplicatedValues:
+    """The plain values of one module, of which the next few are looked at.
+
+    Every rank must look at the same ones, so all of them must call the same methods.
+    """
+
+    root: nn.Module
+    tuning: Tuning = TUNING
+    _slots: list[tuple[str, Slots, str]] = field(default_factory=list)
+    _next: int = 0
+    _looked_at: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Look for what the module has now; call when an epoch begins."""
+        self._slots, self._next = list(_slots_of(self.root)), 0
+
+    def digest(self, device: torch.device) -> Tensor:
+        """A number on ``device`` that differs where one of the next values does, but for chance."""
+        self._looked_at = list(self._following())
+        return _digest([tensor for _, tensor in self._looked_at], device)
+
+    def _following(self) -> Iterator[tuple[str, Tensor]]:
+        size = 0
+        for _ in range(min(len(self._slots), self.tuning.compared_tensors)):
+            fqn, slots, name = self._slots[self._next]
+            value = slots.get(name)
+            self._next = (self._next + 1) % len(self._slots)
+            if _is_plain(value) and value.layout == torch.strided and value.numel():
+                yield fqn, value
+                size += value.nbytes
+                if size >= self.tuning.compared_bytes:
+                    return
+
+    def refuse(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Raise, naming what differs of what was looked at last, in this or another data-parallel group.
+
+        Collective: every rank of the world must call it, with its data-parallel group.
+
+        Raises:
+            TopologyError: on every rank.
+        """
+        own = torch.stack([_digest([tensor], device) for _, tensor in self._looked_at])
+        every = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(every, own, group=group)
+        differs = (torch.stack(every) != own).any(0).tolist()
+        wrong = [name for (name, _), bad in zip(self._looked_at, differs, strict=True) if bad]
+        names = wrong or [f"one of {', '.join(name for name, _ in self._looked_at)}, on other ranks,"]
+        raise TopologyError(
+            f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''} differs between the data-parallel ranks, which "
+            "each compute it from their own batches: the model is not that of one process, and a checkpoint would have "
+            "one rank's. Reduce what is computed from a batch (self.all_gather(x).mean(0), "
+            "self.trainer.strategy.reduce(x)) before it is used; for a buffer that may be a rank's own, "
+            "register_buffer(…, persistent=False)."
+        )
+
+
+def _slots_of(root: nn.Module) -> Iterator[tuple[str, Slots, str]]:
+    """Each value by its FQN, the dict in which its module has it, and its name there: it may be assigned anew."""
+    for prefix, module in root.named_modules():
+        kept: list[tuple[Slots, Collection[str]]] = [(parameter_slots(module), parameter_slots(module))]
+        if not isinstance(module, NormWithStatistics):
+            kept.append((buffer_slots(module), buffer_slots(module).keys() - non_persistent_buffers(module)))
+        for slots, names in kept:
+            for name in sorted(names):
+                if _is_plain(slots[name]):
+                    yield f"{prefix}.{name}" if prefix else name, slots, name
+
+
+def _is_plain(value: Tensor | None) -> TypeGuard[Tensor]:
+    return type(value) in (Tensor, nn.Parameter)
+
+
+@torch.no_grad()
+def _digest(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """A sum over bits, positive, that depends on the order of the tensors."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        total = total * 31 + row_sums(tensor).sum().to(device)
+    return total & ((1 << 61) - 1)
