@@ -18,7 +18,7 @@ from lightning_shardckpt.sources.casting import CastingSource, converts
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
-from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.partial_optimizer import Leaving
@@ -314,8 +314,8 @@ class LoadJob:
         if len(document) != len(live):
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
-            one = StoredOptimizer(number, document[str(number)], component, decode_small)
-            leaving = Leaving(number, self._live.parts, self._skips)
+            one = StoredOptimizer(number, document[str(number)], component, decode_equal)
+            leaving = Leaving(number, self._live.parts, self._skips if self._live.skip else None)
             whole = self._live.whole.parameters
             load = OptimizerLoad(number, optimizer, one, self._live.names, matched, whole, leaving, dtypes)
             load.compare(component, found, self._elsewhere)
