@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -62,21 +62,20 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
     return getattr(type(tensor), "is_elsewhere", False)
 
 
-def buffer_names(module: nn.Module) -> frozenset[str]:
-    """Canonical FQNs of a module's buffers under all their names."""
-    return frozenset(clean_fqn(name) for name, _ in module.named_buffers(remove_duplicate=False))
+Named: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
-def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Canonical FQNs of a module's parameters for which no gradient is computed, under all their names."""
-    named = module.named_parameters(remove_duplicate=False)
-    return frozenset(clean_fqn(name) for name, parameter in named if not parameter.requires_grad)
+def named_tensors(module: nn.Module | None) -> tuple[Named, Named]:
+    """A module's parameters and its buffers under all their names, in order of registration; nothing of no module."""
+    if module is None:
+        return [], []
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return list(parameters), list(buffers)
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
     """Canonical FQNs of each parameter or buffer that has several, in order of registration."""
-    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    return [list(names) for names in shared_names(chain(parameters, buffers))]
+    return [list(names) for names in shared_names(chain(*named_tensors(module)))]
 
 
 def model_leaves(
@@ -113,14 +112,15 @@ def model_leaves(
             records |= found
         else:
             tensors[key] = value
-    groups = tied_names(module) if module is not None else []
+    parameters, buffers = named_tensors(module)
+    groups = [list(names) for names in shared_names(chain(parameters, buffers))]
     groups += [list(names) for group in groups for names in zip(*(inside.get(n, ()) for n in group), strict=False)]
     aliases = _aliases(tensors, groups)
     for alias in aliases:
         del tensors[alias]
-    pinned = buffer_names(module) & tensors.keys() if module is not None else frozenset[str]()
-    frozen = frozen_names(module) if module is not None else frozenset[str]()
-    frozen = frozenset(key for key in tensors if frozen and key.partition(MARK)[0] in frozen)
+    pinned = tensors.keys() & {clean_fqn(name) for name, _ in buffers}
+    fixed = {clean_fqn(name) for name, parameter in parameters if not parameter.requires_grad}
+    frozen = frozenset(key for key in tensors if key.partition(MARK)[0] in fixed) if fixed else frozenset[str]()
     leaves = Leaves(tensors, aliases, frozenset(pinned), records=records, frozen=frozen)
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, module, whole.ties)
