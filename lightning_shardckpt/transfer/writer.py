@@ -67,7 +67,7 @@ def plan_files(
     """
     files = []
     for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=first):
-        entries = [HeaderEntry(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
+        entries: list[HeaderEntry] = [(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
         files.append(FilePlan(shard_file_name(component, rank, number), tuple(group), plan_header(entries)))
     return files
 
