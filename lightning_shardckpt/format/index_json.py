@@ -39,6 +39,7 @@ from lightning_shardckpt.format.value_checks import (
     check_shape,
     check_size,
     check_text,
+    check_texts,
     shown,
 )
 
@@ -343,7 +344,8 @@ def _component(
     component: str, item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int, version: int
 ) -> Component:
     specs: dict[str, TensorSpec] = {}  # one for all tensors that are alike: what was found of it once need not be again
-    tensors = {check_text(key): _spec_once(spec, layouts, specs) for key, spec in item["tensors"].items()}
+    keys = check_texts(list(item["tensors"]))
+    tensors = {key: _spec_once(spec, layouts, specs) for key, spec in zip(keys, item["tensors"].values(), strict=True)}
     aliases = {check_text(alias): check_text(of) for alias, of in item["aliases"].items()}
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:

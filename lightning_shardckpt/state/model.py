@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn, shared_names
 from lightning_shardckpt.format.index import Component
@@ -27,6 +28,7 @@ from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 
 _EXTRA = "_extra_state"
+_OWN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ def model_leaves(
         key = clean_fqn(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
+        if _is_plain(value) and not is_extra_state(key):
+            tensors[key] = value
+            continue
         sparse = isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested)
         if sparse or is_lazy(value):
             kind = type(value).__name__ if is_lazy(value) else f"{'nested' if value.is_nested else value.layout} tensor"
@@ -125,6 +130,12 @@ def model_leaves(
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, module, whole.ties)
     return leaves, other | records
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor of which this rank has a dense one of torch's own, as nearly all are."""
+    local = dtensor.local_tensor(value) if isinstance(value, torch.Tensor) else value
+    return type(local) in _OWN and local.layout is torch.strided and not local.is_nested
 
 
 def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[str, ...]]) -> Leaves:

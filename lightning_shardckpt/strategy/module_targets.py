@@ -31,7 +31,8 @@ def module_targets(
         whole: names over all pipeline stages.
     """
     values = {name for name, value in state_dict.items() if is_value(name, value)}
-    leaves, _ = model_leaves({k: v for k, v in state_dict.items() if k not in values}, module, whole)
+    tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
+    leaves, _ = model_leaves(tensors, module, whole)
     extra_state = frozenset(map(clean_fqn, values))
     adapters = adapter_tensors(module, leaves.tensors)
     fitting = partial(fitted_to, module=module, live=leaves, whole=whole)
