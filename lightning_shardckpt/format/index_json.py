@@ -230,12 +230,13 @@ def _scanned_index(entries: list[ScannedEntry], value: dict[str, Any]) -> RankIn
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     extents: dict[tuple[str, str], _Extent] = {}
     for key, about, begin, block_text, sums in entries:
-        kind = about, block_text
-        if kind not in extents:
+        extent = extents.get((about, block_text))
+        if extent is None:
             item = parse_json(f'{{{about},"block":{block_text}}}'.encode(), shown(key))
-            extents[kind] = _extent(*map(item.__getitem__, _EXTENT))
-        box, shape, dtype, file, block, nbytes = extents[kind]
-        _check_count(sums, block, nbytes)
+            extent = extents[about, block_text] = _extent(*map(item.__getitem__, _EXTENT))
+        box, shape, dtype, file, block, nbytes = extent
+        if len(sums) != -(-nbytes // block):
+            raise _wrong_count(sums, block, nbytes)
         shards[key] = (ShardEntry(box, shape, dtype, file, begin, block, nbytes, sums),)
     return _with_shards(value, shards)
 
@@ -248,12 +249,12 @@ def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]
     for key, entries in shards.items():
         for entry in entries:
             file, nbytes = entry.file, entry.nbytes
-            end = entry.begin + nbytes
+            end, rest = entry.begin + nbytes, left[file] - nbytes
             if end > sizes[file]:
                 raise FormatError(f"{shown(key)} ends at byte {end} of {file}, which has {sizes[file]}")
-            left[file] -= nbytes
-            if left[file] < 0:
+            if rest < 0:
                 raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
+            left[file] = rest
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards, _digests(value, shards))
 
@@ -273,9 +274,8 @@ def _digest(text: Any) -> TensorDigest:
     return TensorDigest.parse(text)
 
 
-def _check_count(sums: tuple[str, ...], block: int, nbytes: int) -> None:
-    if len(sums) != -(-nbytes // block):
-        raise FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
+def _wrong_count(sums: tuple[str, ...], block: int, nbytes: int) -> FormatError:
+    return FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
 
 
 _Extent = tuple[Box, Shape, str, str, int, int]
@@ -290,7 +290,8 @@ def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
         extents[text] = _extent(*extent)
     box, shape, dtype, file, block, nbytes = extents[text]
     sums = check_digests(item["checksums"])
-    _check_count(sums, block, nbytes)
+    if len(sums) != -(-nbytes // block):
+        raise _wrong_count(sums, block, nbytes)
     return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 
 
@@ -376,9 +377,10 @@ def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
 
 def _spec_once(item: Any, layouts: list[tuple[Layout, Holders]], known: dict[str, TensorSpec]) -> TensorSpec:
     text = repr(item)  # tells 1 from 1.0 and true
-    if text not in known:
-        known[text] = _spec(item, layouts)
-    return known[text]
+    found = known.get(text)
+    if found is None:
+        found = known[text] = _spec(item, layouts)
+    return found
 
 
 def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:

@@ -51,15 +51,17 @@ def build_header(
         FormatError: for a name that a header cannot hold.
     """
     tensors = tuple(tensors)
-    names = texts(check_texts([name for name, _, _ in tensors]))
+    names = check_texts([name for name, _, _ in tensors])
+    if _METADATA in names:
+        raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors keeps the name for itself")
     kinds: dict[tuple[str, Shape], tuple[str, int]] = {}  # many tensors are alike
     items, offsets, offset = [], [], 0
-    for (plain, dtype, shape), name in zip(tensors, names, strict=True):
-        if plain == _METADATA:
-            raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors keeps the name for itself")
-        if (dtype, shape) not in kinds:
-            kinds[dtype, shape] = _compact({"dtype": dtype, "shape": shape})[1:-1], bytes_in(shape, dtype)
-        about, nbytes = kinds[dtype, shape]
+    for (_, dtype, shape), name in zip(tensors, texts(names), strict=True):
+        kind = kinds.get((dtype, shape))
+        if kind is None:
+            kind = _compact({"dtype": dtype, "shape": shape})[1:-1], bytes_in(shape, dtype)
+            kinds[dtype, shape] = kind
+        about, nbytes = kind
         items.append(f'{name}:{{{about},"data_offsets":[{offset},{offset + nbytes}]}}')
         offsets.append(offset)
         offset += nbytes

@@ -54,11 +54,12 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
     kinds: dict[tuple[str, Shape, Shape], tuple[str, Shape, str]] = {}  # many entries are alike
     tensors, items = list[NamedTensor](), []
     for (key, dtype, shape, start), name in zip(entries, texts([entry[0] for entry in entries]), strict=True):
-        kind = dtype, shape, start
-        if kind not in kinds:
+        kind = kinds.get((dtype, shape, start))
+        if kind is None:
             corner = [*start, 0] if dtype == "C128" else list(start)
-            kinds[kind] = *stored_as(dtype, shape), json.dumps({"saved_offsets": corner})
-        stored_dtype, stored_shape, offsets = kinds[kind]
+            kind = *stored_as(dtype, shape), json.dumps({"saved_offsets": corner})
+            kinds[dtype, shape, start] = kind
+        stored_dtype, stored_shape, offsets = kind
         tensors.append((key, stored_dtype, stored_shape))
         items.append(f"{name}: {offsets}")
     metadata = {

@@ -247,13 +247,14 @@ class _ComponentReads:
         else:
             laid_out = target.parts(self._rank)
         kind = id(self._specs[key]), self._replicas[key], id(laid_out), size
-        if kind not in self._kinds:
+        found = self._kinds.get(kind)
+        if found is None:
             parts, shape = target.parts(self._rank), tuple(size)
             of_parts = *kind[:2], id(parts), size
             needs = self._kinds[of_parts][0] if of_parts in self._kinds else self._needs(key, parts, shape)
             self._kinds[of_parts] = needs, shape, parts  # while they are here, nothing else has their ids
-            self._kinds[kind] = needs, shape, laid_out
-        needs, shape, _ = self._kinds[kind]
+            found = self._kinds[kind] = needs, shape, laid_out
+        needs, shape, _ = found
         requests = []
         for overlap, run, stored, of_writer, checked in needs:
             entries = of_writer.get(key, ())

@@ -123,7 +123,7 @@ def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         and local.dtype == dtype
         and local.device == like.device
         and local.shape == like.shape
-        and found.shape == tensor.shape
+        and dtensor.shape_of(found) == dtensor.shape_of(tensor)
         and local.is_contiguous()
         and not found.requires_grad
     )
@@ -141,9 +141,9 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     spans = []
     for tensor in tensors:
         local = dtensor.local_tensor(tensor)
-        if local.layout is torch.strided and local.numel():
+        if local.layout is torch.strided and (nbytes := local.nbytes):
             begin = local.data_ptr()
-            spans.append((begin, begin + _reach(local), id(tensor)))
+            spans.append((begin, begin + (nbytes if local.is_contiguous() else _reach(local)), id(tensor)))
     found = set[int]()
     reach, furthest = 0, 0
     for begin, end, of in sorted(spans):
@@ -156,8 +156,6 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 def _reach(local: torch.Tensor) -> int:
     """Return the bytes from the first to the last element of a tensor that has some."""
-    if local.is_contiguous():
-        return local.nbytes
     last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
     return (last + 1) * local.itemsize
 

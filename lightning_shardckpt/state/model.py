@@ -258,8 +258,8 @@ def match_model(
             continue
         if len(sources) > 1 and not alike(sources):
             differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
-        spec, dtype = stored.tensors[sources[0]], tensor.dtype
-        if spec.shape != tensor.shape:
+        spec, dtype = stored.tensors[sources[0]], dtensor.local_tensor(tensor).dtype
+        if spec.shape != dtensor.shape_of(tensor):
             differences.add(key, f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
         elif not (spec.dtype == DTYPES.get(dtype) or converts(spec.dtype, DTYPES.get(dtype))):
             differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(dtype, dtype)} in model")

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
@@ -123,16 +124,16 @@ class OptimizerLoad:
     def _compare_state(
         self, name: str, param: torch.Tensor, component: Component | None, differences: Differences
     ) -> None:
-        own = self._names[id(param)]
+        own, shape = self._names[id(param)], shape_of(param)
         for entry, key in self._stored.tensors.get(name, {}).items():
             spec = component.tensors[key] if component is not None else None
-            if spec is None or spec.shape == tuple(param.shape):
+            if spec is None or spec.shape == shape:
                 continue
             if self._leaving.param(own) or self._leaving.entry(own, entry):
                 continue
             inside = MARK in entry and isinstance(param, DTensor) and bool(layout_of(param).cuts)
             if inside or not acts_as_whole(param):
-                what = f"shape {spec.shape} of state for a sharded parameter of {tuple(param.shape)}"
+                what = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
                 differences.add(f"optimizer {self.number}: {key}", what)
 
     def groups(self) -> list[list[str]]:
@@ -205,7 +206,7 @@ class OptimizerLoad:
         """
         live, new = list[Keyed](), list[Keyed]()
         for param in self._params():
-            state, left, shape = self._optimizer.state.get(param, {}), self._left(param), tuple(param.shape)
+            state, left, shape = self._optimizer.state.get(param, {}), self._left(param), shape_of(param)
             for name, key in self._stored.tensors.get(self._stored_name[id(param)], {}).items():
                 if name in left:
                     continue
