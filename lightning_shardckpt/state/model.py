@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.compat import dtensor
+from lightning_shardckpt.compat.tensor_subclass import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn, shared_names
 from lightning_shardckpt.format.index import Component
@@ -124,7 +125,8 @@ def model_leaves(
     for alias in aliases:
         del tensors[alias]
     pinned = tensors.keys() & {clean_fqn(name) for name, _ in buffers}
-    fixed = {clean_fqn(name) for name, parameter in parameters if not parameter.requires_grad}
+    with without_torch_function():
+        fixed = {clean_fqn(name) for name, parameter in parameters if not parameter.requires_grad}
     frozen = frozenset(key for key in tensors if key.partition(MARK)[0] in fixed) if fixed else frozenset[str]()
     leaves = Leaves(tensors, aliases, frozenset(pinned), records=records, frozen=frozen)
     if module is not None and whole is not None and whole.ties:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.dtensor import shape_of
+from lightning_shardckpt.compat.tensor_subclass import without_torch_function
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
@@ -204,6 +205,10 @@ class OptimizerLoad:
         All are laid out like their parameters. Nothing live changes yet. Parameters that are tied in the checkpoint and
         not here have tensors of their own, and so has state whose ``id`` is in ``shared``: its memory is not its alone.
         """
+        with without_torch_function():  # sharded tensors are asked for their layout, again and again
+            return self._divided(component, shared)
+
+    def _divided(self, component: Component | None, shared: Container[int]) -> tuple[list[Keyed], list[Keyed]]:
         live, new = list[Keyed](), list[Keyed]()
         for param in self._params():
             state, left, shape = self._optimizer.state.get(param, {}), self._left(param), shape_of(param)
