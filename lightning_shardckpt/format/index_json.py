@@ -94,7 +94,8 @@ def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, s
             "rank": rank,
         }
         kinds[kind] = _text(about)[1:-1]
-    sums = ",".join([f'"{one}"' for one in entry.checksums])
+    sums = '","'.join(entry.checksums)
+    sums = f'"{sums}"' if sums else ""
     return f'{kinds[kind]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.layout import Holders, Layout
@@ -55,7 +55,7 @@ def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, Tens
     found = {}
     for key, tensor in leaves.tensors.items():
         dtype = dtype_name(local_tensor(tensor), f"{component}/{key}")
-        shape = tuple(tensor.shape)
+        shape = tuple(shape_of(tensor))
         found[key] = _spec(dtype, shape, layout_of(tensor), holders, key in leaves.pinned)
     return found
 
