@@ -248,9 +248,12 @@ class ReadPlan:
 
     def direct_ranges(self, piece: Slice) -> Iterable[tuple[int, int]]:
         """Ranges of a file that follow one another and cover a slice that is read into its place."""
-        if self.verifies(piece.request):
-            return self.ranges(piece.request, piece.low, piece.high - piece.low)
-        return ((piece.low, piece.high),)
+        low, high = piece.low, piece.high
+        if not self.verifies(piece.request):
+            return ((low, high),)
+        block = piece.request.entry.block
+        step = max(self.window_bytes // block, 1) * block
+        return ((at, min(at + step, high)) for at in range(low, high, step))
 
     def ranges(self, request: Request, first: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Ranges of a file that follow one another, cover ``[first, first + nbytes)`` and fit into the window."""
@@ -275,7 +278,8 @@ class ReadPlan:
             begin, low, high = entry.begin, source, source + length
             if length != entry.nbytes and self.verifies(request):
                 low, high = low // entry.block * entry.block, min(-(-high // entry.block) * entry.block, entry.nbytes)
-            if high - low <= self.window_bytes:
+            is_direct = high - low == length and request.target is not None and not self.high_latency
+            if high - low <= (self.tuning.verified_part_bytes if is_direct else self.window_bytes):
                 return (Slice(request, begin + low, begin + high, begin + source, begin + source + length, at),)
         elif self._is_of_short_runs(request):
             return (self._rows_or_slice(request),)

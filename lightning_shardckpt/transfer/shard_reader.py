@@ -63,9 +63,10 @@ class ShardReader:
     def _read_direct(self, piece: Slice) -> None:
         request, target, at = piece.request, piece.request.target, piece.at - piece.low
         assert target is not None
+        file = request.entry.file
         for low, high in self._plan.direct_ranges(piece):
             data = target[at + low : at + high]
-            read_verbatim(self, request.entry.file, low, data)
+            read_verbatim(self, file, low, data)
             self._verify(request, data, low)
 
     def _read_span(self, span: Span) -> None:
