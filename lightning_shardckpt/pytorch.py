@@ -34,6 +34,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     syncs_batch_norms,
     wrap_actions,
 )
+from lightning_shardckpt.compat.module_state import live_state_dict
 from lightning_shardckpt.compat.torchmetrics import gather_metrics_over
 from lightning_shardckpt.distributed.error_report import is_of_a_collective
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -521,7 +522,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.reshard()
         if self.sharded.pipeline is not None:
             self.sharded.pipeline.absent.check_own()
-        return super().lightning_module_state_dict()
+        if self.checkpoint_io.async_saves.overlaps_copies:  # which compares versions
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        return live_state_dict(self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

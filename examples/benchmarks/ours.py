@@ -14,6 +14,7 @@ from state import State
 from turns import Missing, Way
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.compat.module_state import live_state_dict
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.module_targets import module_targets
@@ -47,29 +48,29 @@ def _names(state: State) -> dict[int, str]:
     return {id(parameter): name for name, parameter in state.model.named_parameters()}
 
 
-def checkpoint(state: State) -> dict[str, Any]:
+def checkpoint(state: State, io: ShardCkptIO) -> dict[str, Any]:
     """Lightning's checkpoint dict."""
-    found = {"state_dict": _state_dict(state), "epoch": 0, "global_step": 1, "loops": {}}
+    found = {"state_dict": _state_dict(state, io), "epoch": 0, "global_step": 1, "loops": {}}
     if state.optimizer is not None:
         found["optimizer_states"] = [optimizer_state(state.optimizer, _names(state))]
     return found
 
 
-def _state_dict(state: State) -> dict[str, Any]:
+def _state_dict(state: State, io: ShardCkptIO) -> dict[str, Any]:
     """As ``ShardedStrategy`` collects it."""
     with gc_paused():
-        return state.model.state_dict()
+        return state.model.state_dict() if io.async_saves.overlaps_copies else live_state_dict(state.model)
 
 
 def _save(state: State, path: str, **options: Any) -> None:
     io = _checkpoint_io(state, **options)
-    io.save_checkpoint(checkpoint(state), path)
+    io.save_checkpoint(checkpoint(state, io), path)
     io.wait()
 
 
 def _begin(state: State, path: str, **options: Any) -> Callable[[], Any]:
     io = _checkpoint_io(state, **options)
-    io.save_checkpoint(checkpoint(state), path)
+    io.save_checkpoint(checkpoint(state, io), path)
     return io.wait
 
 
@@ -80,7 +81,7 @@ def _load(state: State, path: str, **options: Any) -> None:
 def load_into(io: ShardCkptIO, state: State, path: str) -> None:
     """As ``ShardedStrategy`` resumes."""
     optimizers = [state.optimizer] if state.optimizer is not None else None
-    io.load_into(path, module_targets(state.model, _state_dict(state), optimizers, io.names), strict=True)
+    io.load_into(path, module_targets(state.model, _state_dict(state, io), optimizers, io.names), strict=True)
 
 
 def way(name: str = OURS, **about: Any) -> Way:

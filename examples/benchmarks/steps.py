@@ -51,7 +51,7 @@ class _Timed:
 
     def save(self, path: str) -> Facts:
         """Until it returns."""
-        return self._measured(lambda: self.io.save_checkpoint(ours.checkpoint(self._state), path))
+        return self._measured(lambda: self.io.save_checkpoint(ours.checkpoint(self._state, self.io), path))
 
     def load(self, path: str) -> Facts:
         """The same for a load."""

@@ -224,10 +224,14 @@ def load(
         share = ranks.step(f"planning to load {where}", lambda: sharing.plan(plan()), sharing.choose)
         if options.verify_first:
             ranks.step(f"verifying {where}", lambda: sharing.verify(share=share), _nothing)
-        with filling():
+
+        def read() -> None:
             if not options.verify_first:
-                ranks.step(f"reading {where}", lambda: sharing.verify(share=share), _nothing)
-            ranks.step(f"reading {where}", sharing.fill, _nothing)
+                sharing.verify(share=share)
+            sharing.fill()
+
+        with filling():
+            ranks.step(f"reading {where}", read, _nothing)
             if share:
                 ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
             job.apply()

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.parts import PARTS, Skips, note_of_skipped
+from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
@@ -18,7 +19,7 @@ from lightning_shardckpt.sources.casting import CastingSource, converts
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
-from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.partial_optimizer import Leaving
@@ -151,7 +152,7 @@ class LoadJob:
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
         tensors = self._live.model.tensors
-        pairs = {(stored.tensors[key].dtype, tensors[name].dtype) for name, key in self._matched.items()}
+        pairs = {(stored.tensors[key].dtype, local_tensor(tensors[name]).dtype) for name, key in self._matched.items()}
         casts = sorted({f"{a} to {DTYPES[b]}" for a, b in pairs if a != DTYPES[b]})
         self.source = CastingSource(self.source) if self._live.cast else self.source
         return {
@@ -247,7 +248,7 @@ class LoadJob:
         """
         self.notes, self.skipped, self.sources = judged["notes"], judged["skipped"], judged["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
-        live = {tuple(param.shape) for group in groups for param in group["params"]}
+        live = {shape_of(param) for group in groups for param in group["params"]}
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
             if spec.shape not in live and not self._elsewhere:
                 self.source.backed("optimizer", key)  # its shape is only what the checkpoint says
@@ -314,8 +315,8 @@ class LoadJob:
         if len(document) != len(live):
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
-            one = StoredOptimizer(number, document[str(number)], component, decode_small)
-            leaving = Leaving(number, self._live.parts, self._skips)
+            one = StoredOptimizer(number, document[str(number)], component, decode_equal)
+            leaving = Leaving(number, self._live.parts, self._skips if self._live.skip else None)
             whole = self._live.whole.parameters
             load = OptimizerLoad(number, optimizer, one, self._live.names, matched, whole, leaving, dtypes)
             load.compare(component, found, self._elsewhere)

@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.dtensor import spec_of
@@ -27,7 +27,7 @@ def group_of(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     if not isinstance(tensor, DTensor):
         return None
     spec = spec_of(tensor)
-    mesh, found = spec.device_mesh, [axis for axis, p in enumerate(spec.placements) if isinstance(p, Replicate)]
+    mesh, found = spec.device_mesh, [axis for axis, p in enumerate(spec.placements) if p.is_replicate()]
     replicated = [axis for axis in found if mesh.size(axis) > 1]
     if not replicated:
         return None

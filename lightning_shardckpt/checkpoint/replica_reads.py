@@ -147,13 +147,16 @@ class ReplicaReads:
     def plan(self, targets: list[ReadTarget]) -> PlannedReads:
         """Divide the targets among replicas. Runs on every rank."""
         self._all, found = targets, dict[tuple[str, torch.device], tuple[dist.ProcessGroup, list[ReadTarget]]]()
-        # by name: so each rank comes to the groups that it is in, and in them to the pieces, in one order of all ranks
-        for target in sorted(targets, key=lambda t: (t.component, t.key)):
+        shared = list[tuple[ReadTarget, dist.ProcessGroup]]()
+        for target in targets:
             group = None if self._wanted is False else group_of(target.tensor)
             if group is None:
                 self._alone.append(target)
             else:
-                found.setdefault((group.group_name, target.local.device), (group, []))[1].append(target)
+                shared.append((target, group))
+        # by name: so each rank comes to the groups that it is in, and in them to the pieces, in one order of all ranks
+        for target, group in sorted(shared, key=lambda one: (one[0].component, one[0].key)):
+            found.setdefault((group.group_name, target.local.device), (group, []))[1].append(target)
         self._groups = [_Group(group, shared, self._tuning) for group, shared in found.values()]
         received = sum(_nbytes(group.others) for group in self._groups)
         return {"read_bytes": _nbytes(self._own), "received_bytes": received, "host": host()}

@@ -98,13 +98,13 @@ class SaveJob:
     def prepare(self, describe: Callable[[], Snapshot]) -> SaveWish:
         """Return what this rank wants to save, as a digest. Runs on every rank."""
         self._snapshot = _pinned(describe()) if self._options.replicas == "first" else describe()
-        if self._ranks.world > 1 and self._options.replicas == "same":
-            self._digests = replica_digests(self._snapshot.leaves, this_rank())
         everyone = ((0, self._ranks.world),)
         self._own_tables: Tables = {
             name: Component(specs_of(name, leaves, everyone), leaves.aliases)
             for name, leaves in self._snapshot.leaves.items()
         }
+        if self._ranks.world > 1 and self._options.replicas == "same":
+            self._digests = replica_digests(self._snapshot.leaves, self._own_tables, this_rank())
         tables = self._plans.digest.of(self._own_tables, lambda: table_digest(self._own_tables))
         documents = [self._snapshot.documents.get(role) for role in ("model", "frozen")]
         digest = tables + "".join(json.dumps(sorted(document or ())) for document in documents)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.plan_cache import SavePlan
 from lightning_shardckpt.compat import dtensor
+from lightning_shardckpt.compat.copies import copy_each
 from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.system.page_memory import pages
@@ -31,12 +32,24 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._kinds: list[tuple[torch.dtype, torch.Size, torch.device]] = []
+        self._parts: list[torch.Tensor] = []
 
     def room(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous tensors like these, without their values, to copy them to; valid until the next call.
 
-        For tensors on a GPU the memory is pinned; that path has not been run by the tests.
+        For as many tensors of the same kinds as the last time they are the same. For tensors on a GPU the memory is
+        pinned; that path has not been run by the tests.
         """
+        kinds = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
+        if kinds != self._kinds:
+            self._kinds, self._parts = [], []  # which know the memory
+            with torch.inference_mode(False):
+                self._parts = self._divided(tensors)
+            self._kinds = kinds
+        return list(self._parts)
+
+    def _divided(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         begins, end = [], 0
         for tensor in tensors:
             begins.append(end)
@@ -59,10 +72,10 @@ def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) ->
 
     From a GPU they run in the order of the current stream; that path has not been run by the tests.
     """
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     with torch.no_grad():
-        for tensor, copy in zip(tensors, copies, strict=True):
-            copy.copy_(tensor, non_blocking=tensor.is_cuda)
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        copy_each(tensors, copies, non_blocking=bool(devices))
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 

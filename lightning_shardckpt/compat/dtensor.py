@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
@@ -31,6 +31,12 @@ spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 No ``def``: optimizers ask thousands of times in a step.
 """
+
+
+def shape_of(tensor: Tensor) -> Size:
+    """Return a tensor's shape; a DTensor would make another one of the same numbers, which takes longer."""
+    meta = tensor._spec.tensor_meta if isinstance(tensor, DTensor) else None
+    return tensor.shape if meta is None else meta.shape
 
 
 def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.safetensors_header import NamedTensor, build_header
+from lightning_shardckpt.format.safetensors_header import build_header
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.state.documents import PEFT
@@ -102,8 +102,8 @@ def _plan(folder: str, adapter: Adapter, model: Component) -> list[Region]:
     if not any(".lora_" in name or name.startswith("lora_") for name in names):
         raise FormatError(f"checkpoint {folder!r} has no tensors of adapter {adapter.name!r} below {adapter.prefix!r}")
     keys = {name: model.aliases.get(stored, stored) for name, stored in names.items()}
-    tensors = [NamedTensor(name, model.tensors[key].dtype, model.tensors[key].shape) for name, key in keys.items()]
-    tensors.sort(key=lambda tensor: -DTYPE_BYTES[tensor.dtype])  # so that all are aligned
+    tensors = [(name, model.tensors[key].dtype, model.tensors[key].shape) for name, key in keys.items()]
+    tensors.sort(key=lambda tensor: -DTYPE_BYTES[tensor[1]])  # so that all are aligned
     for name, dtype, _ in tensors:
         if dtype == "C128":
             raise FormatError(f"checkpoint {folder!r}: safetensors has no dtype {dtype} as {names[name]!r} has")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import xxhash
+
+_FEW = 256  # blocks whose places are remembered; a writer that we don't know may have had more, and smaller ones
 
 
 def checksum(*parts: bytes | memoryview) -> str:
@@ -24,4 +28,14 @@ def block_checksums(data: memoryview, block: int) -> tuple[str, ...]:
     digest = xxhash.xxh3_64_hexdigest  # not ``checksum``: there are many blocks
     if 0 < len(data) <= block:  # of a small tensor: there are many of them, too
         return (digest(data),)
-    return tuple([digest(data[at : at + block]) for at in range(0, len(data), block)])
+    return tuple([digest(data[part]) for part in _parts(len(data), block)])
+
+
+def _parts(nbytes: int, block: int) -> tuple[slice, ...]:
+    return _known_parts(nbytes, block) if nbytes <= _FEW * block else _known_parts.__wrapped__(nbytes, block)
+
+
+@lru_cache(maxsize=1024)
+def _known_parts(nbytes: int, block: int) -> tuple[slice, ...]:
+    """Return the blocks of so many bytes; to make slices anew takes as long as to hash a block of 4 KB."""
+    return tuple([slice(at, at + block) for at in range(0, nbytes, block)])

@@ -39,6 +39,7 @@ from lightning_shardckpt.format.value_checks import (
     check_shape,
     check_size,
     check_text,
+    check_texts,
     shown,
 )
 
@@ -93,7 +94,8 @@ def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, s
             "rank": rank,
         }
         kinds[kind] = _text(about)[1:-1]
-    sums = ",".join([f'"{one}"' for one in entry.checksums])
+    sums = '","'.join(entry.checksums)
+    sums = f'"{sums}"' if sums else ""
     return f'{kinds[kind]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
 
 
@@ -229,12 +231,13 @@ def _scanned_index(entries: list[ScannedEntry], value: dict[str, Any]) -> RankIn
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     extents: dict[tuple[str, str], _Extent] = {}
     for key, about, begin, block_text, sums in entries:
-        kind = about, block_text
-        if kind not in extents:
+        extent = extents.get((about, block_text))
+        if extent is None:
             item = parse_json(f'{{{about},"block":{block_text}}}'.encode(), shown(key))
-            extents[kind] = _extent(*map(item.__getitem__, _EXTENT))
-        box, shape, dtype, file, block, nbytes = extents[kind]
-        _check_count(sums, block, nbytes)
+            extent = extents[about, block_text] = _extent(*map(item.__getitem__, _EXTENT))
+        box, shape, dtype, file, block, nbytes = extent
+        if len(sums) != -(-nbytes // block):
+            raise _wrong_count(sums, block, nbytes)
         shards[key] = (ShardEntry(box, shape, dtype, file, begin, block, nbytes, sums),)
     return _with_shards(value, shards)
 
@@ -247,12 +250,12 @@ def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]
     for key, entries in shards.items():
         for entry in entries:
             file, nbytes = entry.file, entry.nbytes
-            end = entry.begin + nbytes
+            end, rest = entry.begin + nbytes, left[file] - nbytes
             if end > sizes[file]:
                 raise FormatError(f"{shown(key)} ends at byte {end} of {file}, which has {sizes[file]}")
-            left[file] -= nbytes
-            if left[file] < 0:
+            if rest < 0:
                 raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
+            left[file] = rest
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards, _digests(value, shards))
 
@@ -272,9 +275,8 @@ def _digest(text: Any) -> TensorDigest:
     return TensorDigest.parse(text)
 
 
-def _check_count(sums: tuple[str, ...], block: int, nbytes: int) -> None:
-    if len(sums) != -(-nbytes // block):
-        raise FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
+def _wrong_count(sums: tuple[str, ...], block: int, nbytes: int) -> FormatError:
+    return FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
 
 
 _Extent = tuple[Box, Shape, str, str, int, int]
@@ -289,7 +291,8 @@ def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
         extents[text] = _extent(*extent)
     box, shape, dtype, file, block, nbytes = extents[text]
     sums = check_digests(item["checksums"])
-    _check_count(sums, block, nbytes)
+    if len(sums) != -(-nbytes // block):
+        raise _wrong_count(sums, block, nbytes)
     return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 
 
@@ -343,7 +346,8 @@ def _component(
     component: str, item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int, version: int
 ) -> Component:
     specs: dict[str, TensorSpec] = {}  # one for all tensors that are alike: what was found of it once need not be again
-    tensors = {check_text(key): _spec_once(spec, layouts, specs) for key, spec in item["tensors"].items()}
+    keys = check_texts(list(item["tensors"]))
+    tensors = {key: _spec_once(spec, layouts, specs) for key, spec in zip(keys, item["tensors"].values(), strict=True)}
     aliases = {check_text(alias): check_text(of) for alias, of in item["aliases"].items()}
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:
@@ -374,9 +378,10 @@ def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
 
 def _spec_once(item: Any, layouts: list[tuple[Layout, Holders]], known: dict[str, TensorSpec]) -> TensorSpec:
     text = repr(item)  # tells 1 from 1.0 and true
-    if text not in known:
-        known[text] = _spec(item, layouts)
-    return known[text]
+    found = known.get(text)
+    if found is None:
+        found = known[text] = _spec(item, layouts)
+    return found
 
 
 def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:

@@ -9,6 +9,7 @@ the parser would find.
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
@@ -47,7 +48,7 @@ def scan_rank_index(text: bytes, where: str) -> tuple[dict[str, Any], list[Scann
     if not metadata or not body.endswith(_END) or not isinstance(value, dict) or "metadata" in value:
         return None
     found = _ENTRY.findall(f"{body.removesuffix(_END)},")  # so that each entry ends with a comma
-    matched = sum([sum(map(len, groups)) for groups in found]) + len(found) * _AROUND
+    matched = len("".join(chain.from_iterable(found))) + len(found) * _AROUND
     if matched != len(body) - len(_END) + 1 or len({key for key, *_ in found}) != len(found):
         return None
     entries = [(key, about, int(begin), block, _digests(sums)) for key, about, begin, block, sums in found]

@@ -55,18 +55,17 @@ def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
     count_of = {kind: _replica_count(spec) for kind, spec in kinds.items()}
     size_of = {kind: _nominal_bytes(spec) for kind, spec in kinds.items()}
     shared = {kind for kind, spec in kinds.items() if _is_shared(spec, count_of[kind], size_of[kind])}
-    chosen: dict[str, int | None] = dict.fromkeys(tensors, 0)
-    for key in sorted(tensors, key=lambda k: (-size_of[id(tensors[k])], k)):
+    dealt = {kind for kind, spec in kinds.items() if kind not in shared and count_of[kind] > 1 and not spec.pinned}
+    chosen: dict[str, int | None] = {key: None if id(spec) in shared else 0 for key, spec in tensors.items()}
+    to_deal = (key for key, spec in tensors.items() if id(spec) in dealt)
+    for key in sorted(to_deal, key=lambda k: (-size_of[id(tensors[k])], k)):
         spec, kind = tensors[key], id(tensors[key])
-        if kind in shared:
-            chosen[key] = None
-        elif count_of[kind] > 1 and not spec.pinned:
-            heap = loads.setdefault((spec.layout, spec.holders), [])
-            if not heap:  # more replicas than tensors are never needed
-                heap += [(0, i) for i in range(min(count_of[kind], len(tensors)))]
-            load, replica = heap[0]
-            heapq.heapreplace(heap, (load + size_of[kind], replica))
-            chosen[key] = replica
+        heap = loads.setdefault((spec.layout, spec.holders), [])
+        if not heap:  # more replicas than tensors are never needed
+            heap += [(0, i) for i in range(min(count_of[kind], len(tensors)))]
+        load, replica = heap[0]
+        heapq.heapreplace(heap, (load + size_of[kind], replica))
+        chosen[key] = replica
     return chosen
 
 

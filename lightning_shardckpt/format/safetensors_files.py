@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, NamedTensor, build_header
+from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, build_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors library, 0.8
@@ -57,7 +57,7 @@ def container(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     wrong = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
     if wrong is not None:
         raise FormatError(f"{wrong!r} is complex128, which safetensors lacks; exclude it, or write for torch")
-    named = [NamedTensor(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, begins = build_header(named, metadata, alignment=_ALIGNMENT)
     nbytes = len(header) - LENGTH_BYTES
     if nbytes > _MAX_HEADER_BYTES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
@@ -29,12 +29,8 @@ LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 
 
-class NamedTensor(NamedTuple):
-    """A tensor to describe in a header; ``dtype`` is one that safetensors has."""
-
-    name: str
-    dtype: str
-    shape: Shape
+NamedTensor: TypeAlias = tuple[str, str, Shape]
+"""A tensor to describe in a header: its name, a dtype that safetensors has, and its shape."""
 
 
 def build_header(
@@ -55,15 +51,17 @@ def build_header(
         FormatError: for a name that a header cannot hold.
     """
     tensors = tuple(tensors)
-    names = texts(check_texts([tensor.name for tensor in tensors]))
+    names = check_texts([name for name, _, _ in tensors])
+    if _METADATA in names:
+        raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors keeps the name for itself")
     kinds: dict[tuple[str, Shape], tuple[str, int]] = {}  # many tensors are alike
     items, offsets, offset = [], [], 0
-    for (plain, dtype, shape), name in zip(tensors, names, strict=True):
-        if plain == _METADATA:
-            raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors keeps the name for itself")
-        if (dtype, shape) not in kinds:
-            kinds[dtype, shape] = _compact({"dtype": dtype, "shape": shape})[1:-1], bytes_in(shape, dtype)
-        about, nbytes = kinds[dtype, shape]
+    for (_, dtype, shape), name in zip(tensors, texts(names), strict=True):
+        kind = kinds.get((dtype, shape))
+        if kind is None:
+            kind = _compact({"dtype": dtype, "shape": shape})[1:-1], bytes_in(shape, dtype)
+            kinds[dtype, shape] = kind
+        about, nbytes = kind
         items.append(f'{name}:{{{about},"data_offsets":[{offset},{offset + nbytes}]}}')
         offsets.append(offset)
         offset += nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
@@ -28,13 +28,8 @@ _NO_ID = "0" * SAVE_ID_LENGTH
 _ALIGNMENT = 8
 
 
-class HeaderEntry(NamedTuple):
-    """One tensor of a shard file: a box of the tensor ``key`` whose corner is ``start``."""
-
-    key: str
-    dtype: str
-    shape: Shape
-    start: Shape
+HeaderEntry: TypeAlias = tuple[str, str, Shape, Shape]
+"""One tensor of a shard file, a box of a tensor: the tensor's key, its dtype, the shape of the box, and its corner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +52,15 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
         FormatError: for a name that a header cannot hold, or for more of them than a reader would accept.
     """
     kinds: dict[tuple[str, Shape, Shape], tuple[str, Shape, str]] = {}  # many entries are alike
-    tensors, items = [], []
-    for (key, dtype, shape, start), name in zip(entries, texts([entry.key for entry in entries]), strict=True):
-        kind = dtype, shape, start
-        if kind not in kinds:
+    tensors, items = list[NamedTensor](), []
+    for (key, dtype, shape, start), name in zip(entries, texts([entry[0] for entry in entries]), strict=True):
+        kind = kinds.get((dtype, shape, start))
+        if kind is None:
             corner = [*start, 0] if dtype == "C128" else list(start)
-            kinds[kind] = *stored_as(dtype, shape), json.dumps({"saved_offsets": corner})
-        stored_dtype, stored_shape, offsets = kinds[kind]
-        tensors.append(NamedTensor(key, stored_dtype, stored_shape))
+            kind = *stored_as(dtype, shape), json.dumps({"saved_offsets": corner})
+            kinds[dtype, shape, start] = kind
+        stored_dtype, stored_shape, offsets = kind
+        tensors.append((key, stored_dtype, stored_shape))
         items.append(f"{name}: {offsets}")
     metadata = {
         "format": "pt",

@@ -16,7 +16,7 @@ import torch
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import SourceView
-from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.state_dicts import insert
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 
@@ -69,7 +69,7 @@ class AsValues(SourceView):
             insert(found, key, state | {name.removeprefix(prefix): decode_small(values[name]) for name in others})
         for key, number in self._optimizers.items():
             document = self.document("optimizer")[str(number)]
-            one = StoredOptimizer(number, document, self._stored.get("optimizer"), decode_small)
+            one = StoredOptimizer(number, document, self._stored.get("optimizer"), decode_equal)
             tensors = {of: stored(here) for here, (_, of) in self._of.items() if here.startswith(f"{key}/state/")}
             insert(found, key, one.state_dict(tensors))
         return found

@@ -39,6 +39,10 @@ def assemble(
         decoded: makes a value of what ``encode_small`` returned.
         optimizers: whether they are in it.
     """
+
+    def equal(value: Any, count: int) -> list[Any]:
+        return [decoded(value) for _ in range(count)]
+
     components = source.components()
     tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
     found = source.trainer(lambda key: tensor("trainer", key))
@@ -53,6 +57,6 @@ def assemble(
     if document is not None:
         component = components.get("optimizer")
         whole = {key: tensor("optimizer", key) for key in component.tensors} if component is not None else {}
-        stored = [StoredOptimizer(i, document[str(i)], component, decoded) for i in range(len(document))]
+        stored = [StoredOptimizer(i, document[str(i)], component, equal) for i in range(len(document))]
         found["optimizer_states"] = [one.state_dict(whole) for one in stored]
     return found

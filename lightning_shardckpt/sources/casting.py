@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -51,14 +51,15 @@ class CastingSource(SourceView):
     def _stored(self, target: ReadTarget) -> torch.dtype:
         return TORCH_DTYPES[self.components()[target.component].tensors[target.key].dtype]
 
-    def _divided(self, targets: Iterable[ReadTarget]) -> tuple[list[ReadTarget], list[ReadTarget]]:
+    def _divided(self, targets: list[ReadTarget]) -> tuple[list[ReadTarget], list[ReadTarget]]:
         """The targets that have the stored dtype, and those that have another one."""
-        same, converted = list[ReadTarget](), list[ReadTarget]()
         components = self.components()
-        for target in targets:
-            stored = components[target.component].tensors[target.key].dtype
-            (same if TORCH_DTYPES[stored] == target.local.dtype else converted).append(target)
-        return same, converted
+        specs = {name: component.tensors for name, component in components.items()}
+        converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
+        if not converted:  # as nearly always
+            return targets, []
+        found = {id(target) for target in converted}
+        return [target for target in targets if id(target) not in found], converted
 
     def _batches(self, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
         """Windows of the targets, with memory of the stored dtype, not much of it at a time."""

@@ -43,9 +43,9 @@ _NOTHING = torch.empty(0, device="cpu")  # whatever the default is
 _NO_BYTES = memoryview(b"")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, which takes longer than all else: there is one for each tensor
 class ReadTarget:
-    """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``.
+    """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``. Nobody changes it.
 
     ``fresh``: nobody minds what is in it if the load fails, as it was allocated for this load. ``region``: of the
     local tensor, if that is to be filled alone; ``local`` is its memory then. ``box``: of the stored tensor, if a plain
@@ -65,14 +65,12 @@ class ReadTarget:
     def __post_init__(self) -> None:
         local = local_tensor(self.tensor)
         local = local if self.region is None else view_at(local, self.region)
-        local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
-        object.__setattr__(self, "local", local)
+        self.local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
 
     def renamed(self, component: str, key: str) -> ReadTarget:
         """Return the same memory, to be filled with another stored tensor."""
         found = copy.copy(self)  # dataclasses.replace would allocate ``local`` anew
-        object.__setattr__(found, "component", component)
-        object.__setattr__(found, "key", key)
+        found.component, found.key = component, key
         return found
 
     def parts(self, rank: int) -> tuple[Part, ...]:
@@ -175,11 +173,7 @@ class ShardedSource:
         is held for ``fill``; all of them, from far away, while there is room. Of the rest nothing is kept: it is read
         again.
         """
-        high_latency = self.checkpoint.reader.high_latency
-        limit = max(_free_share(), self._tuning.held_bytes) if high_latency else self._tuning.held_bytes
-        room = limit - sum(map(len, self._held.values()))
-        live = [target for target in targets if not target.fresh and (high_latency or self._is_small(target))]
-        self._held |= _spare_memory(live, room)
+        self._hold([target for target in targets if not target.fresh])
         wanted, once = list[tuple[torch.Tensor, list[Request]]](), 0
         for target in targets:
             local, held = target.local, self._held.get(id(target))
@@ -195,17 +189,26 @@ class ShardedSource:
         fetch_into(self.checkpoint, wanted, verify=self._verify, tuning=self._tuning)
         return sum(target.local.nbytes for target in targets) if self._verify else once
 
+    def _hold(self, live: list[ReadTarget]) -> None:
+        """Take memory for those of the live targets that are to be read once."""
+        high_latency = self.checkpoint.reader.high_latency
+        live = live if high_latency else [target for target in live if self._is_small(target)]
+        if live:
+            limit = max(_free_share(), self._tuning.held_bytes) if high_latency else self._tuning.held_bytes
+            self._held |= _spare_memory(live, limit - sum(map(len, self._held.values())))
+
     def _is_small(self, target: ReadTarget) -> bool:
         is_small = target.local.nbytes <= self._tuning.held_tensor_bytes
         return self._verify and is_small and is_host_memory(target.local)
 
     def fill(self, targets: list[ReadTarget]) -> None:
         """Straight into the tensors' memory."""
-        for target in targets:
+        for target in targets if self._held else ():
             if id(target) in self._held:
                 _put(self._held.pop(id(target)), target.local)
         rest, self._rest = self._rest, []
-        fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
+        if rest:
+            fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
 
     def _reads(self, component: str) -> _ComponentReads:
         if component not in self._planned:
@@ -244,13 +247,14 @@ class _ComponentReads:
         else:
             laid_out = target.parts(self._rank)
         kind = id(self._specs[key]), self._replicas[key], id(laid_out), size
-        if kind not in self._kinds:
+        found = self._kinds.get(kind)
+        if found is None:
             parts, shape = target.parts(self._rank), tuple(size)
             of_parts = *kind[:2], id(parts), size
             needs = self._kinds[of_parts][0] if of_parts in self._kinds else self._needs(key, parts, shape)
             self._kinds[of_parts] = needs, shape, parts  # while they are here, nothing else has their ids
-            self._kinds[kind] = needs, shape, laid_out
-        needs, shape, _ = self._kinds[kind]
+            found = self._kinds[kind] = needs, shape, laid_out
+        needs, shape, _ = found
         requests = []
         for overlap, run, stored, of_writer, checked in needs:
             entries = of_writer.get(key, ())

@@ -112,16 +112,18 @@ def shard_like(local: torch.Tensor, like: DTensorSpec) -> DTensor:
 def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether ``found`` is what ``new_like`` gives, with values: of the same types, shape, device and layout."""
     kind = type(tensor) if isinstance(tensor, DTensor) else torch.Tensor
-    if not isinstance(found, torch.Tensor) or type(found) is not kind:
+    if type(found) is not kind or not isinstance(found, torch.Tensor):
         return False
     if isinstance(found, DTensor) and isinstance(tensor, DTensor) and _kind(found) != _kind(tensor):
         return False
-    local, like = local_tensor(found), local_tensor(tensor)
+    local, like = dtensor.local_tensor(found), dtensor.local_tensor(tensor)  # asked for less than a DTensor takes
     return (
-        found.layout is torch.strided
-        and type(local) is torch.Tensor
-        and (found.shape, found.dtype, found.device) == (tensor.shape, dtype, tensor.device)
-        and (local.shape, local.device) == (like.shape, like.device)
+        type(local) is torch.Tensor
+        and local.layout is torch.strided
+        and local.dtype == dtype
+        and local.device == like.device
+        and local.shape == like.shape
+        and dtensor.shape_of(found) == dtensor.shape_of(tensor)
         and local.is_contiguous()
         and not found.requires_grad
     )
@@ -139,10 +141,9 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     spans = []
     for tensor in tensors:
         local = dtensor.local_tensor(tensor)
-        if local.layout is torch.strided and local.numel():
+        if local.layout is torch.strided and (nbytes := local.nbytes):
             begin = local.data_ptr()
-            last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
-            spans.append((begin, begin + (last + 1) * local.itemsize, id(tensor)))
+            spans.append((begin, begin + (nbytes if local.is_contiguous() else _reach(local)), id(tensor)))
     found = set[int]()
     reach, furthest = 0, 0
     for begin, end, of in sorted(spans):
@@ -151,6 +152,12 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
         if end > reach:
             reach, furthest = end, of
     return frozenset(found)
+
+
+def _reach(local: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element of a tensor that has some."""
+    last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
+    return (last + 1) * local.itemsize
 
 
 def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:

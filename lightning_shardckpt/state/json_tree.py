@@ -189,6 +189,19 @@ def decode_small(value: Any) -> Any:
     return decode(value, no_tensor)
 
 
+def decode_equal(value: Any, count: int) -> list[Any]:
+    """The value that ``encode_small`` was given, so many times, each in memory of its own.
+
+    Of a tensor, such as the step that all parameters have taken, the others are copies.
+    """
+    if not count:
+        return []
+    first = decode_small(value)
+    if type(first) is torch.Tensor:
+        return [first, *(first.clone() for _ in range(count - 1))]
+    return [first, *(decode_small(value) for _ in range(count - 1))]
+
+
 def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
     """A CPU tensor with these bytes. Raises ValueError if they do not fill it."""
     tensor = torch.empty(shape_filled_by(content, dtype, shape), dtype=TORCH_DTYPES[dtype])

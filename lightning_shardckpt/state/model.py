@@ -10,13 +10,15 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_shardckpt.compat import dtensor
+from lightning_shardckpt.compat.tensor_subclass import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn, shared_names
 from lightning_shardckpt.format.index import Component
@@ -27,6 +29,7 @@ from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 
 _EXTRA = "_extra_state"
+_OWN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +65,20 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
     return getattr(type(tensor), "is_elsewhere", False)
 
 
-def buffer_names(module: nn.Module) -> frozenset[str]:
-    """Canonical FQNs of a module's buffers under all their names."""
-    return frozenset(clean_fqn(name) for name, _ in module.named_buffers(remove_duplicate=False))
+Named: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
-def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Canonical FQNs of a module's parameters for which no gradient is computed, under all their names."""
-    named = module.named_parameters(remove_duplicate=False)
-    return frozenset(clean_fqn(name) for name, parameter in named if not parameter.requires_grad)
+def named_tensors(module: nn.Module | None) -> tuple[Named, Named]:
+    """A module's parameters and its buffers under all their names, in order of registration; nothing of no module."""
+    if module is None:
+        return [], []
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return list(parameters), list(buffers)
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
     """Canonical FQNs of each parameter or buffer that has several, in order of registration."""
-    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    return [list(names) for names in shared_names(chain(parameters, buffers))]
+    return [list(names) for names in shared_names(chain(*named_tensors(module)))]
 
 
 def model_leaves(
@@ -101,6 +103,9 @@ def model_leaves(
         key = clean_fqn(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
+        if _is_plain(value) and not is_extra_state(key):
+            tensors[key] = value
+            continue
         sparse = isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested)
         if sparse or is_lazy(value):
             kind = type(value).__name__ if is_lazy(value) else f"{'nested' if value.is_nested else value.layout} tensor"
@@ -113,18 +118,26 @@ def model_leaves(
             records |= found
         else:
             tensors[key] = value
-    groups = tied_names(module) if module is not None else []
+    parameters, buffers = named_tensors(module)
+    groups = [list(names) for names in shared_names(chain(parameters, buffers))]
     groups += [list(names) for group in groups for names in zip(*(inside.get(n, ()) for n in group), strict=False)]
     aliases = _aliases(tensors, groups)
     for alias in aliases:
         del tensors[alias]
-    pinned = buffer_names(module) & tensors.keys() if module is not None else frozenset[str]()
-    frozen = frozen_names(module) if module is not None else frozenset[str]()
-    frozen = frozenset(key for key in tensors if frozen and key.partition(MARK)[0] in frozen)
+    pinned = tensors.keys() & {clean_fqn(name) for name, _ in buffers}
+    with without_torch_function():
+        fixed = {clean_fqn(name) for name, parameter in parameters if not parameter.requires_grad}
+    frozen = frozenset(key for key in tensors if key.partition(MARK)[0] in fixed) if fixed else frozenset[str]()
     leaves = Leaves(tensors, aliases, frozenset(pinned), records=records, frozen=frozen)
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, module, whole.ties)
     return leaves, other | records
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor of which this rank has a dense one of torch's own, as nearly all are."""
+    local = dtensor.local_tensor(value) if isinstance(value, torch.Tensor) else value
+    return type(local) in _OWN and local.layout is torch.strided and not local.is_nested
 
 
 def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[str, ...]]) -> Leaves:
@@ -247,8 +260,8 @@ def match_model(
             continue
         if len(sources) > 1 and not alike(sources):
             differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
-        spec, dtype = stored.tensors[sources[0]], tensor.dtype
-        if spec.shape != tensor.shape:
+        spec, dtype = stored.tensors[sources[0]], dtensor.local_tensor(tensor).dtype
+        if spec.shape != dtensor.shape_of(tensor):
             differences.add(key, f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
         elif not (spec.dtype == DTYPES.get(dtype) or converts(spec.dtype, DTYPES.get(dtype))):
             differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(dtype, dtype)} in model")

@@ -23,6 +23,7 @@ from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.optimizer_merge import add_value
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
 
 NOT_HYPER = ("params", "param_names")
 """Keys of a param group that are no hyper-parameters."""
@@ -110,6 +111,7 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
     for number, state in enumerate(states):
         state = state or {"state": {}, "param_groups": []}  # of a LightningModule without optimizers, from Lightning
         values: dict[str, Any] = {}
+        having: dict[tuple[Any, ...], list[str]] = {}  # the parameters with a value, by its mark
         for param, found in state["state"].items():
             for name, value in found.items():
                 key = f"{number}/{_name(param)}/{name}"
@@ -120,10 +122,13 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
                     tensors |= inside
                     for of, record in records.items():
                         add_value(values, of.rpartition("/")[2], _name(param), record)
-                elif isinstance(value, torch.Tensor) and (value.ndim > 0 or isinstance(value, DTensor)):
+                elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
                     tensors[key] = value
+                elif (mark := _mark(name, value)) in having:
+                    having[mark].append(_name(param))
                 else:
-                    add_value(values, name, _name(param), encode_small(value, f"optimizer_states/{key}"))
+                    encoded = encode_small(value, f"optimizer_states/{key}")
+                    having[mark] = add_value(values, name, _name(param), encoded)
         groups = {}
         for i, group in enumerate(state["param_groups"]):
             hyper = {k: v for k, v in group.items() if k not in NOT_HYPER}
@@ -133,6 +138,13 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
         shared = {name: list(by_value.values()) for name, by_value in values.items()}
         document[str(number)] = {"groups": groups, "values": shared, "numbered": numbered}
     return Leaves(tensors), document
+
+
+def _mark(name: str, value: Any) -> tuple[Any, ...]:
+    """Return what only equal values of state have in common, where that is sooner found than how they are stored."""
+    if type(value) is torch.Tensor and value.layout is torch.strided and is_host_memory(value):
+        return name, value.dtype, value.shape, bytes(bytes_of(value))
+    return name, type(value), value if type(value) is int else object()
 
 
 def _name(param: str | int) -> str:

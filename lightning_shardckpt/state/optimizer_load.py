@@ -14,6 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.dtensor import shape_of
+from lightning_shardckpt.compat.tensor_subclass import without_torch_function
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
@@ -77,7 +79,8 @@ class OptimizerLoad:
             known = {param for group in stored.groups for param in group}
             self._stored_name = {i: _as_pruned(renamed.get(names[i], names[i]), known) for group in live for i in group}
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
-        self._leaving.look_at(self._entries())
+        if self._leaving.has_names:
+            self._leaving.look_at(self._entries())
 
     def _entries(self) -> Iterator[tuple[str, str]]:
         """Live or stored name of a parameter and key of its state; param groups and their keys."""
@@ -122,16 +125,16 @@ class OptimizerLoad:
     def _compare_state(
         self, name: str, param: torch.Tensor, component: Component | None, differences: Differences
     ) -> None:
-        own = self._names[id(param)]
+        own, shape = self._names[id(param)], shape_of(param)
         for entry, key in self._stored.tensors.get(name, {}).items():
             spec = component.tensors[key] if component is not None else None
-            if spec is None or spec.shape == tuple(param.shape):
+            if spec is None or spec.shape == shape:
                 continue
             if self._leaving.param(own) or self._leaving.entry(own, entry):
                 continue
             inside = MARK in entry and isinstance(param, DTensor) and bool(layout_of(param).cuts)
             if inside or not acts_as_whole(param):
-                what = f"shape {spec.shape} of state for a sharded parameter of {tuple(param.shape)}"
+                what = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
                 differences.add(f"optimizer {self.number}: {key}", what)
 
     def groups(self) -> list[list[str]]:
@@ -202,17 +205,21 @@ class OptimizerLoad:
         All are laid out like their parameters. Nothing live changes yet. Parameters that are tied in the checkpoint and
         not here have tensors of their own, and so has state whose ``id`` is in ``shared``: its memory is not its alone.
         """
+        with without_torch_function():  # sharded tensors are asked for their layout, again and again
+            return self._divided(component, shared)
+
+    def _divided(self, component: Component | None, shared: Container[int]) -> tuple[list[Keyed], list[Keyed]]:
         live, new = list[Keyed](), list[Keyed]()
         for param in self._params():
-            state, left = self._optimizer.state.get(param, {}), self._left(param)
+            state, left, shape = self._optimizer.state.get(param, {}), self._left(param), shape_of(param)
             for name, key in self._stored.tensors.get(self._stored_name[id(param)], {}).items():
                 if name in left:
                     continue
                 assert component is not None
                 spec = component.tensors[key]
                 there = state.get(name)
-                dtype = self._dtype(key, spec.dtype, param)
-                if spec.shape == tuple(param.shape):
+                dtype = self._dtype(name, spec.dtype, param)
+                if spec.shape == shape:
                     if there is not None and is_like(there, param, dtype) and id(there) not in shared:
                         tensor, found = there, live
                     else:
@@ -225,10 +232,11 @@ class OptimizerLoad:
                 self._filled[id(param), name] = tensor
         return live, new
 
-    def _dtype(self, key: str, stored: str, param: torch.Tensor) -> torch.dtype:
+    def _dtype(self, name: str, stored: str, param: torch.Tensor) -> torch.dtype:
         """The parameter's dtype for state that was stored in the parameter's dtype, else the stored one."""
         same = TORCH_DTYPES[stored]
-        if self._dtype_of_parameter is None or MARK in key.rpartition("/")[2] or not same.is_floating_point:
+        is_own = MARK in name or not same.is_floating_point
+        if self._dtype_of_parameter is None or is_own or same == param.dtype:
             return same
         before = self._dtype_of_parameter(self._names.get(id(param), ""))
         return param.dtype if before == stored and param.is_floating_point() else same
@@ -257,7 +265,9 @@ class OptimizerLoad:
                 for compound in compound_names(state):
                     put_together(compound, state, param)
                 left, before = self._left(param), self._optimizer.state.pop(param, {})
-                state = {k: v for k, v in state.items() if k not in left} | {k: before[k] for k in left if k in before}
+                if left:
+                    kept = {k: before[k] for k in left if k in before}
+                    state = {k: v for k, v in state.items() if k not in left} | kept
                 if state:
                     self._optimizer.state[param] = state
         groups = enumerate(() if self._leaving.hyper else self._optimizer.param_groups)
@@ -269,6 +279,8 @@ class OptimizerLoad:
         return [p for p in there if not self._leaving.param(self._names[id(p)])]
 
     def _left(self, param: torch.Tensor) -> set[str]:
+        if not self._leaving.has_names:
+            return set()
         name = self._stored_name[id(param)]
         stored = (*self._stored.values.get(name, {}), *self._stored.tensors.get(name, {}))
         return self._leaving.entries(self._names[id(param)], stored, self._optimizer.state.get(param, {}))

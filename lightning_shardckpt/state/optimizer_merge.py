@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> None:
-    """Group parameters by equal value: all step counters of an optimizer usually agree."""
+def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> list[str]:
+    """Group parameters by equal value: all step counters of an optimizer usually agree.
+
+    Returns:
+        The parameters that have the value, to which more may be added.
+    """
     text = json.dumps(value, sort_keys=True)
-    values.setdefault(name, {}).setdefault(text, {"value": value, "params": []})["params"].append(param)
+    params: list[str] = values.setdefault(name, {}).setdefault(text, {"value": value, "params": []})["params"]
+    params.append(param)
+    return params
 
 
 def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,27 +8,28 @@ from typing import Any
 from lightning_shardckpt.errors import MismatchError
 
 
-def _nothing(name: str) -> bool:
-    return False
-
-
 class Leaving:
     """The parts of one optimizer that stay as they are.
 
     Args:
         number: which one it is, for the names.
         parts: "optimizer" in it if the state of parameters is to be taken, "param_groups" if hyper-parameters are.
-        is_skipped: tells by name what is to be left besides; a parameter that is keeps its state, too.
+        is_skipped: tells by name what is to be left besides; a parameter that is keeps its state, too. None: nothing.
     """
 
     def __init__(
         self,
         number: int,
         parts: frozenset[str] = frozenset({"optimizer", "param_groups"}),
-        is_skipped: Callable[[str], bool] = _nothing,
+        is_skipped: Callable[[str], bool] | None = None,
     ) -> None:
         self._number, self._state, self.hyper = number, "optimizer" in parts, "param_groups" not in parts
-        self.is_skipped = is_skipped
+        self._is_skipped = is_skipped
+
+    @property
+    def has_names(self) -> bool:
+        """Whether anything is left by its name. Where nothing is, as in nearly all loads, nobody need ask for each."""
+        return self._is_skipped is not None
 
     def look_at(self, entries: Iterable[tuple[str, str]]) -> None:
         """Ask for all of these, so that it is known which patterns are the name of something."""
@@ -37,11 +38,11 @@ class Leaving:
 
     def param(self, name: str) -> bool:
         """Return whether all state of a parameter stays."""
-        return not self._state or self.is_skipped(name)
+        return not self._state or (self._is_skipped is not None and self._is_skipped(name))
 
     def entry(self, name: str, key: str) -> bool:
         """Return whether an entry of a parameter's state stays."""
-        return self.is_skipped(f"optimizer/{self._number}/{name}/{key}")
+        return self._is_skipped is not None and self._is_skipped(f"optimizer/{self._number}/{name}/{key}")
 
     def setting(self, group: int, key: str) -> bool:
         """Return whether a hyper-parameter of a param group stays."""

@@ -43,9 +43,17 @@ def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
         clean = clean_fqn(name)
         if any(clean.startswith(f"{outer}.") or not outer for outer in outermost):
             continue
-        if isinstance(getattr(sub, "peft_config", None), dict):
+        if isinstance(_config(sub), dict):
             outermost.append(clean)
             yield clean, sub
+
+
+def _config(sub: nn.Module) -> Any:
+    """Return what a module has as ``peft_config``; None if nothing, which torch takes an exception to find out."""
+    kind = type(sub)
+    if "peft_config" in vars(sub) or hasattr(kind, "peft_config") or kind.__getattr__ is not nn.Module.__getattr__:
+        return getattr(sub, "peft_config", None)
+    return None
 
 
 def _config_text(wrapped: Any, config: Any, where: str) -> str:

@@ -12,8 +12,9 @@ from functools import lru_cache
 import torch
 
 from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import REPLICATED, Layout
-from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor
+from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.snapshot import Leaves
 
 Digests = dict[str, dict[str, int]]
@@ -21,20 +22,24 @@ Digests = dict[str, dict[str, int]]
 
 
 @torch.no_grad()
-def replica_digests(components: Mapping[str, Leaves], rank: int) -> Digests:
+def replica_digests(components: Mapping[str, Leaves], tables: Mapping[str, Component], rank: int) -> Digests:
     """Digests of the tensors that other ranks hold, too; pinned ones may differ, and are left out.
 
     As quick as memory is read; a sum of 64-bit words, so that it finds what is not equal, but not what was exchanged.
 
     Args:
         components: the leaves of each component.
+        tables: their specs.
         rank: this one, in the default process group.
     """
     found: list[tuple[str, str]] = []
     sums: list[torch.Tensor] = []
     for component, leaves in components.items():
+        specs = tables[component].tensors
+        kinds = {id(spec): spec.layout for spec in specs.values()}  # tensors that are alike share their spec
+        labels = {kind: _label(layout, rank) for kind, layout in kinds.items()}
         for key, tensor in leaves.tensors.items():
-            label = _label(layout_of(tensor), rank)
+            label = labels[id(specs[key])]
             if label is not None and key not in leaves.pinned and local_tensor(tensor).numel():
                 found.append((label, f"{component}/{key}"))
                 sums.append(_sum(local_tensor(tensor)))

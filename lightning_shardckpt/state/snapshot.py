@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.dtensor import local_tensor, shape_of, spec_of
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.layout import Holders, Layout
@@ -53,10 +54,13 @@ class Snapshot:
 def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:
     """The specs of a component's tensors, all held by ``holders``; one object for all tensors that are alike."""
     found = {}
+    layouts: dict[int, Layout] = {}  # by id of a DTensorSpec, which many tensors may share, and keep
     for key, tensor in leaves.tensors.items():
         dtype = dtype_name(local_tensor(tensor), f"{component}/{key}")
-        shape = tuple(tensor.shape)
-        found[key] = _spec(dtype, shape, layout_of(tensor), holders, key in leaves.pinned)
+        of = id(spec_of(tensor)) if isinstance(tensor, DTensor) else 0
+        if of not in layouts:
+            layouts[of] = layout_of(tensor)
+        found[key] = _spec(dtype, tuple(shape_of(tensor)), layouts[of], holders, key in leaves.pinned)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_shardckpt.format.index import Component
@@ -15,21 +15,26 @@ class StoredOptimizer:
         number: of the optimizer.
         document: its part of the document "optimizer".
         component: the tensors of all optimizers; None if there are none.
-        decoded: makes a value of what ``encode_small`` returned.
+        decoded: makes so many equal values of what ``encode_small`` returned; no two share memory that may change.
     """
 
     def __init__(
-        self, number: int, document: dict[str, Any], component: Component | None, decoded: Callable[[Any], Any]
+        self,
+        number: int,
+        document: dict[str, Any],
+        component: Component | None,
+        decoded: Callable[[Any, int], Sequence[Any]],
     ) -> None:
         groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
         self.groups: list[list[str]] = [group["params"] for group in groups]
-        self.hyper: list[dict[str, Any]] = [decoded(group["hyper"]) for group in groups]
+        self.hyper: list[dict[str, Any]] = [decoded(group["hyper"], 1)[0] for group in groups]
         self.numbered: bool = document["numbered"]
         self.values: dict[str, dict[str, Any]] = {}
         for name, shared in document["values"].items():
             for item in shared:
-                for param in item["params"]:
-                    self.values.setdefault(param, {})[name] = decoded(item["value"])
+                params = item["params"]
+                for param, value in zip(params, decoded(item["value"], len(params)), strict=True):
+                    self.values.setdefault(param, {})[name] = value
         self.tensors: dict[str, dict[str, str]] = {}
         prefix = f"{number}/"
         for key in component.tensors if component is not None else ():

@@ -30,8 +30,11 @@ def module_targets(
         optimizers: of the module's parameters; None to load weights only.
         whole: names over all pipeline stages.
     """
-    leaves, _ = model_leaves({k: v for k, v in state_dict.items() if not is_value(k, v)}, module, whole)
-    extra_state = frozenset(clean_fqn(k) for k, v in state_dict.items() if is_value(k, v))
+    values = {name for name, value in state_dict.items() if is_value(name, value)}
+    tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
+    leaves, _ = model_leaves(tensors, module, whole)
+    extra_state = frozenset(map(clean_fqn, values))
     adapters = adapter_tensors(module, leaves.tensors)
     fitting = partial(fitted_to, module=module, live=leaves, whole=whole)
-    return LoadTargets(leaves, extra_state, optimizers, parameter_names(module, whole), whole, adapters, fitting)
+    names = parameter_names(module, whole) if optimizers is not None else {}
+    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, fitting)

@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
+from lightning_shardckpt.compat.module_state import live_state_dict
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.state.module_io import put_values
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
@@ -110,7 +111,7 @@ def load_checkpoint(
     """
     module = trainer.lightning_module
     with gc_paused():
-        state_dict = module.state_dict()
+        state_dict = live_state_dict(module)
     fitting = trainer.state.fn == TrainerFn.FITTING
     parts = io.resume if fitting else frozenset(PARTS)
     optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None

@@ -59,8 +59,10 @@ def planned_reads(
 
 
 def _thread_count(plan: ReadPlan, requests: list[Request]) -> int:
+    if not plan.high_latency and own_cores() == 1:
+        return 1
     nbytes = sum(request.nbytes for request in requests)
     if plan.high_latency:
         tasks = max(len(requests), nbytes // plan.window_bytes)  # or fewer
         return max(min(plan.tuning.high_latency_threads, tasks), 1)
-    return 2 if nbytes >= plan.tuning.threaded_read_bytes and own_cores() > 1 else 1
+    return 2 if nbytes >= plan.tuning.threaded_read_bytes else 1

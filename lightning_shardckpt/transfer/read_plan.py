@@ -193,8 +193,13 @@ class ReadPlan:
 
     def in_order(self, requests: Iterable[Request]) -> list[Request]:
         """The requests for which something is to be done, in the order of the files."""
-        wanted = (request for request in requests if request.target is not None or self.verifies(request))
-        return sorted(wanted, key=lambda r: (r.entry.file, r.entry.begin))
+        by_file: dict[str, list[Request]] = {}
+        for request in requests:
+            if request.target is not None or self.verifies(request):
+                by_file.setdefault(request.entry.file, []).append(request)
+        for of_file in by_file.values():
+            of_file.sort(key=lambda request: request.entry.begin)
+        return [request for _, of_file in sorted(by_file.items()) for request in of_file]
 
     def verifies(self, request: Request) -> bool:
         """Return whether checksums are compared; a box of another format has none."""
@@ -211,19 +216,20 @@ class ReadPlan:
                     if isinstance(piece, Rows):
                         yield piece
                         continue
-                    if piece.rows is None and piece.high - piece.low >= direct_bytes and _fills_its_place(piece):
+                    first, last = piece.low, piece.high
+                    if last - first >= direct_bytes and piece.rows is None and _fills_its_place(piece):
                         yield Span((piece,), direct=True)
                         continue
                     # several requests for one box may come in any order, or interleave: a step back begins a new span
                     reach = high + max(wanted // _GAP_SHARE, least_gap)
-                    near = low <= piece.low <= reach and piece.high - low <= window_bytes
+                    near = low <= first <= reach and last - low <= window_bytes
                     if span and not near:
                         yield Span(span)
                         span = []
                     if not span:
-                        low, high, wanted = piece.low, piece.low, 0
+                        low, high, wanted = first, first, 0
                     span.append(piece)
-                    high, wanted = max(high, piece.high), wanted + piece.high - piece.low
+                    high, wanted = max(high, last), wanted + last - first
             if span:
                 yield Span(span)
 
@@ -242,9 +248,12 @@ class ReadPlan:
 
     def direct_ranges(self, piece: Slice) -> Iterable[tuple[int, int]]:
         """Ranges of a file that follow one another and cover a slice that is read into its place."""
-        if self.verifies(piece.request):
-            return self.ranges(piece.request, piece.low, piece.high - piece.low)
-        return ((piece.low, piece.high),)
+        low, high = piece.low, piece.high
+        if not self.verifies(piece.request):
+            return ((low, high),)
+        block = piece.request.entry.block
+        step = max(self.window_bytes // block, 1) * block
+        return ((at, min(at + step, high)) for at in range(low, high, step))
 
     def ranges(self, request: Request, first: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Ranges of a file that follow one another, cover ``[first, first + nbytes)`` and fit into the window."""
@@ -266,12 +275,12 @@ class ReadPlan:
     def _pieces_of(self, request: Request) -> Iterable[Slice | Rows]:
         if request.run is not None:  # a shortcut: nearly all are one slice
             entry, (source, at, length) = request.entry, request.run
-            low, high = source, source + length
-            if self.verifies(request):
+            begin, low, high = entry.begin, source, source + length
+            if length != entry.nbytes and self.verifies(request):
                 low, high = low // entry.block * entry.block, min(-(-high // entry.block) * entry.block, entry.nbytes)
-            if high - low <= self.window_bytes:
-                start = entry.begin + source
-                return (Slice(request, entry.begin + low, entry.begin + high, start, start + length, at),)
+            is_direct = high - low == length and request.target is not None and not self.high_latency
+            if high - low <= (self.tuning.verified_part_bytes if is_direct else self.window_bytes):
+                return (Slice(request, begin + low, begin + high, begin + source, begin + source + length, at),)
         elif self._is_of_short_runs(request):
             return (self._rows_or_slice(request),)
         return self._slices(request)

@@ -12,7 +12,7 @@ from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, RootIndex, Sh
 from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
 from lightning_shardckpt.format.plan import Overlap, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import HeaderLengthError, parse_header, read_header
-from lightning_shardckpt.format.shard_header import HeaderEntry, plan_header, save_id_of
+from lightning_shardckpt.format.shard_header import plan_header, save_id_of
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 from lightning_shardckpt.storage.remote.prefix import PrefixedReader
@@ -135,10 +135,10 @@ class Checkpoint:
         try:
             boxes = {id(entry.box): entry.box for _, entry in entries}  # most have the same one
             places = {of: (box.shape, box.start) for of, box in boxes.items()}
-            header = plan_header([HeaderEntry(k, e.dtype, *places[id(e.box)]) for k, e in entries])
+            header = plan_header([(key, entry.dtype, *places[id(entry.box)]) for key, entry in entries])
         except FormatError:
             return None
-        if header.begins != tuple(entry.begin for _, entry in entries):
+        if header.begins != tuple([entry.begin for _, entry in entries]):
             return None
         return header.of(info.save_id or self.root.save_id)
 

@@ -63,17 +63,19 @@ class ShardReader:
     def _read_direct(self, piece: Slice) -> None:
         request, target, at = piece.request, piece.request.target, piece.at - piece.low
         assert target is not None
+        file = request.entry.file
         for low, high in self._plan.direct_ranges(piece):
             data = target[at + low : at + high]
-            read_verbatim(self, request.entry.file, low, data)
+            read_verbatim(self, file, low, data)
             self._verify(request, data, low)
 
     def _read_span(self, span: Span) -> None:
         low, data = span.low, self.window[: span.nbytes]
         read_verbatim(self, span.slices[0].request.entry.file, low, data)
         for piece in span.slices:
-            request, here = piece.request, data[piece.low - low : piece.high - low]
-            self._verify(request, here, piece.low)
+            request, first = piece.request, piece.low
+            here = data[first - low : piece.high - low]
+            self._verify(request, here, first)
             if request.target is not None:
                 piece.place(here, request.target)
 
@@ -98,7 +100,7 @@ class ShardReader:
                 window[:left] = window[high - begin - left : high - begin]
 
     def _verify(self, request: Request, data: memoryview, low: int) -> None:
-        if self._plan.verifies(request):
+        if self._plan.verify and request.entry.checksums:
             check_blocks(self.path, request.key, request.overlap.writer, request.entry, data, low)
 
 

@@ -38,8 +38,8 @@ def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memo
     Raises:
         CorruptionError: naming the checkpoint, the tensor, the file, the rank that wrote it and the bytes.
     """
-    block, number = entry.block, (low - entry.begin) // entry.block
-    found = block_checksums(data, block)
+    block = entry.block
+    found, number = block_checksums(data, block), (low - entry.begin) // block
     if found != entry.checksums[number : number + len(found)]:
         at = next(i for i, one in enumerate(found) if one != entry.checksums[number + i]) * block
         raise corrupted(path, key, writer, entry, low + at, low + min(at + block, len(data)))

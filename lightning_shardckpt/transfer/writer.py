@@ -22,6 +22,8 @@ _MIN_BLOCK, _MAX_BLOCK = 4096, MB
 _PART = MB  # of a large tensor at a time: what was hashed just now is copied from the CPU's cache, and goes on its way
 _BLOCKS = 96  # halves, thirds, quarters … of a shard are whole blocks: a reshard reads hardly more than it needs
 
+_NOTHING = nullcontext()
+
 Stage = Callable[[Piece], memoryview]
 """Host memory with the bytes of a piece, row-major; valid until the memoryview is dropped."""
 
@@ -32,6 +34,8 @@ def block_bytes(nbytes: int) -> int:
     >>> block_bytes(100), block_bytes(3 << 20), block_bytes(3 << 30)
     (4096, 32768, 1048576)
     """
+    if nbytes <= _BLOCKS * _MIN_BLOCK:  # a shortcut: most tensors are small
+        return _MIN_BLOCK
     blocks = _BLOCKS * max(-(-nbytes // (_BLOCKS * _MAX_BLOCK)), 1)
     return max(-(-nbytes // blocks), _MIN_BLOCK)
 
@@ -67,7 +71,7 @@ def plan_files(
     """
     files = []
     for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=first):
-        entries = [HeaderEntry(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
+        entries: list[HeaderEntry] = [(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
         files.append(FilePlan(shard_file_name(component, rank, number), tuple(group), plan_header(entries)))
     return files
 
@@ -153,9 +157,9 @@ def _content(
             raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {nbytes} were planned for {box}")
         block, sums = block_bytes(nbytes), list[str]()
         step = hash_step(block)
-        with digests.beside(piece, data) if digests is not None else nullcontext():
+        with digests.beside(piece, data) if digests is not None else _NOTHING:
             for at in range(0, nbytes, step):
-                part = data[at : at + step]
+                part = data[at : at + step] if nbytes > step else data
                 sums += block_checksums(part, block)
                 yield part
                 advance(len(part))

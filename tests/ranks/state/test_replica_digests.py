@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.checkpoint.checkpoint_options import Replicas
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.replica_digests import differing, replica_digests
-from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.snapshot import Leaves, specs_of
 from tests.support.pool import run_ranks
 
 
@@ -137,7 +138,8 @@ def test_a_digest_is_of_the_bits_wherever_they_lie(kind: str) -> None:
     tensor = KINDS[kind]()
 
     def digest(value: torch.Tensor) -> Any:
-        return replica_digests({"model": Leaves({"x": value})}, 0)
+        leaves = Leaves({"x": value})
+        return replica_digests({"model": leaves}, {"model": Component(specs_of("model", leaves, ((0, 1),)))}, 0)
 
     assert digest(tensor) == digest(tensor.clone()) == {"": {"model/x": digest(tensor)[""]["model/x"]}}
     raw = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

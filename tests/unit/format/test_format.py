@@ -20,7 +20,7 @@ from lightning_shardckpt.format.file_names import FileInfo, to_columns
 from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save, split_into_files
-from lightning_shardckpt.format.shard_header import HeaderEntry, plan_header
+from lightning_shardckpt.format.shard_header import plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import checked
 from lightning_shardckpt.state.json_tree import decode
@@ -309,7 +309,7 @@ def test_f12_a_file_holds_one_box_of_a_tensor_and_no_tensor_called_metadata() ->
     packed = {"qkv": TensorSpec("F32", (12, 2), mesh(2, cuts=(DimShard(0, 0, 3),)), ((0, 2),))}
     assert [len(found) for found in split_into_files(plan_save(packed, 0), 1 << 30)] == [1, 1, 1]
     with pytest.raises(FormatError, match="__metadata__"):
-        plan_header([HeaderEntry("__metadata__", "F32", (1,), (0,))])
+        plan_header([("__metadata__", "F32", (1,), (0,))])
 
 
 def test_f24_an_unknown_tag_is_refused() -> None:

@@ -27,7 +27,7 @@ def written(entries: list[HeaderEntry]) -> tuple[bytes, tuple[int, ...]]:
 
 def file_of(tensors: dict[str, torch.Tensor], start: tuple[int, ...] = (0,)) -> bytes:
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-    entries = [HeaderEntry(k, names[t.dtype], tuple(t.shape), start * t.ndim) for k, t in tensors.items()]
+    entries = [(k, names[t.dtype], tuple(t.shape), start * t.ndim) for k, t in tensors.items()]
     header, begins = written(entries)
     body = b"".join(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values())
     assert begins[0] == len(header)
@@ -74,22 +74,22 @@ def test_a_0_dim_tensor_and_any_text_as_a_name_pass() -> None:
 
 def test_data_begin_at_a_multiple_of_8_and_follow_without_gaps() -> None:
     for length in range(1, 20):
-        entries = [HeaderEntry("k" * length, "F32", (3,), (0,)), HeaderEntry("z", "U8", (5,), (0,))]
+        entries = [("k" * length, "F32", (3,), (0,)), ("z", "U8", (5,), (0,))]
         header, (first, second) = written(entries)
         assert (first % 8, first, second) == (0, len(header), first + 12)
 
 
 def test_decode_returns_what_encode_was_given() -> None:
     entries = [
-        HeaderEntry("a", "C64", (2, 3), (1, 0)),
-        HeaderEntry("b", "BF16", (), ()),
-        HeaderEntry("c", "I8", (0, 3), (0, 0)),
+        ("a", "C64", (2, 3), (1, 0)),
+        ("b", "BF16", (), ()),
+        ("c", "I8", (0, 3), (0, 0)),
     ]
     header, begins = written(entries)
     found = parse_header(header, "file x")
     assert save_id_of(found) == SAVE_ID
     sizes = [48, 2, 0]
-    expected = [(e.key, e.dtype, e.shape, b, n) for e, b, n in zip(entries, begins, sizes, strict=True)]
+    expected = [(*e[:3], b, n) for e, b, n in zip(entries, begins, sizes, strict=True)]
     assert [(k, s.dtype, s.shape, s.begin, s.nbytes) for k, s in found.tensors.items()] == expected
 
 
@@ -107,13 +107,13 @@ def test_the_metadata_are_strings_as_safetensors_demands(tmp_path: Path) -> None
 
 def test_the_one_name_that_safetensors_keeps_for_itself_is_refused() -> None:
     with pytest.raises(FormatError, match="__metadata__"):
-        plan_header([HeaderEntry("__metadata__", "F32", (1,), (0,))])
+        plan_header([("__metadata__", "F32", (1,), (0,))])
 
 
 def test_a_header_that_no_reader_would_accept_is_not_written() -> None:
     half = MAX_HEADER_BYTES // 2
     with pytest.raises(FormatError, match="smaller size_per_shard"):
-        plan_header([HeaderEntry("k" * half, "F32", (1,), (0,)), HeaderEntry("j" * half, "F32", (1,), (0,))])
+        plan_header([("k" * half, "F32", (1,), (0,)), ("j" * half, "F32", (1,), (0,))])
 
 
 METADATA = '"__metadata__":{"save_id":"x"}'

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.json_tree import decode_equal
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
@@ -34,7 +34,7 @@ def stages(*parts: Sequence[Sequence[str]]) -> tuple[list[OptimizerLoad], Compon
     loads = []
     for part in parts:
         optimizer, names = trained(part)
-        stored = StoredOptimizer(0, document["0"], component, decode_small)
+        stored = StoredOptimizer(0, document["0"], component, decode_equal)
         loads.append(OptimizerLoad(0, optimizer, stored, names, {}, WHOLE))
     return loads, component
 
