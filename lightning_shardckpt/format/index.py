@@ -34,7 +34,7 @@ class TensorSpec:
 
 
 class ShardEntry(NamedTuple):
-    """One written box: its ``nbytes`` bytes in a file, and a checksum of every ``block`` bytes of them."""
+    """One written box: its ``nbytes`` bytes in a file, and a checksum of every ``block`` bytes of them, as one text."""
 
     box: Box
     global_shape: Shape
@@ -43,7 +43,7 @@ class ShardEntry(NamedTuple):
     begin: int
     block: int
     nbytes: int
-    checksums: tuple[str, ...]
+    checksums: str
 
     @property
     def stored(self) -> HeaderTensor:

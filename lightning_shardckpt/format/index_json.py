@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.checksum import BETWEEN, checksum, count_of
 from lightning_shardckpt.format.file_names import (
     document_name,
     documents_by_rank,
@@ -94,8 +94,7 @@ def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, s
             "rank": rank,
         }
         kinds[kind] = _text(about)[1:-1]
-    sums = '","'.join(entry.checksums)
-    sums = f'"{sums}"' if sums else ""
+    sums = f'"{entry.checksums}"' if entry.checksums else ""
     return f'{kinds[kind]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
 
 
@@ -236,7 +235,7 @@ def _scanned_index(entries: list[ScannedEntry], value: dict[str, Any]) -> RankIn
             item = parse_json(f'{{{about},"block":{block_text}}}'.encode(), shown(key))
             extent = extents[about, block_text] = _extent(*map(item.__getitem__, _EXTENT))
         box, shape, dtype, file, block, nbytes = extent
-        if len(sums) != -(-nbytes // block):
+        if count_of(sums) != -(-nbytes // block):
             raise _wrong_count(sums, block, nbytes)
         shards[key] = (ShardEntry(box, shape, dtype, file, begin, block, nbytes, sums),)
     return _with_shards(value, shards)
@@ -275,8 +274,8 @@ def _digest(text: Any) -> TensorDigest:
     return TensorDigest.parse(text)
 
 
-def _wrong_count(sums: tuple[str, ...], block: int, nbytes: int) -> FormatError:
-    return FormatError(f"{len(sums)} checksums of {block} bytes each for {nbytes} bytes")
+def _wrong_count(sums: str, block: int, nbytes: int) -> FormatError:
+    return FormatError(f"{count_of(sums)} checksums of {block} bytes each for {nbytes} bytes")
 
 
 _Extent = tuple[Box, Shape, str, str, int, int]
@@ -290,8 +289,8 @@ def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
     if text not in extents:
         extents[text] = _extent(*extent)
     box, shape, dtype, file, block, nbytes = extents[text]
-    sums = check_digests(item["checksums"])
-    if len(sums) != -(-nbytes // block):
+    sums = BETWEEN.join(check_digests(item["checksums"]))
+    if count_of(sums) != -(-nbytes // block):
         raise _wrong_count(sums, block, nbytes)
     return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 

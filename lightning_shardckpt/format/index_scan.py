@@ -29,7 +29,7 @@ _METADATA = ',"metadata":{'
 _END = "}}"
 
 
-ScannedEntry: TypeAlias = tuple[str, str, int, str, tuple[str, ...]]
+ScannedEntry: TypeAlias = tuple[str, str, int, str, str]
 """One box: the key of its tensor; JSON without braces, which many boxes have in common; begin; block; checksums."""
 
 
@@ -57,12 +57,12 @@ def scan_rank_index(text: bytes, where: str) -> tuple[dict[str, Any], list[Scann
     return value, entries  # type: ignore[return-value]  # none of them is None
 
 
-def _digests(text: str) -> tuple[str, ...] | None:
+def _digests(text: str) -> str | None:
     """The checksums in a list of them, of which only the letters were looked at; None if it is no such list."""
     if len(text) == _PITCH - 1 and text[0] == text[-1] == '"' and text.count('"') == 2 and "," not in text:
-        return (text[1:-1],)  # a shortcut: of small tensors, of which there are many
+        return text[1:-1]  # a shortcut: of small tensors, of which there are many
     if not text:
-        return ()
+        return ""
     count = (len(text) + 1) // _PITCH
     quotes, commas = '"' * count, "," * (count - 1)
     is_list = (
@@ -72,4 +72,4 @@ def _digests(text: str) -> tuple[str, ...] | None:
         and text.count('"') == 2 * count
         and text.count(",") == count - 1
     )
-    return tuple(text[1:-1].split('","')) if is_list else None
+    return text[1:-1] if is_list else None

@@ -126,4 +126,4 @@ def _spec(tensor: ForeignTensor) -> TensorSpec:
 
 def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
     nbytes = one.box.numel * DTYPE_BYTES[tensor.dtype]
-    return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, nbytes, ())
+    return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, nbytes, "")

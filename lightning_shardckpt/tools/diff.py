@@ -175,7 +175,7 @@ def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
     """
     digests = [recorded_digests(checkpoint) for checkpoint in (first, second)]
 
-    def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], tuple[str, ...]]:
+    def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], str]:
         replica = checkpoint.replicas(component)[key]
         boxes = boxes_of(checkpoint.root.components[component].tensors[key], replica)
         entries = (checkpoint.entry(component, key, one.as_overlap()) for one in boxes)

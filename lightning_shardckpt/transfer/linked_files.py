@@ -13,7 +13,7 @@ from functools import partial
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.checksum import block_checksums, checksum
+from lightning_shardckpt.format.checksum import block_checksums, checksum, count_of, from_number
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import RankIndex, ShardEntry
 from lightning_shardckpt.format.plan import Piece
@@ -81,9 +81,8 @@ def first_change(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> Piece
         if len(data) != entry.nbytes:
             return piece
         for at in range(0, entry.nbytes, step):
-            first = at // entry.block
             sums = block_checksums(data[at : at + step], entry.block)
-            if tuple(sums) != entry.checksums[first : first + len(sums)]:
+            if sums != from_number(entry.checksums, at // entry.block, count_of(sums)):
                 return piece
     return None
 

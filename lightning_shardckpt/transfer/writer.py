@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.checksum import block_checksums, checksum
+from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, checksum
 from lightning_shardckpt.format.file_names import FileInfo, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index import RankIndex, ShardEntry
 from lightning_shardckpt.format.index_json import rank_index_to_json
@@ -160,7 +160,7 @@ def _content(
         with digests.beside(piece, data) if digests is not None else _NOTHING:
             for at in range(0, nbytes, step):
                 part = data[at : at + step] if nbytes > step else data
-                sums += block_checksums(part, block)
+                sums.append(block_checksums(part, block))
                 yield part
                 advance(len(part))
-        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, tuple(sums)))
+        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, BETWEEN.join(sums)))

@@ -250,7 +250,7 @@ def linking_index() -> RankIndex:
     """Of a rank that wrote one file, and linked another one."""
 
     def entry(file: str, start: int, digest: str) -> ShardEntry:
-        return ShardEntry(Box((start, 0), (start + 2, 4)), (8, 4), "F32", file, 128, 4096, 32, (digest * 4,))
+        return ShardEntry(Box((start, 0), (start + 2, 4)), (8, 4), "F32", file, 128, 4096, 32, digest * 4)
 
     names = [f"model-dist-00002-shard-0000{n}.safetensors" for n in (1, 2)]
     files = FileInfo(names[0], 160, "00112233" * 2, "0123" * 8), FileInfo(names[1], 160, "44556677" * 2)

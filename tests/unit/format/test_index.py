@@ -23,6 +23,7 @@ from tests.support.worlds import mesh
 FSDP = mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0, 3)))
 PERMUTED = mesh(4, cuts=(DimShard(0, 0),), order=(3, 1, 0, 2))
 SUM = "0123456789abcdef"
+TWO = f'{SUM}","{SUM}'
 
 
 def a_root() -> RootIndex:
@@ -47,9 +48,9 @@ def a_root() -> RootIndex:
 
 def a_rank_index() -> RankIndex:
     name = shard_file_name("model", 2, 1)
-    first = ShardEntry(Box((2, 0), (4, 3)), (8, 3), "F32", name, 64, 4096, 24, (SUM,))
-    more = ShardEntry(Box((6, 0), (8, 3)), (8, 3), "F32", name, 88, 16, 24, (SUM, SUM))
-    empty = ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, 0, ())
+    first = ShardEntry(Box((2, 0), (4, 3)), (8, 3), "F32", name, 64, 4096, 24, SUM)
+    more = ShardEntry(Box((6, 0), (8, 3)), (8, 3), "F32", name, 88, 16, 24, TWO)
+    empty = ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, 0, "")
     shards = {"a": (first, more), "e": (empty,), 'two\nlines, "quoted" ✓': (empty,)}
     return RankIndex("5afe" * 8, "model", 2, {name: FileInfo(name, 112, SUM)}, shards)
 
@@ -67,9 +68,9 @@ def an_alike_rank_index() -> RankIndex:
     name = shard_file_name("model", 2, 1)
     box = Box((2, 0), (4, 3))
     shards = {
-        "a": (ShardEntry(box, (8, 3), "F32", name, 64, 16, 24, (SUM, SUM)),),
-        "b.é": (ShardEntry(box, (8, 3), "F32", name, 88, 4096, 24, (SUM,)),),
-        "e": (ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, 0, ()),),
+        "a": (ShardEntry(box, (8, 3), "F32", name, 64, 16, 24, TWO),),
+        "b.é": (ShardEntry(box, (8, 3), "F32", name, 88, 4096, 24, SUM),),
+        "e": (ShardEntry(Box((0,), (0,)), (0,), "U8", name, 112, 4096, 0, ""),),
     }
     return RankIndex("5afe" * 8, "model", 2, {name: FileInfo(name, 112, SUM)}, shards)
 
