@@ -146,9 +146,9 @@ def trainer(strategy: str, **options: Any) -> pl.Trainer:
     return pl.Trainer(strategy=STRATEGIES[strategy](), **(defaults | options))
 
 
-def loader() -> DataLoader[Any]:
+def loader(*, shuffle: bool = True) -> DataLoader[Any]:  # shuffled as Lightning does in any case on several ranks
     tokens = torch.randint(0, 11, (32, 5), generator=torch.Generator().manual_seed(3))
-    return DataLoader(TensorDataset(tokens), batch_size=2)
+    return DataLoader(TensorDataset(tokens), batch_size=2, shuffle=shuffle)
 
 
 def fit(

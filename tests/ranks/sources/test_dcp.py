@@ -331,7 +331,7 @@ def validate(paths: list[str]) -> list[float]:
     found = []
     for path in paths:
         run = lightning_dirs.trainer("ours", callbacks=[lightning_dirs.Counts()])
-        found += run.validate(Validated(), lightning_dirs.loader(), ckpt_path=path, verbose=False)
+        found += run.validate(Validated(), lightning_dirs.loader(shuffle=False), ckpt_path=path, verbose=False)
     return [one["loss"] for one in found]
 
 
