@@ -85,6 +85,7 @@ NOT_RESUMED_ALONE = (
 RESUMED = [name for name in CASES if name not in (*NOT_RESUMED, *NOT_RESUMED_ALONE, "HooksWhileItAccumulates")]
 
 
+@cache
 def _chosen(topology: str) -> list[str]:
     if topology not in ONE_OF:
         return HOOKS

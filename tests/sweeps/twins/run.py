@@ -5,8 +5,9 @@ from __future__ import annotations
 import fnmatch
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def is_pipelined(topology: str) -> bool:
 
 def is_manual(case: Case) -> bool:
     """Whether the module optimizes by itself."""
-    return not case.module().automatic_optimization
+    return not _example(case.module).automatic_optimization
 
 
 def fits(case: Case, topology: str) -> bool:
@@ -87,8 +88,14 @@ def fits(case: Case, topology: str) -> bool:
         return True
     if case.compiles:
         return False
-    names = [name for name, _ in case.module().named_modules()]
+    names = [name for name, _ in _example(case.module).named_modules()]
     return all(fnmatch.filter(names, pattern.removeprefix("*")) for pattern in PLAN)
+
+
+@cache
+def _example(module: Callable[[], pl.LightningModule]) -> pl.LightningModule:
+    """One that is only looked at."""
+    return module()
 
 
 def twins(names: Sequence[str], folder: Path | None = None, *, resume: bool = False) -> dict[str, Found]:
