@@ -20,6 +20,8 @@ from tests.support import lanes, pool, stores
 # pytest's own, and what importing torch or Lightning sets for good.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
+collect_ignore_glob = ["golden/*", "support/*", "sweeps/*"]  # no tests: to look for doctests there takes seconds
+
 SESSION: set[int] = set()
 """Processes that serve the whole session."""
 
