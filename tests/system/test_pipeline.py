@@ -452,10 +452,10 @@ def test_test_and_predict_equal_plain_torch(group: str, case: str, selected: Sel
         ("training", "tied"),
         ("models", "trunk alone"),
         ("models", "shared by stages"),
-        ("two stages per rank", "bert"),
-        ("four ranks", "gpipe"),
+        pytest.param("two stages per rank", "bert", marks=pytest.mark.sweep),
+        pytest.param("four ranks", "gpipe", marks=pytest.mark.sweep),
         ("with fsdp", "gpipe"),
-        ("with fsdp", "metrics"),
+        pytest.param("with fsdp", "metrics", marks=pytest.mark.sweep),
     ],
 )
 def test_stages_share_no_parameters_but_ties_and_those_of_containers(group: str, case: str, selected: Selected) -> None:

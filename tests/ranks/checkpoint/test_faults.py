@@ -36,16 +36,14 @@ LINKING = ["incremental save over an older one", "rotation of incremental saves"
 
 
 def rest_is_slow(names: Sequence[str]) -> pytest.MarkDecorator:
-    """Every other one of the rest is left to a run with ``--sweeps``."""
+    """Of the rest, a third is slow, and two thirds are left to a run with ``--sweeps``."""
     rest = [name for name in names if name not in QUICK]
-    return pytest.mark.parametrize(
-        "name",
-        [
-            *(name for name in names if name in QUICK),
-            *(pytest.param(name, marks=pytest.mark.slow) for name in rest[::2]),
-            *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sweep]) for name in rest[1::2]),
-        ],
-    )
+    return pytest.mark.parametrize("name", [*(name for name in names if name in QUICK), *one_in_three(rest)])
+
+
+def one_in_three(names: Sequence[str]) -> list[Any]:
+    sweep = [pytest.mark.slow, pytest.mark.sweep]
+    return [pytest.param(name, marks=sweep if n % 3 else pytest.mark.slow) for n, name in enumerate(names)]
 
 
 def in_a_fork(fn: Callable[..., Any], *args: Any, timeout_s: float = 300) -> Any:
@@ -123,8 +121,7 @@ def test_an_error_of_the_file_system_is_raised_or_overcome(name: str) -> None:
     assert without_names(wrong) == [] and trials > 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALONE[1::2])
+@pytest.mark.parametrize("name", one_in_three(ALONE[1::2]))
 def test_an_error_of_the_file_system_names_the_path(name: str) -> None:
     _, _, wrong = in_a_fork(swept, name, "errors", 5, [errno.ENOSPC])
     assert [said for said in wrong if ": message: " in said] == []
@@ -136,8 +133,7 @@ def test_an_error_on_one_rank_is_raised_on_all(name: str) -> None:
     assert wrong == [] and trials > 15
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALONE[::2])
+@pytest.mark.parametrize("name", one_in_three(ALONE[::2]))
 def test_any_error_at_some_call_is_raised_or_overcome(name: str) -> None:
     _, trials, wrong = in_a_fork(swept, name, "errors", 19)
     assert without_names(wrong) == [] and trials > 7
