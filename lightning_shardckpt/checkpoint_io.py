@@ -120,7 +120,7 @@ class ShardCkptIO(CheckpointIO):
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
             when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.
         digest: record digests of model and optimizer, which are the same on every topology: see ``digest`` of the
-            tools. They are computed beside the writing, by a thread.
+            tools. False spares 0.1 s of processor time for each GB and 3 µs for each tensor, and does without awscrt.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
             Lightning's ModelCheckpoint also looks at its ``dirpath``, and has no such options: give it what it needs by
             environment variables, such as ``AWS_ENDPOINT_URL``.
@@ -151,7 +151,7 @@ class ShardCkptIO(CheckpointIO):
         adapters_only: bool = False,
         incremental: bool = False,
         also: ExtraFormat | None = None,
-        digest: bool = False,
+        digest: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
@@ -159,6 +159,9 @@ class ShardCkptIO(CheckpointIO):
         resume_skip: Sequence[str] = (),
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, also, replicas, digest, incremental)
+        if digest:
+            from lightning_shardckpt.format import crc64 as crc64  # awscrt: if it is missing, training need not begin
+
         async_options = AsyncOptions(max_pending, overlap_copy)
         self.async_saves = AsyncSaves(async_options if use_async else None)
         self.load_options = LoadOptions(verify=bool(verify), share_reads=share_reads)

@@ -35,7 +35,7 @@ class SaveOptions:
     size_per_shard: float = 1024
     also: ExtraFormat | None = None
     replicas: Replicas = "same"
-    digest: bool = False
+    digest: bool = True
     incremental: bool = False
 
     def __post_init__(self) -> None:

@@ -12,8 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_shardckpt.checkpoint.plan_cache import LastResult
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
@@ -24,10 +23,12 @@ from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
 from lightning_shardckpt.storage.remote.cache import CachedReader
 from lightning_shardckpt.storage.remote.prefix import PrefixedReader
 from lightning_shardckpt.storage.router import file_path, is_url
-from lightning_shardckpt.transfer.digests_beside import BoxDigests
 from lightning_shardckpt.transfer.linked_files import Place, base_files, divided, first_change
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import FilePlan, Stage, WrittenFile, index_of, plan_files, write_file
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.transfer.digest_parts import DigestParts  # awscrt: saves without digests need none
 
 _MOST_DIRECTORIES = 4  # in which bases are remembered, with the checksums of their blocks
 _OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE)  # too many links, or the base is gone
@@ -195,16 +196,17 @@ def write_changed(
     stage: Stage,
     base: Base | None,
     history: ComponentHistory,
-    digests: BoxDigests | None,
+    digests: DigestParts | None,
 ) -> tuple[RankIndex, int]:
     """Link the files of the base that have what is to be saved, and write the rest, in files that may be linked next.
 
-    ``digests``: see ``write_component``; those of boxes that are linked are the base's, if it has them.
+    ``digests``: see ``write_component``; the parts of boxes that are linked are the base's, if it has them.
 
     Returns:
         The index of all of them, which is not written yet, and how many bytes were linked.
     """
     index = base.indexes.get(mine.component) if base is not None else None
+    known = index.parts() if index is not None and digests is not None else {}
     left = {(piece.key, piece.part.box): piece for piece in mine.pieces}
     steady, changed = history.steady(mine.pieces, mine.frozen), set[Place]()
     files: list[WrittenFile] = []
@@ -222,8 +224,12 @@ def write_changed(
         if (error := draft.link(name, *where)) is None:
             files.append(file.linked_as(name, pieces))
             for piece in pieces:
-                if digests is not None and index is not None:
-                    digests.add(piece, index.digest(piece.key, piece.part.box), partial(stage, piece))
+                if digests is not None:
+                    part = known.get((piece.key, piece.part.box, piece.spec.shape))
+                    if part is None:
+                        digests.add(piece, stage(piece))
+                    else:
+                        digests.add_known(piece.key, part)
                 del left[piece.key, piece.part.box]
                 history.stayed[piece.key, piece.part.box] = True
         elif error.errno not in _OF_ONE_FILE:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.incremental import Indexes, RankPieces, SaveHistory, write_changed
 from lightning_shardckpt.checkpoint.plan_cache import SavePlan
-from lightning_shardckpt.format.component_digest import DIGESTED, part_of_component
 from lightning_shardckpt.format.file_names import FileInfo
-from lightning_shardckpt.format.tensor_digest import TensorDigest
+from lightning_shardckpt.format.index import DIGESTED
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.transfer.digests_beside import BoxDigests
 from lightning_shardckpt.transfer.writer import Stage, write_component, write_index
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.transfer.digest_parts import DigestParts  # awscrt: saves without digests need none
 
 
 @dataclass(slots=True)
@@ -22,13 +24,13 @@ class RankFiles:
 
     Attributes:
         indexes: by component.
-        digests: what the rank's boxes add to the digest of a component, if digests are recorded.
+        digests: the part that the rank's boxes have in the digest of a component, if digests are recorded.
         nbytes: of all shard files.
         linked_nbytes: of those that were linked, and not written.
     """
 
     indexes: dict[str, FileInfo] = field(default_factory=dict)
-    digests: dict[str, TensorDigest] = field(default_factory=dict)
+    digests: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
     linked_nbytes: int = 0
 
@@ -92,9 +94,13 @@ class RankWriter:
                 _add_digest(written, plan, name, digests)
         return written
 
-    def _digests_of(self, component: str) -> BoxDigests | None:
-        """Return what computes the digests of a component's boxes, if they are recorded."""
-        return BoxDigests() if self._options.digest and component in DIGESTED else None
+    def _digests_of(self, component: str) -> DigestParts | None:
+        """Return what takes the boxes of a component, if digests are recorded."""
+        if not self._options.digest or component not in DIGESTED:
+            return None
+        from lightning_shardckpt.transfer.digest_parts import DigestParts
+
+        return DigestParts()
 
     def completed(self) -> None:
         """Let later saves link the files of this one: it is complete on all ranks."""
@@ -102,6 +108,6 @@ class RankWriter:
             self._history.saved(self._path, self._prefix, self._indexes)
 
 
-def _add_digest(written: RankFiles, plan: SavePlan, component: str, digests: BoxDigests | None) -> None:
+def _add_digest(written: RankFiles, plan: SavePlan, component: str, digests: DigestParts | None) -> None:
     if digests is not None:
-        written.digests[component] = part_of_component(plan.tables[component], digests.found)
+        written.digests[component] = plan.strings[component].part(digests.of_tensors())

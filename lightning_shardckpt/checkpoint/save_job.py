@@ -32,14 +32,12 @@ from lightning_shardckpt.checkpoint.staging import (
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.component_digest import DIGESTED, constant_part
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import table_digest
 from lightning_shardckpt.format.strict_json import check_json_size
-from lightning_shardckpt.format.tensor_digest import TensorDigest, total
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
@@ -220,7 +218,7 @@ class SaveJob:
         elif rank == 0 and self._snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
-        about = tables, rank, self._ranks.world, self._options.size_per_shard
+        about = tables, rank, self._ranks.world, self._options.size_per_shard, self._options.digest
         self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
         self._frozen = {name: leaves.frozen for name, leaves in self._snapshot.leaves.items()}
         if self._options.also is not None:
@@ -264,7 +262,7 @@ class SaveJob:
         return {
             "indexes": {name: _info_to_json(info) for name, info in written.indexes.items()},
             "documents": documents,
-            "digests": {name: str(digest) for name, digest in written.digests.items()},
+            "digests": {name: f"{part:016x}" for name, part in written.digests.items()},
             "elements": self._plan.elements,
             "shard_bytes": written.nbytes,
             "linked_bytes": written.linked_nbytes,
@@ -300,9 +298,7 @@ class SaveJob:
         for name, table in self._plan.tables.items():
             wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}
             indexes = {rank: FileInfo(*infos[name]) for rank, infos in wrote.items()}
-            parts = [TensorDigest.parse(report["digests"][name]) for report in reports if name in report["digests"]]
-            digest = total([constant_part(table), *parts]) if self._options.digest and name in DIGESTED else None
-            components[name] = Component(table.tensors, table.aliases, indexes, digest)
+            components[name] = Component(table.tensors, table.aliases, indexes, self._digest_of(name, reports))
         written, expected = sum(report["elements"] for report in reports), self._plan.all_elements
         if written != expected:
             raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")
@@ -331,6 +327,13 @@ class SaveJob:
         listed += [info for component in components.values() for info in component.indexes.values()]
         shard_bytes, linked_bytes = (sum(r[what] for r in reports) for what in ("shard_bytes", "linked_bytes"))
         return shard_bytes + sum(info.nbytes for info in listed) + len(content), linked_bytes
+
+    def _digest_of(self, component: str, reports: list[Written]) -> str | None:
+        """Return the digest of a component; None if it has none, or if some rank recorded none."""
+        string = self._plan.strings.get(component)
+        found = [report["digests"].get(component) for report in reports if component in report["indexes"]]
+        parts = [int(part, 16) for part in found if part is not None]
+        return None if string is None or len(parts) < len(found) else f"{string.digest(parts):016x}"
 
     def _begin(self, save_id: str) -> None:
         draft = self._storage.draft(self.path, save_id)

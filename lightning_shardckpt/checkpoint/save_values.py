@@ -46,7 +46,7 @@ class Written(TypedDict):
     """By component."""
     documents: list[list[Any]]
     digests: dict[str, str]
-    """By component, what this rank's boxes add to its digest, if digests are recorded."""
+    """By component, the part that this rank's boxes have in its digest, if digests are recorded."""
     elements: int
     shard_bytes: int
     """Of all shard files; the sizes of the others are listed."""

@@ -16,9 +16,10 @@ from lightning_shardckpt.format.file_names import (
 from lightning_shardckpt.format.layout import Holders, Layout
 from lightning_shardckpt.format.safetensors_header import HeaderTensor
 from lightning_shardckpt.format.shard_header import stored_as
-from lightning_shardckpt.format.tensor_digest import TensorDigest
 
 ROOT_NAME = "checkpoint.index.json"
+DIGESTED = ("model", "optimizer")
+"""The components that have a digest: the trainer's tensors are of random streams and callbacks, partly of one rank."""
 MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
 
 
@@ -60,13 +61,15 @@ class RankIndex:
     rank: int
     files: dict[str, FileInfo]
     shards: dict[str, tuple[ShardEntry, ...]]
-    digests: dict[str, tuple[TensorDigest, ...]] = field(default_factory=dict)
-    """What each box adds to the digest of its tensor, where the save computed that; in the order of ``shards``."""
+    crc64: str = ""
+    """16 hex digits for each box, in the order of ``shards``: its part in the digest of its tensor; or nothing."""
 
-    def digest(self, key: str, box: Box) -> TensorDigest | None:
-        """Return what a box adds to the digest of its tensor, if the save computed that."""
-        boxes = [entry.box for entry in self.shards[key]]
-        return self.digests[key][boxes.index(box)] if self.digests else None
+    def parts(self) -> dict[tuple[str, Box, Shape], int]:
+        """Return the part of each box in the digest of its tensor, by key, box and shape of that; none if not known."""
+        if not self.crc64:
+            return {}
+        boxes = ((key, entry.box, entry.global_shape) for key, entries in self.shards.items() for entry in entries)
+        return {box: int(self.crc64[16 * i : 16 * i + 16], 16) for i, box in enumerate(boxes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,8 @@ class Component:
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str] = field(default_factory=dict)
     indexes: dict[int, FileInfo] = field(default_factory=dict)
-    digest: TensorDigest | None = None
-    """Of all tensors under all their names, if the save computed it."""
+    crc64: str | None = None
+    """The digest of all tensors under all their names, as 16 hex digits, if the save computed it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankInd
 from lightning_shardckpt.format.index_scan import ScannedEntry, scan_rank_index
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
 from lightning_shardckpt.format.strict_json import check_json_size, parse_json, texts
-from lightning_shardckpt.format.tensor_digest import TensorDigest
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
     bytes_in,
+    check_digest,
     check_digests,
     check_dtype,
     check_file_name,
@@ -40,6 +40,7 @@ from lightning_shardckpt.format.value_checks import (
     check_size,
     check_text,
     check_texts,
+    is_hex,
     shown,
 )
 
@@ -50,7 +51,7 @@ _NEWEST_ROOT = 2  # version 3 is of rank indexes alone
 MANY_RANKS = 256
 """Worlds of more have a root index of version 2, which does not repeat names that follow from the rank."""
 COMPONENTS = ("model", "optimizer", "trainer")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_DIGITS = 16  # of a digest
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 _T = TypeVar("_T")
 
@@ -69,8 +70,8 @@ def rank_index_to_json(index: RankIndex) -> bytes:
         "rank": index.rank,
         "files": {f.name: [f.nbytes, f.checksum] + [f.save_id] * bool(f.save_id) for f in index.files.values()},
     }
-    if index.digests:
-        head["digests"] = {name: list(map(str, found)) for name, found in index.digests.items()}
+    if index.crc64:
+        head["crc64"] = index.crc64
     kinds: dict[tuple[int, Shape, str, str], str] = {}  # many entries are alike
     metadata = []
     for name, entries in zip(texts(list(index.shards)), index.shards.values(), strict=True):
@@ -158,7 +159,7 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
         indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
         if head["version"] == 2:
             indexes = to_columns(component.indexes)
-        digest = "" if component.digest is None else f',"digest":"{component.digest}"'
+        digest = "" if component.crc64 is None else f',"crc64":"{component.crc64}"'
         components.append(f'{_text(name)}:{tables.components[name][:-1]},"indexes":{_text(indexes)}{digest}}}')
     single, by_rank = (root.documents, {}) if head["version"] == 1 else documents_by_rank(root.documents)
     documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
@@ -256,22 +257,21 @@ def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]
                 raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
             left[file] = rest
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
-    return RankIndex(save_id, check_text(value["component"]), rank, files, shards, _digests(value, shards))
+    parts = _parts(value.get("crc64", ""), shards)
+    return RankIndex(save_id, check_text(value["component"]), rank, files, shards, parts)
 
 
-def _digests(
-    value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]]
-) -> dict[str, tuple[TensorDigest, ...]]:
-    found = {name: tuple(map(_digest, of)) for name, of in value.get("digests", {}).items()}
-    if found and {name: len(of) for name, of in found.items()} != {name: len(of) for name, of in shards.items()}:
-        raise FormatError("its digests are not of the boxes that it lists")
-    return found
-
-
-def _digest(text: Any) -> TensorDigest:
-    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
-        raise FormatError(f"{shown(text)}, where a digest of 32 lower-case hex digits belongs")
-    return TensorDigest.parse(text)
+def _parts(text: Any, shards: dict[str, tuple[ShardEntry, ...]]) -> str:
+    """Return the digits that there are for boxes, which are all or none."""
+    count = sum(map(len, shards.values()))
+    if not isinstance(text, str) or len(text) not in (0, _DIGITS * count):
+        raise FormatError(f"crc64 has not {_DIGITS} digits for each of {count} boxes: {shown(text)}")
+    if not is_hex(text):  # rare, and else as fast as there are many of them
+        keys = (key for key, entries in shards.items() for _ in entries)
+        for key, digits in zip(keys, re.findall(f"(?s).{{{_DIGITS}}}", text), strict=True):
+            if not is_hex(digits):
+                raise FormatError(f"crc64 has {shown(digits)} for {shown(key)}, and not lower-case hex digits")
+    return text
 
 
 def _wrong_count(sums: str, block: int, nbytes: int) -> FormatError:
@@ -351,7 +351,7 @@ def _component(
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:
             raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
-    digest = _digest(item["digest"]) if "digest" in item else None
+    digest = check_digest(item["crc64"]) if "crc64" in item else None
     if version == 2:
         columns = from_columns(item["indexes"], partial(rank_index_name, component), world)
         return Component(tensors, aliases, columns, digest)

@@ -97,11 +97,16 @@ def check_digest(value: Any) -> str:
     return value
 
 
+def is_hex(text: str) -> bool:
+    """Return whether there are none but lower-case hexadecimal digits in a text."""
+    return _HEX_PATTERN.fullmatch(text) is not None
+
+
 def check_digests(values: Any) -> tuple[str, ...]:
     """``values``, a list of checksums, as a tuple; as fast as there are many of them."""
     digests = tuple(values)
     are_long_enough = set(map(type, digests)) <= {str} and set(map(len, digests)) <= {16}
-    if are_long_enough and _HEX_PATTERN.fullmatch("".join(digests)):
+    if are_long_enough and is_hex("".join(digests)):
         return digests
     return tuple(map(check_digest, digests))
 

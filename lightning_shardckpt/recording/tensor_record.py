@@ -9,8 +9,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.box_digest import box_digest
+from lightning_shardckpt.format.box_digest import RunsOfBox
 from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.crc64 import crc64_text
 from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
 from lightning_shardckpt.state.dtensor_layout import local_views
 from lightning_shardckpt.tools.run_records import BoxRecord, Entry, TensorRecord, ValueRecord
@@ -39,8 +40,8 @@ def _record(tensor: torch.Tensor) -> TensorRecord:
     boxes = []
     for box, view in local_views(tensor):
         local = view.detach().cpu().contiguous().reshape(-1)
-        digest = box_digest(_bytes(local).data, local.element_size(), box, tuple(tensor.shape))
-        boxes.append(BoxRecord(box.start, box.shape, str(digest), _moments(local, box)))
+        part = RunsOfBox.of(box, tuple(tensor.shape), local.element_size()).part(_bytes(local).data)
+        boxes.append(BoxRecord(box.start, box.shape, crc64_text(part), _moments(local, box)))
     return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(boxes))
 
 

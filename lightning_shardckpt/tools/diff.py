@@ -14,13 +14,10 @@ from math import isfinite, prod
 from typing import Any
 
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.component_digest import DIGESTED
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
-from lightning_shardckpt.format.tensor_digest import total
+from lightning_shardckpt.format.index import DIGESTED, MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text
-from lightning_shardckpt.tools.digest import recorded_digests
 from lightning_shardckpt.tools.hyper_diff import hyper_parameters
 from lightning_shardckpt.tools.long_table import long_table
 from lightning_shardckpt.tools.ownership import boxes_of
@@ -173,6 +170,8 @@ def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
 
     Elsewhere digests decide, if both saves recorded them.
     """
+    from lightning_shardckpt.tools.digest import recorded_digests  # awscrt, which nothing else here needs
+
     digests = [recorded_digests(checkpoint) for checkpoint in (first, second)]
 
     def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], str]:
@@ -187,7 +186,7 @@ def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
             return ("same" if a == b else "different"), {}
         if component not in DIGESTED or None in digests:
             return "undecided", {}
-        known = [total(of[component][key]) for of, key in zip(digests, keys, strict=True) if of is not None]
+        known = [of[component][key] for of, key in zip(digests, keys, strict=True) if of is not None]
         return ("same" if known[0] == known[1] else "different"), {}
 
     return compare

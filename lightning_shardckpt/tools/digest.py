@@ -10,16 +10,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, Protocol, get_args
 
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.component_digest import DIGESTED, whole_digest
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ROOT_NAME, Component
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.component_digest import NamedDigest, component_digest, values_digest, whole_digest
+from lightning_shardckpt.format.crc64 import crc64, crc64_text, zeros
+from lightning_shardckpt.format.index import DIGESTED, MAX_BLOCK_BYTES, ROOT_NAME, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
-from lightning_shardckpt.format.tensor_digest import TensorDigest, mark_of, tensor_mark, total
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
@@ -50,7 +49,7 @@ def digest(
     expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return digests of a checkpoint, as values that JSON can hold: 32 hexadecimal digits each.
+    """Return digests of a checkpoint, as values that JSON can hold: 16 hexadecimal digits each.
 
     They are equal for equal state: on any topology, and in any format that is read (DCP, Lightning, a file of
     ``torch.save``, Hugging Face). ``components`` has those of ``model`` and ``optimizer``, each of all its tensors
@@ -76,12 +75,12 @@ def digest(
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
     with _opened(file_path(path), storage_options) as stored:
         tables = {name: stored.components()[name] for name in DIGESTED if name in stored.components()}
-        found: dict[str, list[_Row]] = {}
+        found: dict[str, list[NamedDigest]] = {}
         recorded = None
         if isinstance(stored, _Ours) and names == "stored" and not recompute:
             recorded = recorded_digests(stored.checkpoint)
         if recorded is not None:
-            found = {name: _named(name, of, recorded[name]) for name, of in tables.items()}
+            found = {name: _named(of, recorded[name]) for name, of in tables.items()}
         elif names == "huggingface":
             parts = _hugging_face_parts(stored, tables.get("model", Component({})))
             read = _Reading(stored.tensors, advance)
@@ -90,23 +89,23 @@ def digest(
         else:
             read = _Reading(stored.tensors, advance)
             expect(sum(read.nbytes(name, key) for name, of in tables.items() for key in of.tensors))
-            sums = {name: {key: [read.tensor(name, key)] for key in of.tensors} for name, of in tables.items()}
-            found = {name: _named(name, of, sums[name]) for name, of in tables.items()}
-        components = {name: total(row.of_component() for row in rows) for name, rows in found.items()}
+            computed = {name: {key: read.tensor(name, key) for key in of.tensors} for name, of in tables.items()}
+            found = {name: _named(of, computed[name]) for name, of in tables.items()}
+        components = {name: component_digest(rows) for name, rows in found.items()}
         every = dict(components)
         if names == "stored" and stored.document("optimizer"):
             every["optimizer_values"] = _of_values(stored.document("optimizer"))
-        listed = [row for rows in found.values() for row in rows if is_selected([row.name], tensors)]
+        listed = [(of, row) for of, rows in found.items() for row in rows if is_selected([row.name], tensors)]
         if tensors is not None and not listed:
             raise ValueError(f"{os.fspath(path)} has no tensor whose name matches {tensors!r} or contains it")
         return {
             "path": os.fspath(path),
             "recorded": recorded is not None,
-            "tensors": [row.as_json() for row in listed],
-            "components": {name: str(one) for name, one in components.items()},
+            "tensors": [_as_json(component, row) for component, row in listed],
+            "components": {name: crc64_text(one) for name, one in components.items()},
             "counts": {name: len(rows) for name, rows in found.items()},
-            "optimizer_values": str(every["optimizer_values"]) if "optimizer_values" in every else None,
-            "whole": str(whole_digest(every)),
+            "optimizer_values": crc64_text(every["optimizer_values"]) if "optimizer_values" in every else None,
+            "whole": crc64_text(whole_digest(every)),
         }
 
 
@@ -155,67 +154,54 @@ def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[_S
 # ── what is recorded ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    component: str
-    name: str
-    dtype: str
-    shape: Shape
-    digest: TensorDigest
-
-    def of_component(self) -> TensorDigest:
-        """Return what this tensor adds to the digest of its component."""
-        mark = tensor_mark(self.name, self.dtype, self.shape)
-        return mark + self.digest.times(mark)
-
-    def as_json(self) -> dict[str, Any]:
-        about = {"component": self.component, "name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
-        return about | {"digest": str(self.digest)}
-
-
-def recorded_digests(checkpoint: Checkpoint) -> dict[str, dict[str, list[TensorDigest]]] | None:
-    """Return what boxes add to the digests of tensors, by component and key; None if the save did not record it.
+def recorded_digests(checkpoint: Checkpoint) -> dict[str, dict[str, int]] | None:
+    """Return the digests of tensors by component and key; None if the save did not record them.
 
     Raises:
-        CorruptionError: if they do not add up to the component's.
+        CorruptionError: if they are not those of which the save made the component's.
     """
-    found: dict[str, dict[str, list[TensorDigest]]] = {}
+    found: dict[str, dict[str, int]] = {}
     for name in DIGESTED:
         component = checkpoint.root.components.get(name)
         if component is None:
             continue
-        if component.digest is None:
+        if component.crc64 is None:
             return None
-        boxes = found.setdefault(name, {key: [] for key in component.tensors})
+        digests = {key: zeros(bytes_in(spec.shape, spec.dtype)) for key, spec in component.tensors.items()}
         for rank in component.indexes:
-            for key, digests in checkpoint.index(name, rank).digests.items():
-                boxes.get(key, []).extend(digests)  # of no tensor that there is: the sum is another one
-        if total(row.of_component() for row in _named(name, component, boxes)) != component.digest:
+            for (key, _, _), part in checkpoint.index(name, rank).parts().items():
+                if key in digests:  # else another tensor lacks it
+                    digests[key] ^= part
+        if crc64_text(component_digest(_named(component, digests))) != component.crc64:
             raise CorruptionError(
-                f"checkpoint {checkpoint.path!r}, file {ROOT_NAME}: the digest of {name!r} is {component.digest}, "
+                f"checkpoint {checkpoint.path!r}, file {ROOT_NAME}: the digest of {name!r} is {component.crc64}, "
                 "those of its boxes in the rank indexes add up to another"
             )
+        found[name] = digests
     return found
 
 
 def differing_digests(
-    checkpoint: Checkpoint, recorded: Mapping[str, Mapping[str, list[TensorDigest]]]
-) -> Iterator[tuple[str, str, TensorDigest, TensorDigest]]:
+    checkpoint: Checkpoint, recorded: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, str, str, str]]:
     """Read all tensors, and yield component, key, digest and recorded digest of those whose digests differ."""
     read = _Reading(WholeTensors(checkpoint), lambda nbytes: None)
     for component, keys in recorded.items():
-        for key, digests in keys.items():
-            if (found := read.tensor(component, key)) != (expected := total(digests)):
-                yield component, key, found, expected
+        for key, expected in keys.items():
+            if (found := read.tensor(component, key)) != expected:
+                yield component, key, crc64_text(found), crc64_text(expected)
 
 
-def _named(component: str, described: Component, boxes: Mapping[str, list[TensorDigest]]) -> list[_Row]:
-    """Return a row for each name of each tensor."""
-    rows = []
-    for name, key in [*((key, key) for key in described.tensors), *described.aliases.items()]:
-        spec = described.tensors[key]
-        rows.append(_Row(component, name, spec.dtype, spec.shape, total(boxes[key])))
-    return rows
+def _named(described: Component, digests: Mapping[str, int]) -> list[NamedDigest]:
+    """Return the digests under each name of each tensor."""
+    names = [*((key, key) for key in described.tensors), *described.aliases.items()]
+    specs = ((name, key, described.tensors[key]) for name, key in names)
+    return [NamedDigest(name, spec.dtype, spec.shape, digests[key]) for name, key, spec in specs]
+
+
+def _as_json(component: str, row: NamedDigest) -> dict[str, Any]:
+    about = {"component": component, "name": row.name, "dtype": row.dtype, "shape": list(row.shape)}
+    return about | {"digest": crc64_text(row.digest)}
 
 
 # ── what is computed ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -233,40 +219,29 @@ class _Reading:
         spec = self._stored.spec(component, key)
         return bytes_in(spec.shape, spec.dtype)
 
-    def tensor(self, component: str, key: str) -> TensorDigest:
+    def tensor(self, component: str, key: str) -> int:
         """Return the digest of a stored tensor."""
-        from lightning_shardckpt.format.box_digest import range_digest  # numpy, which recorded digests do without
+        found = 0
+        for _, data in self._windows(component, key):
+            found = crc64(data, found)
+        return found
 
-        nbytes, shape = self.nbytes(component, key), self._stored.spec(component, key).shape
-        return total(
-            range_digest(data, begin, nbytes, shape)
-            for begin, _, data in self._windows(component, key)
-        )
-
-    def parts(self, component: str, key: str, parts: list[OutputTensor]) -> Iterator[_Row]:
-        """Yield what an export makes of a stored tensor, which is read once."""
-        from lightning_shardckpt.format.box_digest import range_digest
+    def parts(self, component: str, key: str, parts: list[OutputTensor]) -> list[NamedDigest]:
+        """Return the digests of what an export makes of a stored tensor, which is read once."""
         from lightning_shardckpt.transfer.strided_copy import gather
 
         spec = self._stored.spec(component, key)
-        size, sums = DTYPE_BYTES[spec.dtype], [TensorDigest() for _ in parts]
-        whole = Box.whole(spec.shape)
-        for _, window, data in self._windows(component, key):
+        found, whole = [0] * len(parts), Box.whole(spec.shape)
+        for window, data in self._windows(component, key):
             for number, part in enumerate(parts):
-                box = part.box or whole
-                common = window.intersect(box) if spec.shape else window
-                if common is None:
-                    continue
-                bytes_of_common, at = gather(data, window.shape, common.within(window), size), 0
-                for begin, end in common.within(box).runs(box.shape):
-                    run = bytes_of_common[at : at + (end - begin) * size]
-                    sums[number] += range_digest(run, begin * size, part.nbytes, part.shape)
-                    at += len(run)
-        for part, found in zip(parts, sums, strict=True):
-            yield _Row(component, part.name, part.dtype, part.shape, found)
+                common = window.intersect(part.box or whole) if spec.shape else window
+                if common is not None:  # its bytes are the next ones of this part, as windows ascend
+                    bytes_of_common = gather(data, window.shape, common.within(window), DTYPE_BYTES[spec.dtype])
+                    found[number] = crc64(bytes_of_common, found[number])
+        return [NamedDigest(of.name, of.dtype, of.shape, one) for of, one in zip(parts, found, strict=True)]
 
-    def _windows(self, component: str, key: str) -> Iterator[tuple[int, Box, memoryview]]:
-        """Yield a tensor's bytes in order: where they begin, their box, and the bytes."""
+    def _windows(self, component: str, key: str) -> Iterator[tuple[Box, memoryview]]:
+        """Yield a tensor's bytes in order, each with the box that they are of."""
         spec = self._stored.spec(component, key)
         if not prod(spec.shape):
             return
@@ -274,7 +249,7 @@ class _Reading:
         for window in windows(spec.shape, _WINDOW_BYTES // DTYPE_BYTES[spec.dtype]):
             filled = read.fill(self._source)
             assert filled is not None, "both are cut alike"
-            yield filled[0], window, filled[1]
+            yield window, filled[1]
             self._advance(len(filled[1]))
 
 
@@ -289,21 +264,17 @@ def _hugging_face_parts(stored: _Stored, component: Component) -> dict[str, list
     return parts
 
 
-def _of_values(document: Mapping[str, Any]) -> TensorDigest:
+def _of_values(document: Mapping[str, Any]) -> int:
     """Return the digest of what optimizers have besides tensors: each value, under its parameter's name."""
-    found = list[TensorDigest]()
+    found = list[tuple[Any, ...]]()
     for number, of in document.items():
         for group in of["groups"].values():
             hyper = [(key, value, group["params"]) for key, value in group["hyper"].items()]
-            found += [_value_mark(number, name, key, value) for key, value, names in hyper for name in names]
+            found += [(number, name, key, value) for key, value, names in hyper for name in names]
         for state, values in of["values"].items():
             stored = [(one["value"], name) for one in values for name in one["params"]]
-            found += [_value_mark(number, name, f"state {state}", value) for value, name in stored]
-    return total(found)
-
-
-def _value_mark(number: str, parameter: str, key: str, value: Any) -> TensorDigest:
-    return mark_of(number, parameter, key, json.dumps(value, sort_keys=True, separators=(",", ":")))
+            found += [(number, name, f"state {state}", value) for value, name in stored]
+    return values_digest(found)
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────

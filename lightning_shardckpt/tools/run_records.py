@@ -27,9 +27,10 @@ SECTIONS: dict[Phase, tuple[str, ...]] = {"restored": RESTORED, "before": BEFORE
 
 @dataclass(frozen=True, slots=True)
 class BoxRecord:
-    """A box of a tensor: where it begins, its lengths, the digest of its elements (32 hex digits), and their moments.
+    """A box of a tensor: where it begins, its lengths, its part in the tensor's digest, and moments of its elements.
 
-    Moments: the sum of squares, then projections on fixed pseudo-random vectors; over boxes they add up to the whole's.
+    The digest is 16 hex digits. Moments: the sum of squares, then projections on fixed pseudo-random vectors; over
+    boxes they add up to the whole's.
     """
 
     start: tuple[int, ...]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, checksum
@@ -15,14 +14,14 @@ from lightning_shardckpt.format.index_json import rank_index_to_json
 from lightning_shardckpt.format.plan import Piece, split_into_files
 from lightning_shardckpt.format.shard_header import HeaderEntry, ShardHeader, plan_header
 from lightning_shardckpt.storage.protocol import Draft
-from lightning_shardckpt.transfer.digests_beside import BoxDigests
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.transfer.digest_parts import DigestParts  # awscrt: exports and tools do without it
 
 MB = 1 << 20
 _MIN_BLOCK, _MAX_BLOCK = 4096, MB
 _PART = MB  # of a large tensor at a time: what was hashed just now is copied from the CPU's cache, and goes on its way
 _BLOCKS = 96  # halves, thirds, quarters … of a shard are whole blocks: a reshard reads hardly more than it needs
-
-_NOTHING = nullcontext()
 
 Stage = Callable[[Piece], memoryview]
 """Host memory with the bytes of a piece, row-major; valid until the memoryview is dropped."""
@@ -84,12 +83,12 @@ def write_component(
     files: list[FilePlan],
     stage: Stage,
     advance: Callable[[int], Any] = lambda nbytes: None,
-    digests: BoxDigests | None = None,
+    digests: DigestParts | None = None,
 ) -> FileInfo | None:
     """Write a rank's shard files, then their index; None if it has no files.
 
-    ``digests`` computes those of the boxes as they are written, for the index. ``advance`` is told of the bytes as they
-    are handed to the storage.
+    ``digests`` takes the boxes as they are written, for the index. ``advance`` is told of the bytes as they are handed
+    to the storage.
     """
     if not files:
         return None
@@ -102,7 +101,7 @@ def write_file(
     file: FilePlan,
     save_id: str,
     stage: Stage,
-    digests: BoxDigests | None = None,
+    digests: DigestParts | None = None,
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> WrittenFile:
     """Write a shard file. ``digests`` and ``advance``: see ``write_component``."""
@@ -114,17 +113,16 @@ def write_file(
 
 
 def index_of(
-    component: str, rank: int, save_id: str, written: Iterable[WrittenFile], digests: BoxDigests | None = None
+    component: str, rank: int, save_id: str, written: Iterable[WrittenFile], digests: DigestParts | None = None
 ) -> RankIndex:
-    """The index of a rank's shard files; ``digests`` are those of their boxes."""
+    """The index of a rank's shard files; ``digests`` has the parts of their boxes."""
     infos: dict[str, FileInfo] = {}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     for file in written:
         infos[file.info.name] = file.info
         for key, entry in file.entries:
             shards[key] = (*shards[key], entry) if key in shards else (entry,)
-    found = {} if digests is None else {key: tuple(of) for key, of in digests.found.items()}
-    return RankIndex(save_id, component, rank, infos, shards, found)
+    return RankIndex(save_id, component, rank, infos, shards, "" if digests is None else digests.text(shards))
 
 
 def write_index(draft: Draft, index: RankIndex) -> FileInfo:
@@ -145,7 +143,7 @@ def _content(
     file: FilePlan,
     stage: Stage,
     written: list[ShardEntry],
-    digests: BoxDigests | None,
+    digests: DigestParts | None,
     advance: Callable[[int], Any],
 ) -> Iterator[bytes | memoryview]:
     """The parts of a shard file in order; notes each piece's entry in ``written`` as it goes by."""
@@ -156,11 +154,16 @@ def _content(
         if len(data) != nbytes:
             raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {nbytes} were planned for {box}")
         block, sums = block_bytes(nbytes), list[str]()
-        step = hash_step(block)
-        with digests.beside(piece, data) if digests is not None else _NOTHING:
-            for at in range(0, nbytes, step):
-                part = data[at : at + step] if nbytes > step else data
-                sums.append(block_checksums(part, block))
-                yield part
-                advance(len(part))
+        step, follow = hash_step(block), None
+        if digests is not None and nbytes > step:
+            follow = digests.begin(piece, data)
+        elif digests is not None:
+            digests.add(piece, data)
+        for at in range(0, nbytes, step):
+            part = data[at : at + step] if nbytes > step else data
+            sums.append(block_checksums(part, block))
+            if follow is not None:
+                follow(part)
+            yield part
+            advance(len(part))
         written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, BETWEEN.join(sums)))

@@ -43,7 +43,7 @@ PRELOADED = (
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "torch.distributed._tensor", "torch.profiler", "safetensors.torch", "xxhash"),
     *("lightning.pytorch", "lightning.pytorch.cli", "lightning.fabric", "transformers.models.llama.modeling_llama"),
-    *("peft", "s3fs", "pytest"),
+    *("peft", "s3fs", "awscrt.checksums", "pytest"),
 )
 PACKAGE = "lightning_shardckpt"  # not among them: some tests ask what goes without it, or what brings it in
 # Daemon threads that a library starts once per process and never stops: tqdm's monitor and fsspec's event loop.

@@ -65,7 +65,7 @@ def whole_tensors() -> dict[str, Tensor]:
     return found
 
 
-def save(path: str, state: dict[str, Any] | None = None, size_per_shard: float = 0.1, digest: bool = False) -> None:
+def save(path: str, state: dict[str, Any] | None = None, size_per_shard: float = 0.1, digest: bool = True) -> None:
     """On 4 ranks as 2 × 2, or alone with whole tensors. An optimizer has the same tensors as its state."""
     ranks = Ranks.of_default_group(60)
     tensors = whole_tensors()

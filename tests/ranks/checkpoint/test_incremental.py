@@ -162,6 +162,20 @@ def test_digests_are_recorded_of_what_is_linked_too(tmp_path: Path) -> None:
         assert found["whole"] == digest(path, recompute=True)["whole"]
 
 
+def with_fewer_rows(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for rows in (8, 7):  # rank 0 has rows 0 to 4 of both
+        model, values = nn.Module(), torch.arange(8 * 400.0).view(8, 400)[:rows]
+        model.register_parameter("w", nn.Parameter(distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)))
+        api.save(f"{folder}/{rows}.ckpt", {"model": model}, incremental=True)
+
+
+def test_a_box_that_is_linked_has_another_part_in_a_tensor_of_another_shape(tmp_path: Path) -> None:
+    run_ranks(2, with_fewer_rows, str(tmp_path))
+    assert linked(tmp_path / "7.ckpt") == {"w"}
+    assert verify(tmp_path / "7.ckpt", digest=True).findings == ()
+
+
 def test_a_tensor_that_is_added_does_not_prevent_links(tmp_path: Path) -> None:
     run, tensors = Run(tmp_path), {"a": drawn(2000)}
     run.save(tensors)

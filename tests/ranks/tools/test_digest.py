@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from awscrt.checksums import crc64nvme
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -21,10 +23,11 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CorruptionError
+from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.tools.diff import diff
 from lightning_shardckpt.tools.digest import digest
 from lightning_shardckpt.tools.verify import verify
@@ -42,8 +45,8 @@ def meaning(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def save_zoo(folder: str) -> None:
-    zoo.save(f"{folder}/zoo.ckpt", digest=True)
-    zoo.save(f"{folder}/silent.ckpt")
+    zoo.save(f"{folder}/zoo.ckpt")
+    zoo.save(f"{folder}/silent.ckpt", digest=False)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saves of one state: zoo by 4 ranks, silent by 4 ranks without digests, alone by one."""
     folder = tmp_path_factory.mktemp("digests")
     run_ranks(4, save_zoo, str(folder))
-    zoo.save(str(folder / "alone.ckpt"), digest=True)
+    zoo.save(str(folder / "alone.ckpt"))
     return folder
 
 
@@ -62,6 +65,9 @@ def test_what_the_save_recorded_is_what_the_tensors_have_on_any_topology(saved: 
     assert names == {*zoo.whole_tensors(), "tied.float64"}
     assert recorded == meaning(saved / "zoo.ckpt", recompute=True) == meaning(saved / "silent.ckpt")
     assert recorded == meaning(saved / "alone.ckpt") == meaning(saved / "alone.ckpt", recompute=True)
+    tensors = {**zoo.whole_tensors(), "tied.float64": zoo.whole_tensors()["rows.float64"]}
+    expected = {name: f"{crc64nvme(bytes(host_bytes(tensor))):016x}" for name, tensor in tensors.items()}
+    assert {t["name"]: t["digest"] for key, t in recorded["tensors"].items() if key[0] == "model"} == expected
 
 
 def test_other_formats_of_the_same_state_have_the_same(saved: Path, tmp_path: Path) -> None:
@@ -80,7 +86,7 @@ def test_other_formats_of_the_same_state_have_the_same(saved: Path, tmp_path: Pa
 
 def test_safetensors_have_the_same(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-    lightning_shardckpt.save(tmp_path / "a.ckpt", {"model": model}, digest=True)
+    lightning_shardckpt.save(tmp_path / "a.ckpt", {"model": model})
     consolidate(tmp_path / "a.ckpt", tmp_path / "files", format="safetensors", split="one_file_per_tensor")
     found = digest(tmp_path / "files")
     assert found["components"] == digest(tmp_path / "a.ckpt")["components"]
@@ -95,7 +101,7 @@ def test_a_hugging_face_export_has_them_by_its_own_names(tmp_path: Path) -> None
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = MixtralConfig(vocab_size=20, num_hidden_layers=1, num_local_experts=3, tie_word_embeddings=True, **sizes)
     wrapped = torch.nn.ModuleDict({"net": MixtralForCausalLM(config)})
-    lightning_shardckpt.save(tmp_path / "a.ckpt", {"model": wrapped}, digest=True)
+    lightning_shardckpt.save(tmp_path / "a.ckpt", {"model": wrapped})
     consolidate(tmp_path / "a.ckpt", tmp_path / "hf", format="huggingface")
     stored, named, exported = (
         digest(tmp_path / "a.ckpt"),
@@ -113,7 +119,7 @@ def save_stages(path: str) -> None:
     ranks = Ranks.of_default_group(60)
     own = {f"layer{ranks.rank}": torch.full((3, 5), float(ranks.rank)), "shared": torch.arange(7)}
     snapshot = Snapshot({"model": Leaves(own)}, {}, {})
-    save(path, lambda: snapshot, ranks=ranks, about=RunInfo(), options=SaveOptions(digest=True))
+    save(path, lambda: snapshot, ranks=ranks, about=RunInfo(), options=SaveOptions())
 
 
 def test_pipeline_stages_have_that_of_one_process(tmp_path: Path) -> None:
@@ -123,6 +129,17 @@ def test_pipeline_stages_have_that_of_one_process(tmp_path: Path) -> None:
     found = digest(tmp_path / "stages.ckpt")
     assert found["recorded"]
     assert found["components"] == digest(tmp_path / "whole.ckpt")["components"]
+
+
+def save_at_odds(path: str) -> None:
+    ranks = Ranks.of_default_group(60)
+    snapshot = Snapshot({"model": Leaves({f"layer{ranks.rank}": torch.arange(9.0)})}, {}, {})
+    save(path, lambda: snapshot, ranks=ranks, about=RunInfo(), options=SaveOptions(digest=ranks.rank == 0))
+
+
+def test_nothing_is_recorded_that_only_some_ranks_know(tmp_path: Path) -> None:
+    run_ranks(2, save_at_odds, str(tmp_path / "odd.ckpt"))
+    assert not digest(tmp_path / "odd.ckpt")["recorded"]
 
 
 def edit(path: Path, change: dict[str, str]) -> None:
@@ -145,9 +162,8 @@ def test_verify_computes_them_anew_and_names_the_tensor(
     assert main(["verify", str(path), "--digest"]) == 0
     assert verify(saved / "silent.ckpt", digest=True).findings[0].problem.startswith("no digests were recorded")
     index = json.loads((path / "model-meta-dist-00001.index.json").read_text())
-    one, other = (index["digests"][name][0] for name in ("columns.large", "twice.large"))
-    low = f"{int(one[:16], 16) + 1:016x}{one[16:]}"
-    edit(path, {one: low})
+    digits, first = index["crc64"], next(iter(index["metadata"]))
+    edit(path, {f'"{digits}"': f'"{int(digits[:16], 16) ^ 1:016x}{digits[16:]}"'})
     assert not verify(path).findings
     (finding,) = verify(path, digest=True).findings
     assert "add up to another" in finding.problem
@@ -155,16 +171,38 @@ def test_verify_computes_them_anew_and_names_the_tensor(
         digest(path)
     assert digest(path, recompute=True)["whole"] == digest(saved / "zoo.ckpt")["whole"]
     unknown = Path(shutil.copytree(saved / "zoo.ckpt", tmp_path / "unknown.ckpt"))
-    edit(unknown, {'"columns.large":[': '"columns.other":[', '"columns.large":{': '"columns.other":{'})
+    edit(unknown, {'"columns.large":{': '"columns.other":{'})
     with pytest.raises(CorruptionError, match="add up to another"):
         digest(unknown)
-    edit(path, {f'"{low}"': '"x"'})
-    assert any("a digest of 32 lower-case hex digits" in f.problem for f in verify(path).findings)
-    edit(path, {'"columns.large":["x"]': f'"columns.large":["{other}","{one}"]'})
-    assert any("not of the boxes" in f.problem for f in verify(path).findings)
     capsys.readouterr()
     with pytest.raises(ValueError, match="choose one"):
         verify(path, quick=True, digest=True)
+    for text, problem in [
+        (f"F{digits[1:]}", f"crc64 has {f'F{digits[1:16]}'!r} for {first!r}, and not lower-case hex digits"),
+        (digits[1:], f"crc64 has not 16 digits for each of {len(digits) // 16} boxes"),
+        (f"{digits}{digits[:16]}", "crc64 has not 16 digits"),
+    ]:
+        wrong = Path(shutil.copytree(saved / "zoo.ckpt", tmp_path / f"{len(text)}{text[0]}.ckpt"))
+        edit(wrong, {f'"{digits}"': f'"{text}"'})
+        (finding,) = [f for f in verify(wrong).findings if "crc64" in f.problem]
+        assert problem in finding.problem and finding.file == "model-meta-dist-00001.index.json"
+        with pytest.raises(FormatError, match=r"model-meta-dist-00001\.index\.json: crc64 has"):
+            digest(wrong)
+
+
+def test_what_an_earlier_version_recorded_is_not_taken_for_digests(saved: Path, tmp_path: Path) -> None:
+    """It was never in a release, but directories have it."""
+    path = Path(shutil.copytree(saved / "zoo.ckpt", tmp_path / "zoo.ckpt"))
+    digits = json.loads((path / "model-meta-dist-00001.index.json").read_text())["crc64"]
+    edit(path, {f'"crc64":"{digits}"': f'"digests":{{"columns.large":["{"0" * 32}"]}}'})
+    with pytest.raises(CorruptionError, match="add up to another"):  # as the root index has one
+        digest(path)
+    root = path / ROOT_NAME
+    body = re.sub(r'"crc64":"[0-9a-f]{16}"', '"digest":"' + "0" * 32 + '"', root.read_text().partition("\n")[2])
+    root.write_text(f'{{"checksum":"{checksum(body.encode())}",\n{body}')
+    assert not verify(path).findings
+    found = digest(path)
+    assert not found["recorded"] and found["whole"] == digest(saved / "zoo.ckpt")["whole"]
 
 
 def test_a_quick_comparison_decides_across_topologies_where_both_recorded_them(saved: Path, tmp_path: Path) -> None:
@@ -179,7 +217,7 @@ def test_a_quick_comparison_decides_across_topologies_where_both_recorded_them(s
 
 
 def save_changed(path: str, is_changed: bool) -> None:
-    ranks, io = Ranks.of_default_group(60), ShardCkptIO(sync_files=False, digest=True)
+    ranks, io = Ranks.of_default_group(60), ShardCkptIO(sync_files=False)
     mesh = init_device_mesh("cpu", (ranks.world,))
     state = {name: torch.arange(35.0).view(7, 5) for name in ("v", "w")}
     if is_changed:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.box_digest import box_digest
+from lightning_shardckpt.format.box_digest import RunsOfBox
+from lightning_shardckpt.format.crc64 import crc64_text
 from lightning_shardckpt.recording.tensor_record import row_digests, tensor_entries
 from lightning_shardckpt.tools.run_comparison import Comparison, compare_runs
 from lightning_shardckpt.tools.run_records import (
@@ -41,7 +42,7 @@ def rows_of(tensor: torch.Tensor, first: int, last: int) -> TensorRecord:
     padded = torch.zeros_like(tensor)
     padded[first:last] = tensor[first:last]
     data = tensor[first:last].reshape(-1).view(torch.uint8).numpy()
-    digest = str(box_digest(memoryview(data), 4, Box((first, 0), (last, 4)), (6, 4)))
+    digest = crc64_text(RunsOfBox.of(Box((first, 0), (last, 4)), (6, 4), 4).part(memoryview(data)))
     moments = whole(padded).boxes[0].moments
     return TensorRecord("float32", (6, 4), (BoxRecord((first, 0), (last - first, 4), digest, moments),))
 
