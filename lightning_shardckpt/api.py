@@ -28,6 +28,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     LoadOptions,
     Replicas,
     SaveOptions,
+    records,
 )
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, checked_state
@@ -60,7 +61,7 @@ def save(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
-    digest: bool = True,
+    digest: bool | None = None,
     incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -110,7 +111,7 @@ def save(
     savers = _savers_of(process_group)
     drain_all()  # one of them may be to this path
     where = os.fspath(path)
-    options = SaveOptions(size_per_shard, also, replicas, digest, incremental)
+    options = SaveOptions(size_per_shard, also, replicas, records(digest, sync_files), incremental)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
     notes = engine.save(
@@ -137,7 +138,7 @@ def save_async(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
-    digest: bool = True,
+    digest: bool | None = None,
     incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -175,7 +176,7 @@ def save_async(
     Raises:
         Exception: what a save before this one failed with, on every rank; else as ``save`` does.
     """
-    options = SaveOptions(size_per_shard, also, replicas, digest, incremental)
+    options = SaveOptions(size_per_shard, also, replicas, records(digest, sync_files), incremental)
     going_on = AsyncOptions(max_pending, overlap_copy)
     savers, where = _savers_of(process_group), os.fspath(path)
     background = _background(savers, process_group, going_on.max_pending)

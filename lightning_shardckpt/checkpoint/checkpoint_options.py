@@ -47,6 +47,11 @@ class SaveOptions:
             raise ValueError(f'replicas is "same" or "first", got {self.replicas!r}')
 
 
+def records(digest: bool | None, sync_files: bool) -> bool:
+    """Return whether a save records digests, of the options of its caller: by default if it waits for the disk."""
+    return sync_files if digest is None else digest
+
+
 @dataclass(frozen=True, slots=True)
 class AsyncOptions:
     """Options of saves that go on after they have returned.

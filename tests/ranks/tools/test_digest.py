@@ -217,7 +217,7 @@ def test_a_quick_comparison_decides_across_topologies_where_both_recorded_them(s
 
 
 def save_changed(path: str, is_changed: bool) -> None:
-    ranks, io = Ranks.of_default_group(60), ShardCkptIO(sync_files=False)
+    ranks, io = Ranks.of_default_group(60), ShardCkptIO(sync_files=False, digest=True)
     mesh = init_device_mesh("cpu", (ranks.world,))
     state = {name: torch.arange(35.0).view(7, 5) for name in ("v", "w")}
     if is_changed:
