@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,14 @@ def skip_folders(folders: Iterable[str]) -> None:
     if missing:
         known.extend(missing)
         dynamo.trace_rules._recompile_re()
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """A context in which compiled functions run as they were, and nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:

@@ -65,8 +65,14 @@ def init_process_group(
 def reduced(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
     """Return a tensor reduced over a group, as Lightning spells operations: "mean" by default for None.
 
+    A mean of integers is not rounded down, as Lightning's own is: it divides epochs' sums by mean numbers of samples.
+
     Relies on ``_sync_ddp_if_available``. Collective: every rank of ``group`` must call it.
     """
+    if reduce_op in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
+        total = _sync_ddp_if_available(tensor.to(torch.int64, copy=True), group, reduce_op="sum")
+        mean = total / dist.get_world_size(group)
+        return mean.to(tensor.dtype) if bool((mean == mean.floor()).all()) else mean
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 

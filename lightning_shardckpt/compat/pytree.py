@@ -1,11 +1,13 @@
 """Flatten nested structures as torch does: lists, tuples, dicts, named tuples, and what is registered as a node.
 
 Checked with torch 2.12 to 2.15. Relies on ``torch.utils._pytree``, which has no public name. An object that is no such
-container is a leaf, ``None`` included; models of transformers register their outputs and caches.
+container is a leaf, ``None`` included; models of transformers register their outputs and caches. A dataclass of users
+that holds tensors is registered when it is flattened; other functions leave it as it is until then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,12 +19,13 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _T = TypeVar("_T")
 _LEAF = _pytree.tree_flatten(None)[1]
+_registered: set[type] = set()
 _LEAF_CLASSES = (int, float, str, bool, type(None))
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of nested containers, and how they are nested; of a tensor, itself."""
-    return ([tree], _LEAF) if isinstance(tree, torch.Tensor) else _pytree.tree_flatten(tree)
+    return ([tree], _LEAF) if isinstance(tree, torch.Tensor) else _with_dataclasses(tree)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -40,7 +43,40 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[A
     leaves = [*args, *kwargs.values()]
     if all(isinstance(leaf, torch.Tensor) or type(leaf) in _LEAF_CLASSES for leaf in leaves):
         return leaves, (len(args), *kwargs)
-    return _pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return _with_dataclasses((tuple(args), dict(kwargs)))
+
+
+def _with_dataclasses(tree: Any) -> tuple[list[Any], TreeSpec]:
+    leaves, spec = _pytree.tree_flatten(tree)
+    new = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(type(leaf)) and _holds_tensors(leaf)}
+    for kind in new:
+        _register(kind)
+    return _with_dataclasses(tree) if new else (leaves, spec)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if type(leaf).__module__.startswith(("lightning_shardckpt.", "torch.")):
+        return False
+    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+    return any(isinstance(value, torch.Tensor) for value in _with_dataclasses(values)[0])
+
+
+def _register(kind: type) -> None:
+    if kind in _registered:  # while one that holds others was looked at
+        return
+    _registered.add(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def flatten(value: Any) -> tuple[list[Any], None]:
+        return [getattr(value, name) for name in names], None
+
+    def unflatten(values: Any, context: None) -> Any:
+        made: Any = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)  # it may be frozen
+        return made
+
+    _pytree.register_pytree_node(kind, flatten, unflatten)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: _T) -> _T:

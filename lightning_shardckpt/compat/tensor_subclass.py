@@ -5,8 +5,9 @@ Checked with torch 2.12 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +52,34 @@ def with_hooks(leaves: Iterable[L]) -> list[L]:
     return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
+@contextmanager
+def replaced_hooks(
+    replace: Callable[[Tensor, Callable[..., Any]], Callable[..., Any]], retained: Callable[[Tensor], None]
+) -> Iterator[None]:
+    """Inside, ``Tensor.register_hook`` in this thread registers what ``replace`` makes of a hook.
+
+    And ``retained`` gets the tensors of which ``retain_grad`` is called. Replaces the methods of ``Tensor`` for all
+    threads, and passes the others on.
+    """
+    register, retain, thread = Tensor.register_hook, Tensor.retain_grad, threading.get_ident()
+
+    def register_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
+        return register(self, replace(self, hook) if threading.get_ident() == thread else hook)  # type: ignore[no-untyped-call]
+
+    def retain_grad(self: Tensor) -> None:
+        if threading.get_ident() == thread:
+            retained(self)
+        retain(self)
+
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    Tensor.retain_grad = retain_grad  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = register  # type: ignore[method-assign]
+        del Tensor.retain_grad  # torch's own is that of a base
+
+
 def set_gradient_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
     """Let a leaf have these hooks of gradients; handles of another tensor's remove them from here, too."""
     leaf._backward_hooks = hooks
@@ -69,6 +98,14 @@ def version_of(tensor: Tensor) -> int:
 def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
     """A context whose changes of ``tensor`` do not count: autograd does not see that a saved tensor was changed."""
     return _unsafe_preserve_version_counter(tensor)
+
+
+def in_functional_transform() -> bool:
+    """Return whether ``torch.func.vmap``, ``grad`` or another of its transforms runs here, which hides subclasses.
+
+    Relies on ``torch._C._functorch.peek_interpreter_stack``.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def memory_id(tensor: Tensor) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_shardckpt.compat.dynamo import compiled_from
 from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
@@ -161,6 +162,7 @@ def shard(
     Raises:
         TopologyError: if ``root`` cannot be sharded or pipelined so, saying what to change.
     """
+    _refuse_lazy(root)
     names = parameter_names(root)
     ties = [tie for tie in names if len(tie) > 1]
     before = dict(root.named_parameters(remove_duplicate=False))
@@ -197,6 +199,17 @@ def shard(
     for old in dict.fromkeys(before.values()):
         hand_over(old, here_now.get(old))
     return _record(root, meshes, recipe, plan, stages, names, state, before, unreduced, device)
+
+
+def _refuse_lazy(root: nn.Module) -> None:
+    """Raise a TopologyError for modules that get their parameters when they are called."""
+    lazy = [name for name, p in root.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise TopologyError(
+            f"{lazy[0]} has no shape yet: a lazy module gets its parameters in its first forward, but they are sharded "
+            "and given to optimizers before that. Call the module once in __init__ or configure_model, or give it its "
+            "sizes."
+        )
 
 
 def _record(

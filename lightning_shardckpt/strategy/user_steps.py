@@ -23,6 +23,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory, moved_to, portable
 from lightning_shardckpt.parallel.tensors.placeholder import first_unknown, leaked
+from lightning_shardckpt.strategy.recorded_loggers import WrittenCall, recorded_loggers
 
 _HOST = torch.device("cpu")
 
@@ -49,6 +50,7 @@ class StepReport:
 
     output: Any
     logged: list[_Logged]
+    written: list[WrittenCall]
     changes: list[Change]
     should_stop: bool
     hyper: list[dict[str, Any]]
@@ -72,7 +74,8 @@ class _Undo:
         """Undo, at the end, what happens inside."""
         before = self._present or Memory(self._modules)
         try:
-            yield
+            with before.iterators.refused():
+                yield
         finally:
             self.drew = self.drew or before.drew
             self._present = before if before.restore() else None
@@ -130,6 +133,7 @@ class LightningStep:
         self.name, self.train = name, name == "training_step"
         self._module, self._context, self._undo = module, context, _Undo(pipeline.common)
         self._logged: list[_Logged] = []
+        self._written: list[WrittenCall] = []
         # Lightning passes the batch first, or by its name if the step has keyword-only arguments.
         self._args, self._kwargs = args, kwargs
         self._key = next(iter(kwargs), None)
@@ -170,7 +174,8 @@ class LightningStep:
     def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
         output = sent("what the step returns", merged(self.name, outputs))
         trainer = self._module.trainer
-        return StepReport(output, self._logged, self._undo.start.changes(), trainer.should_stop, _hyper(trainer))
+        changes = self._undo.start.changes()
+        return StepReport(output, self._logged, self._written, changes, trainer.should_stop, _hyper(trainer))
 
     def settle(self, report: StepReport, device: torch.device, *, source: bool) -> Any:
         """Log, remember and return, on every rank, what the last stage did."""
@@ -187,7 +192,10 @@ class LightningStep:
             value: Any = _merged_log(calls) if first.metric is None else self._module.get_submodule(first.metric)
             sizes = [call.kwargs["batch_size"] for call in calls if call.kwargs.get("batch_size") is not None]
             size = {"batch_size": sum(sizes)} if sizes else {}
-            self._module.log(name, value, *first.args, **{**first.kwargs, **size})
+            with self._context():  # which may say in which precision numbers become tensors
+                self._module.log(name, value, *first.args, **{**first.kwargs, **size})
+        for written in report.written:
+            written.repeat(self._module.trainer.loggers, device)
         return moved_to(report.output, device)
 
     @contextmanager
@@ -216,9 +224,15 @@ class LightningStep:
                 _Logged(name, turn, sent(f"the value logged as {name!r}", value), metric, args, kwargs, share)
             )
 
+        def write(call: WrittenCall) -> None:
+            if share is not None:
+                args, kwargs = sent("what is written to a logger", (call.args, call.kwargs))
+                self._written.append(WrittenCall(call.path, args, kwargs))
+
         self._module.__dict__["log"] = log
         try:
-            yield
+            with recorded_loggers(self._module.trainer, write):
+                yield
         finally:
             del self._module.__dict__["log"]
 
@@ -290,7 +304,9 @@ def _merged_log(calls: list[_Logged]) -> Any:
             f"{calls[0].name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
             'mean, sum, max or min, or pipeline_loss="batch"'
         )
-    kept = calls[0].value.dtype if isinstance(calls[0].value, Tensor) else torch.float32
+    if not isinstance(calls[0].value, Tensor):
+        return merged.item()
+    kept = calls[0].value.dtype
     return merged.to(kept if kept.is_floating_point else torch.float32)
 
 

@@ -670,6 +670,122 @@ class ReturnsNothing(Good):
         pass
 
 
+# --- what only one process would do with a batch ---
+
+
+class Cut(Good):
+    def layer(self) -> nn.Module:
+        return self.cut_layer()
+
+    cut_layer: Any = Layer
+
+
+class CountingLayer(Layer):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Counting(Cut):
+    cut_layer = CountingLayer
+
+
+class AveragingLayer(Layer):
+    """Adds a little of a moving average of activations, which is no buffer."""
+
+    mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        now = x.detach().mean()
+        self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
+        return x + 1e-6 * self.mean
+
+
+class Averaging(Cut):
+    cut_layer = AveragingLayer
+
+
+class CenteringLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x - x.mean(0)
+
+
+class Centering(Cut):
+    cut_layer = CenteringLayer
+
+
+class TimeFirst(Good):
+    """The samples are the second dim: layers attend to all of the first."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x + x.cumsum(0))
+        return x
+
+
+class CountsSamples(Good):
+    """What it keeps of a batch takes part in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = iter(range(100))
+
+    def before(self, tokens: Tensor) -> Tensor:
+        return super().before(tokens) * (1 + next(self.words))
+
+
+class Watching(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.losses.append(0.0))
+        return x
+
+
+class Retaining(Good):
+    def behind(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.retain_grad()
+        return super().behind(x)
+
+
+class ParameterGradient(Good):
+    """With respect to a parameter, of a loss that begins with it."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        (slope,) = torch.autograd.grad(loss, self.layers[3].linear.weight, create_graph=True)
+        return loss + slope.square().sum()
+
+
+class InputGradient(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        x = self.before(batch).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.behind(self.trunk(x)).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+
+class Mapped(Good):
+    """A function for each sample, that uses a weight of another stage."""
+
+    def behind(self, x: Tensor) -> Tensor:
+        return super().behind(torch.func.vmap(lambda row: row + self.embed.weight[0])(x))
+
+
+class Scripted(Good):
+    def layer(self) -> nn.Module:
+        return torch.jit.script(Layer())  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Lazy(Good):
+    def layer(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh())
+
+
 # ── cases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ORDER = ("calls each layer once, in the order layers.0 … layers.3", "pipeline_parallel_size=1", "pipeline_layers")
@@ -681,6 +797,7 @@ MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
 STATE = ("a buffer that training changes in a layer", "pipeline_microbatches=1")
 REMEMBER = ("is to remember embed.weight", "behind the layers")
+BATCHES = "pipeline_microbatches=1"
 CANNOT_CUT = ("cannot cut this batch into microbatches", "pipeline_microbatches=1")
 
 
@@ -703,6 +820,8 @@ class Case:
 OWN = ("KeyError", "RankError")
 BY_MICROBATCH = {"pipeline_loss": "microbatch"}
 ONE_F_ONE_B = {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}
+INTERLEAVED = {"pipeline_loss": "microbatch", "pipeline_schedule": "interleaved_1f1b", "pipeline_stages_per_rank": 2}
+DUALPIPE = {"pipeline_loss": "microbatch", "pipeline_schedule": "dualpipe_v", "pipeline_stages_per_rank": 2}
 CASES = {
     "two passes": Case(TwoPasses, ("layers.0 was called a second time", *ORDER)),
     "two passes, 1f1b": Case(TwoPasses, ("layers.0 was called a second time", *ORDER), ONE_F_ONE_B),
@@ -803,6 +922,28 @@ CASES = {
     "returns what cannot be pickled": Case(ReturnsLambda, ("cannot be pickled", "lambda"), run="validate"),
     "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'pipeline_schedule="gpipe"'), ONE_F_ONE_B),
     "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
+    "counts in a layer": Case(Counting, ("layers.0.calls is an attribute that changes with every call", BATCHES)),
+    "moving average in an attribute": Case(Averaging, ("layers.0.mean of another microbatch",)),
+    "centers the batch": Case(Centering, ("of parts of a batch than of the whole", "layers.3 differs", BATCHES)),
+    "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
+    "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
+    "centers the batch, interleaved": Case(Centering, ("than of the whole", "layers.3 differs"), INTERLEAVED),
+    "centers the batch, dualpipe": Case(Centering, ("than of the whole", "layers.3 differs"), DUALPIPE),
+    "time first": Case(TimeFirst, ("than of the whole", "the first dim of the batch's tensors must be the samples")),
+    "iterator before the layers": Case(
+        CountsSamples, ("words of CountsSamples, an iterator or a file", "CombinedLoader")
+    ),
+    "watches an activation": Case(Watching, ("a hook of an activation of shape", "changes nothing")),
+    "retains a gradient": Case(Retaining, ("calls retain_grad of a tensor of shape", "pipeline_parallel_size=1")),
+    "gradient with respect to an input": Case(
+        InputGradient, ("torch.autograd.grad needs the value of", "doesn't have")
+    ),
+    "gradient with respect to a parameter": Case(
+        ParameterGradient, ("finds no way through the layers", "pipeline_parallel_size=1")
+    ),
+    "vmap over the weight of another stage": Case(Mapped, ("a transform of torch.func around", "doesn't have")),
+    "compiled by torch.jit": Case(Scripted, ("layers.0 was compiled by torch.jit", "Use the original module")),
+    "lazy": Case(Lazy, ("layers.0.0.weight has no shape yet", "configure_model")),
     # Lightning's own rule for all distributed strategies
     "returns nothing": Case(ReturnsNothing, ("returning None in distributed training",), kinds=("RuntimeError",)),
 }

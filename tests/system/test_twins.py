@@ -58,6 +58,12 @@ REFUSED_IN_PIPELINES = {
     "Averages": "copy_ writes net.",
     "Diffusion": "_foreach_copy_ writes net.",
     "Finetunes": "equal needs the value of net.",
+    "TakesFromAnIterator": "weights of TakesFromAnIterator, an iterator or a file, is used before the last layer",
+    "CountsInLayers": "net.layers.0.calls is an attribute that changes with every call",
+    "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
+    "WatchesActivations": "a hook of an activation of shape (16, 8), changes nothing",
+    "RetainsGradients": "calls retain_grad of a tensor of shape (16, 8)",
+    "PenalizesInputGradients": "torch.autograd.grad finds no way through the layers of other stages",
     "FollowsByTorch": "is on another pipeline stage and was called outside of a training",
 }
 NOT_IN_PIPELINES = (

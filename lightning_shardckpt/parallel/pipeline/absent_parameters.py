@@ -8,6 +8,7 @@ value is told so. Hooks run on the stage that has the parameter, so they may do 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
 )
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.agree import gathered
+from lightning_shardckpt.parallel.pipeline.attribute_owners import is_installed
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
@@ -94,8 +96,8 @@ class AbsentParameters:
 class _GuardedHook:
     """A hook of the user's that must change what it sees."""
 
-    def __init__(self, hook: Callable[[Any], Any], shape: Sequence[int]) -> None:
-        self._hook, self._shape = hook, tuple(shape)
+    def __init__(self, hook: Callable[[Any], Any], of: str) -> None:
+        self._hook, self._of = hook, of
 
 
 class _GradientHook(_GuardedHook):
@@ -108,7 +110,7 @@ class _GradientHook(_GuardedHook):
         before = version_of(part)
         found = self._hook(gradient)
         if found is None and version_of(part) == before:
-            raise _watches(self._hook, self._shape)
+            raise _watches(self._hook, self._of)
         return found
 
 
@@ -119,7 +121,7 @@ class _AccumulatedHook(_GuardedHook):
         before = _versions(parameter)
         self._hook(parameter)
         if before is not None and _versions(parameter) == before:
-            raise _watches(self._hook, self._shape)
+            raise _watches(self._hook, self._of)
 
 
 def _versions(parameter: Tensor) -> tuple[int, int, int] | None:
@@ -136,14 +138,26 @@ def _guard(parameter: nn.Parameter, hooks: MutableMapping[int, Any] | None, kind
         return
     for number, hook in hooks.items():
         if not isinstance(hook, _GuardedHook) and not getattr(hook, "__module__", "").startswith(_OURS):
-            hooks[number] = kind(hook, parameter.shape)
+            hooks[number] = kind(hook, f"a parameter of shape {tuple(parameter.shape)}")
 
 
-def _watches(hook: Any, shape: tuple[int, ...]) -> TopologyError:
+def guarded_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a hook that does what ``hook`` does, and must change the gradient, if ``tensor`` is an activation.
+
+    Those of parameters are looked at between steps.
+    """
+    function = hook.func if isinstance(hook, partial) else hook
+    owner = getattr(function, "__module__", "")
+    if isinstance(tensor, nn.Parameter) or owner.startswith(_OURS) or is_installed(owner):
+        return hook
+    return _GradientHook(hook, f"an activation of shape {tuple(tensor.shape)}")
+
+
+def _watches(hook: Any, of: str) -> TopologyError:
     name = getattr(hook, "__qualname__", repr(hook))
     return TopologyError(
-        f"{name}, a hook of a parameter of shape {shape}, changes nothing: what it notes down is known to one stage of "
-        "the pipeline only, the one that has the parameter. A hook may return another gradient, or change it; read "
+        f"{name}, a hook of {of}, changes nothing: what it notes down is known to one stage of "
+        "the pipeline only, the one that has the tensor. A hook may return another gradient, or change it; read "
         "gradients in on_before_optimizer_step of a run with pipeline_parallel_size=1."
     )
 

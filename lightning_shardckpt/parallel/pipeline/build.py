@@ -182,6 +182,11 @@ def split_into_stages(
 def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> None:
     for name, module in root.named_modules():
         clean = clean_fqn(name)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TopologyError(
+                f"{clean or 'the module'} was compiled by torch.jit: no pipeline stage can leave out a part of it, or "
+                "stand in for it. Use the original module, or torch.compile."
+            )
         compiled = type(module).__name__ == "OptimizedModule"
         if compiled and any(layer.startswith(f"{clean}.") or not clean for layer in plan.layers):
             raise TopologyError(

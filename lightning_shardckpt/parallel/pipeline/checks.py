@@ -6,25 +6,30 @@ Layers see microbatches, not batches, and the stages run different parts of a st
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.module_class import any_global_hook, result_hooks
+from lightning_shardckpt.compat.module_class import WithoutState, any_global_hook, result_hooks
 from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
 from lightning_shardckpt.compat.pipelining import watched_collectives
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.tensor_subclass import replaced_hooks, version_of
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.pipeline.absent_parameters import guarded_hook
+from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
 from lightning_shardckpt.parallel.tensors.bit_sums import Marks
+
+_UNUSED = "appears to not have been used in the graph"  # torch's words
 
 
 class StepChecks:
@@ -51,6 +56,12 @@ class StepChecks:
             for name, module in root.named_modules()
             if is_inside(clean_fqn(name), units) and not self._sees_whole(clean_fqn(name))
         ]
+        self._attributes = {
+            name: (module, plan.holders(clean_fqn(name)))
+            for name, module, _ in self._parts
+            if not isinstance(module, WithoutState) and not type(module).__module__.startswith("torch.")
+        }
+        self._varying: set[str] = set()
         self._norms = [
             (name, module)
             for name, module in root.named_modules()
@@ -77,6 +88,16 @@ class StepChecks:
                 f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
                 "norm, or pipeline_microbatches=1."
             )
+
+    def attributes(self, sizes: Sequence[int], device: torch.device, *, tried: bool = False) -> LayerAttributes:
+        """Return what watches the attributes of modules that see microbatches of these sizes.
+
+        Args:
+            sizes: samples of each microbatch.
+            device: where placeholders are to be.
+            tried: whether what is found is forgotten.
+        """
+        return LayerAttributes(self._attributes, sizes, set() if tried else self._varying, device)
 
     def _check_hooks(self) -> None:
         hooked = [name for name, module, before in self._parts if result_hooks(module) - before]
@@ -117,14 +138,18 @@ class StepChecks:
         Raises:
             TopologyError: for a parameter that the step itself changes.
         """
-        changed = self._marks.changed(self._parameter_marks())
-        if changed:
-            name = [name for name, _ in own_parameters(self._root)][changed[0]]
+        name = self.changed_parameter()
+        if name:
             raise TopologyError(
                 f"{state.step.name} changes {name}. In a pipeline, parts of a step run once for each microbatch, "
                 "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
                 "on_train_batch_start."
             )
+
+    def changed_parameter(self) -> str | None:
+        """Return the name of a parameter that has changed since it was marked."""
+        changed = self._marks.changed(self._parameter_marks())
+        return [name for name, _ in own_parameters(self._root)][changed[0]] if changed else None
 
     def _parameter_marks(self) -> Marks:
         return Marks([local_tensor(parameter) for _, parameter in own_parameters(self._root)])
@@ -152,9 +177,40 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
         frame = frame.f_back
 
 
+@contextmanager
+def guarded_step() -> Iterator[None]:
+    """Inside, what a run of a step can't do is an error in this thread: collectives over all processes, and others."""
+    try:
+        with without_world_collectives():
+            yield
+    except RuntimeError as error:
+        if _UNUSED not in str(error):
+            raise
+        raise TopologyError(
+            f"{error} In a pipelined step, torch.autograd.grad finds no way through the layers of other stages, nor to "
+            "parameters: gradients with respect to them are known when all stages have run their backward. Use "
+            "pipeline_parallel_size=1."
+        ) from error
+
+
+def guarded_hooks() -> AbstractContextManager[None]:
+    """Inside, hooks of activations that only look at gradients are an error in this thread, as one stage has them.
+
+    So are gradients that are to be retained.
+    """
+    return replaced_hooks(guarded_hook, _refuse_retaining)
+
+
 def without_world_collectives() -> AbstractContextManager[None]:
     """Inside, a collective over all processes is an error in this thread; others, such as FSDP's, are not touched."""
     return watched_collectives(_refuse_world)
+
+
+def _refuse_retaining(tensor: Tensor) -> None:
+    raise TopologyError(
+        f"a pipelined step calls retain_grad of a tensor of shape {tuple(tensor.shape)}, whose gradient one stage of "
+        "the pipeline will have, and for microbatches. Use pipeline_parallel_size=1 to look at it."
+    )
 
 
 def _refuse_world(name: str, group: dist.ProcessGroup | None) -> None:

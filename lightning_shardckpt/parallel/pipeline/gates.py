@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.module_class import mix_in
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.pipeline.checks import refuse_reentrant_checkpoint, without_world_collectives
+from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.parallel.sharding.random_streams import advance_rng, derived_rng, rng_checksum
 from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
@@ -92,7 +92,7 @@ class Gates:
         """Run ``step`` as one stage run, and return the tensors that leave it, so that hooks of FSDP see them."""
         self.running = run
         try:
-            with without_world_collectives(), in_stage_run():
+            with guarded_step(), in_stage_run():
                 run.returned = step()
         except StageExit:
             return tuple(run.outputs)
@@ -192,7 +192,8 @@ class Gate:
                 raise TopologyError(
                     f"{self._fqn} is on another pipeline stage and was called outside of a training, validation, test "
                     "or predict step, or by torch.utils.checkpoint around layers of several stages. To run the module "
-                    "at other times, or for generate(), load its checkpoint with pipeline_parallel_size=1."
+                    "at other times, or for generate(), load its checkpoint with pipeline_parallel_size=1. (The "
+                    "Trainer runs a module with example_input_array: leave that out, or enable_model_summary=False.)"
                 )
             return self._real(module, forward, args, kwargs)
         if isinstance(self._place, int):
@@ -337,5 +338,5 @@ def _recipe(leaf: Any, places: Mapping[int, int]) -> Any:
     if id(leaf) in places:
         return "argument", places[id(leaf)]
     if not isinstance(leaf, Tensor):
-        return "constant", leaf
+        return ("constant", leaf) if isinstance(leaf, _PLAIN) else None
     return ("unknown", (leaf.geometry, leaf.device)) if isinstance(leaf, Placeholder) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -51,6 +52,17 @@ def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
     return [_slice(batch, stop - size, stop, samples, "batch") for size, stop in zip(sizes, stops, strict=True)], sizes
 
 
+def whole_and_halves(batch: T, count: int) -> list[T]:
+    """As many samples as are in one of ``count`` microbatches, but at least 2, and their two halves.
+
+    Raises:
+        TopologyError: as ``split_batch``.
+    """
+    samples = samples_in(batch)
+    most = min(samples, max(2, samples // count))
+    return [_slice(batch, *ends, samples, "batch") for ends in ((0, most), (0, most // 2), (most // 2, most))]
+
+
 def copied(value: Any) -> Any:
     """A copy of a batch, as far as its containers are known: steps may change what they get."""
     if isinstance(value, Tensor):
@@ -62,12 +74,12 @@ def copied(value: Any) -> Any:
         found = [copied(item) for item in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: copied(getattr(value, f.name)) for f in dataclasses.fields(value)})
+        return _with_fields(value, {f.name: copied(getattr(value, f.name)) for f in dataclasses.fields(value)})
     return value
 
 
 def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_nested:
         return value[start:stop] if value.ndim and value.shape[0] == samples else value
     if isinstance(value, _WHOLE):
         return value
@@ -85,11 +97,19 @@ def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
             f.name: _slice(getattr(value, f.name), start, stop, samples, f"{where}.{f.name}")
             for f in dataclasses.fields(value)
         }
-        return dataclasses.replace(value, **changes)
+        return _with_fields(value, changes)
     raise TopologyError(
         f"cannot cut this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold tensors, "
         "numbers, strings, dicts, lists, tuples and dataclasses; for others use pipeline_microbatches=1."
     )
+
+
+def _with_fields(original: Any, fields: Mapping[str, Any]) -> Any:
+    """A dataclass with other fields; unlike ``dataclasses.replace`` it makes nothing anew from them."""
+    found = copy.copy(original)
+    for name, value in fields.items():
+        object.__setattr__(found, name, value)  # it may be frozen
+    return found
 
 
 def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
@@ -105,7 +125,8 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
 
 def _tensors(tree: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
-        yield where, tree
+        if not tree.is_nested:  # these are refused where they would be cut
+            yield where, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _tensors(value, f"{where}[{key!r}]")
@@ -149,7 +170,7 @@ def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> JoinedTens
     """
     if len(parts) == 1:
         return JoinedTensor(tuple(parts), parts[0].detach(), None)
-    dim = _joined_dim([tuple(part.shape) for part in parts], tuple(shape))
+    dim = joined_dim([tuple(part.shape) for part in parts], tuple(shape))
     if dim is None:
         raise TopologyError(
             f"{what} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
@@ -159,7 +180,8 @@ def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> JoinedTens
     return JoinedTensor(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
 
 
-def _joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+def joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+    """Return along which dim parts of these shapes make the whole; None if along none."""
     for dim in range(len(whole)):
         alike = all(len(p) == len(whole) and p[:dim] == whole[:dim] and p[dim + 1 :] == whole[dim + 1 :] for p in parts)
         if alike and sum(p[dim] for p in parts) == whole[dim]:
@@ -199,6 +221,9 @@ class Results:
             like: Any = returned
             if any(returned is one for one in unknown):
                 leaves[place] = like = self._returned_input(number, returned, shape)
+                if like is returned:  # what entered with it, or stays unknown with it
+                    self._joined.append(None)
+                    continue
             if isinstance(like, Placeholder):
                 joined = join([o[number] for o in self._outputs], shape, f"a result of the last layer {self._layer}")
                 self._joined.append((joined, like.become(joined.whole, requires_grad=joined.requires_grad)))

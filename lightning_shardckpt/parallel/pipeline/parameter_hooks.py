@@ -80,6 +80,18 @@ class ParameterHooks:
                 set_gradient_hooks(parameter, of_gradient)
                 set_accumulation_hooks(parameter, of_accumulated)
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """At the end, hooks that were registered inside are removed."""
+        before = [(dict(gradient_hooks(p) or {}), dict(accumulation_hooks(p) or {})) for p in self._parameters]
+        try:
+            yield
+        finally:
+            for parameter, known in zip(self._parameters, before, strict=True):
+                for hooks, old in zip((gradient_hooks(parameter), accumulation_hooks(parameter)), known, strict=True):
+                    for number in (hooks or {}).keys() - old.keys():
+                        del (hooks or {})[number]
+
     def allow(self) -> None:
         """Call after a run of a part of the step that no other run repeats: what it has registered may stay."""
         self._known = self._counts()

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
 from lightning_shardckpt.parallel.pipeline.agree import Packed, agree_on_numbers, agree_on_report, packed
-from lightning_shardckpt.parallel.pipeline.checks import StepChecks
+from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guarded_hooks
+from lightning_shardckpt.parallel.pipeline.cut_check import NOTHING_TO_COMPARE, SIZES, CutCheck
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
+from lightning_shardckpt.parallel.pipeline.layer_attributes import results_unknown
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
 from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks, accumulate
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
-from lightning_shardckpt.parallel.pipeline.side_effects import results_unknown
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
@@ -86,6 +87,7 @@ class Pipeline:
         here = named_modules(root)
         self._layers = {name: here[name] for name in plan.layers}
         self._checks = StepChecks(root, plan, rest_runs_once=loss_of == "batch")
+        self._cut = CutCheck(root, common, self._stages, schedule, self._rank, in_order=loss_of == "batch")
         self._state: StepState | None = None
 
     @property
@@ -112,6 +114,8 @@ class Pipeline:
         """
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
+        if self._cut.is_due(state):
+            self._check_cut(state)
         operations = self._schedule.operations(self._rank, len(state.batches))
         early = step.train and self.backward_early
         if not early:
@@ -131,7 +135,7 @@ class Pipeline:
                 return packed(step.report(state.outputs), self._group, self._device)
 
         source = self._schedule.rank_of(self._last)
-        with kept_rng():  # each run starts from a seed of its own
+        with kept_rng(), guarded_hooks():  # each run starts from a seed of its own
             report = agree_on_report(f"running {step.name}", work, source, self._group, self._device)
         self._stages.flush()
         self._state = state if step.train and not early else None
@@ -228,6 +232,28 @@ class Pipeline:
         hooks = ParameterHooks(dict(own_parameters(self._root)))
         return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks)
 
+    def _check_cut(self, state: StepState) -> None:
+        """Raise a TopologyError, on all ranks, if layers compute something else of parts of a batch."""
+
+        attributes = self._checks.attributes(SIZES, self._device, tried=True) if state.step.train else None
+
+        def work() -> tuple[int, ...]:
+            with self._gradients.no_sync(), KeptGathers().used() if self._keeps else nullcontext():
+                found = self._cut.look(state, self._probe, attributes)
+            return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
+
+        try:
+            every = agree_on_numbers("comparing parts of a batch", work, 3, self._group, self._device)
+            differs = torch.tensor(int(self._cut.differs(every)))
+        except Exception:  # a step need not run on a part of a batch; if the error is another one, it comes again
+            differs = torch.tensor(0)
+        self._stages.flush()
+        if self._data_group is not None:
+            differs = differs.to(self._device)
+            dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._data_group)
+        if differs:
+            raise self._cut.error(state, self._plan.layers[-1])
+
     def _look(self, state: StepState) -> Exception | None:
         """Split the batch and look at the step; returns what is wrong with it, for all ranks to hear."""
         try:
@@ -236,6 +262,8 @@ class Pipeline:
             state.samples = parts_of_running(sizes)
             self._probe(state)
             self._checks.check_start(state)
+            if state.step.train and len(sizes) > 1:
+                state.attributes = self._checks.attributes(sizes, self._device)
         except Exception as error:
             return error
         return None

@@ -2,17 +2,20 @@
 
 Counters, lists of outputs, metrics and buffers: a step changes attributes of modules that every stage holds. Runs
 of a part of the step must leave no trace; what the whole step changed on the last stage must be changed on
-all. Covered are numbers, strings, tensors, random generators and lists, dicts, sets and tuples of them, and buffers.
+all. Covered are numbers, strings, tensors, arrays, random generators, lists, dicts, sets and tuples of them, objects of
+users' classes with such attributes, and buffers.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import datetime
+import enum
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -23,20 +26,33 @@ from lightning_shardckpt.compat.module_slots import buffer_slots
 from lightning_shardckpt.compat.pytree import tree_map
 from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.pipeline.attribute_owners import (
+    INTERNAL,
+    MOST_ITEMS,
+    Iterators,
+    Path,
+    attributes_of,
+    is_followed,
+    owner_at,
+    owners_in,
+)
+from lightning_shardckpt.parallel.sharding.random_streams import GENERATORS, generator_state, set_generator_state
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_unknown
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, tuple, set, dict)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DATES = (datetime.date, datetime.time, datetime.timedelta)
+_VALUES: tuple[type, ...] = (*_PLAIN, *_DATES, enum.Enum, PurePath, range, slice, frozenset, np.generic)
+_VALUES = (*_VALUES, torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, dict, deque)
 _COPIED = 1 << 20  # elements; a larger tensor is not copied, so that a change of it can be noticed, but not undone
-_INTERNAL = frozenset(vars(nn.Module()))
+_ARRAY_BYTES = 1 << 20  # of a larger array of numpy changes are not noticed
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One attribute or buffer of one module, by the module's number, and what became of it."""
+    """One attribute or buffer of one module, or of an object in its attributes, and what became of it."""
 
-    module: int
+    owner: Path
     name: str
     buffer: bool
     kind: Literal["set", "extend", "delete", "state"]
@@ -56,11 +72,15 @@ class _SavedValue:
 
     @classmethod
     def of(cls, value: Any, *, copied: bool = True) -> _SavedValue:
+        if isinstance(value, Placeholder):
+            return cls(value)
         if isinstance(value, Tensor):
             return cls(value, version_of(value), value.detach().clone() if copied else None)
-        if isinstance(value, _GENERATORS):
-            return cls(value, _generator_state(value))
-        if isinstance(value, list | tuple):
+        if isinstance(value, GENERATORS):
+            return cls(value, generator_state(value))
+        if isinstance(value, np.ndarray):
+            return cls(value, value.tobytes())
+        if isinstance(value, list | tuple | deque):
             return cls(value, [cls.of(item, copied=False) for item in value])
         if isinstance(value, dict):
             return cls(value, {key: cls.of(item, copied=False) for key, item in value.items()})
@@ -68,16 +88,20 @@ class _SavedValue:
 
     def same(self, value: Any) -> bool:
         """Return whether ``value`` is this object, and unchanged."""
-        if value is not self.value or isinstance(value, Placeholder):
+        if value is not self.value:
             return False
+        if isinstance(value, Placeholder):  # unless it was one then, something unknown was written into it
+            return self.inside is None
         if isinstance(value, Tensor):
             return bool(version_of(value) == self.inside)
-        if isinstance(value, _GENERATORS):
-            state = _generator_state(value)
+        if isinstance(value, GENERATORS):
+            state = generator_state(value)
             if isinstance(state, Tensor):
                 return torch.equal(state, self.inside)
             return repr(state) == repr(self.inside)
-        if isinstance(value, list | tuple):
+        if isinstance(value, np.ndarray):
+            return bool(value.tobytes() == self.inside)
+        if isinstance(value, list | tuple | deque):
             return len(value) == len(self.inside) and self.begins(value)
         if isinstance(value, dict):
             return value.keys() == self.inside.keys() and all(kept.same(value[k]) for k, kept in self.inside.items())
@@ -91,11 +115,11 @@ class _SavedValue:
     def restored(self, name: str) -> Any:
         """The object, with what was inside it."""
         value = self.value
-        if isinstance(value, _GENERATORS):
-            _set_generator_state(value, self.inside)
+        if isinstance(value, GENERATORS):
+            set_generator_state(value, self.inside)
         elif isinstance(value, Placeholder) and self.copy is not None:  # something unknown was written into it
             value.become(self.copy.clone(), requires_grad=False)
-        elif isinstance(value, Tensor) and version_of(value) != self.inside:
+        elif isinstance(value, Tensor) and self.inside is not None and version_of(value) != self.inside:
             if self.copy is None:
                 raise TopologyError(
                     f"{name}, or a tensor inside of it, is changed in place before the layers of a pipelined step. "
@@ -104,11 +128,15 @@ class _SavedValue:
                 )
             with torch.no_grad():
                 value.copy_(self.copy)
+        elif isinstance(value, np.ndarray):
+            value[...] = np.frombuffer(self.inside, value.dtype).reshape(value.shape)
         elif isinstance(value, tuple):
             for kept in self.inside:
                 kept.restored(name)
-        elif isinstance(value, list):
-            value[:] = [kept.restored(name) for kept in self.inside]
+        elif isinstance(value, list | deque):
+            items = [kept.restored(name) for kept in self.inside]
+            value.clear()
+            value.extend(items)
         elif isinstance(value, dict):
             before = {key: kept.restored(name) for key, kept in self.inside.items()}
             value.clear()
@@ -120,17 +148,18 @@ class _SavedValue:
 
 
 class _ModuleMemory:
-    """The present memory of one module. What is compared most often, that nothing changed, costs least."""
+    """The present memory of one module or object. What is compared most often, that nothing changed, costs least."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
-        self.attributes, self._buffers = dict(vars(module)), dict(buffer_slots(module))
+        self.attributes, self._buffers = dict(attributes_of(module)), dict(_buffers(module))
+        self._internal = INTERNAL if isinstance(module, nn.Module) else frozenset()
         self._opaque: list[Any] = []  # containers of what is not covered, which may become covered
         self._saved: dict[tuple[str, bool], _SavedValue] = {}
         for name, value in self.attributes.items():
-            if type(value) in _PLAIN or name in _INTERNAL:
+            if type(value) in _PLAIN or name in self._internal:
                 continue
-            if _is_plain(value):
+            if _is_plain(value) and not self._is_data(value):
                 self._saved[name, False] = _SavedValue.of(value, copied=_is_small(value))
             elif isinstance(value, _CONTAINERS):
                 self._opaque.append(value)
@@ -141,8 +170,8 @@ class _ModuleMemory:
     def is_unchanged(self) -> bool:
         """True if everything is as it was."""
         return (
-            _are_same(vars(self.module), self.attributes)
-            and _are_same(buffer_slots(self.module), self._buffers)
+            _are_same(attributes_of(self.module), self.attributes)
+            and _are_same(_buffers(self.module), self._buffers)
             and all(kept.same(kept.value) for kept in self._saved.values())
             and not any(map(_is_plain, self._opaque))
         )
@@ -150,25 +179,37 @@ class _ModuleMemory:
     @property
     def drew(self) -> bool:
         """True if somebody drew from a generator since."""
-        return any(isinstance(kept.value, _GENERATORS) and not kept.same(kept.value) for kept in self._saved.values())
+        return any(isinstance(kept.value, GENERATORS) and not kept.same(kept.value) for kept in self._saved.values())
 
     def before(self) -> dict[tuple[str, bool], _SavedValue]:
         """Return everything that is covered, as it was."""
         attributes = self.attributes.items()
-        plain = {(k, False): _SavedValue(v) for k, v in attributes if type(v) in _PLAIN and k not in _INTERNAL}
+        plain = {(k, False): _SavedValue(v) for k, v in attributes if type(v) in _PLAIN and k not in self._internal}
         return plain | self._saved
+
+    def now(self) -> Iterator[tuple[tuple[str, bool], Any]]:
+        """Yield what is covered: (name, whether it is a buffer) → value."""
+        for name, value in list(attributes_of(self.module).items()):
+            if name not in self._internal and _is_plain(value) and not self._is_data(value):
+                yield (name, False), value
+        for name, buffer in _buffers(self.module).items():
+            yield (name, True), buffer
+
+    def _is_data(self, value: Any) -> bool:
+        """Return whether a container in an object is too large to be looked at in each step."""
+        return not self._internal and isinstance(value, _CONTAINERS) and len(value) > MOST_ITEMS
 
     def restore(self) -> None:
         """Make everything as it was."""
         module, before = self.module, self.before()
-        for key, value in list(_state(module)):
+        for key, value in list(self.now()):
             if key not in before and not key[1] and key[0] in self.attributes:  # not covered then
-                vars(module)[key[0]] = self.attributes[key[0]]
+                attributes_of(module)[key[0]] = self.attributes[key[0]]
             elif key not in before:
                 del _place(module, key)[key[0]]
             elif not before[key].same(value):
                 _place(module, key)[key[0]] = before[key].restored(key[0])
-        for key in before.keys() - {key for key, _ in _state(module)}:
+        for key in before.keys() - {key for key, _ in self.now()}:
             _place(module, key)[key[0]] = before[key].restored(key[0])
 
 
@@ -181,7 +222,11 @@ class Memory:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._before = [_ModuleMemory(module) for module in modules]
+        objects = dict(owners_in(modules))
+        self._paths: list[Path] = [*((number,) for number in range(len(modules))), *objects]
+        owners = [*modules, *objects.values()]
+        self._before = [_ModuleMemory(owner) for owner in owners]
+        self.iterators = Iterators(owners)
 
     @property
     def drew(self) -> bool:
@@ -199,30 +244,30 @@ class Memory:
         """Return what is different now. Its tensors are copies without history, in host memory."""
         found = []
         extended: set[int] = set()  # a list with two names grows once
-        for number, memory in enumerate(self._before):
+        for path, memory in zip(reversed(self._paths), reversed(self._before), strict=True):  # from within outwards
             if memory.is_unchanged:
                 continue
             module, before = memory.module, memory.before()
-            now = dict(_state(module))
+            now = dict(memory.now())
             for (name, buffer), value in now.items():
                 kept = before.get((name, buffer))
                 if (kept is not None and kept.same(value)) or id(value) in extended:
                     continue
                 _check_known(module, name, value)
-                if isinstance(value, _GENERATORS):
-                    found.append(Change(number, name, buffer, "state", _generator_state(value)))
+                if isinstance(value, GENERATORS):
+                    found.append(Change(path, name, buffer, "state", generator_state(value)))
                 elif kept is not None and value is kept.value and isinstance(value, list) and kept.begins(value):
                     extended.add(id(value))
-                    found.append(Change(number, name, buffer, "extend", portable(value[len(kept.inside) :])))
+                    found.append(Change(path, name, buffer, "extend", portable(value[len(kept.inside) :])))
                 else:
-                    found.append(Change(number, name, buffer, "set", portable(value)))
-            found += [Change(number, *key, "delete") for key in before if key[0] not in _place(module, key)]
+                    found.append(Change(path, name, buffer, "set", portable(value)))
+            found += [Change(path, *key, "delete") for key in before if key[0] not in _place(module, key)]
         return found
 
     def apply(self, changes: Sequence[Change], device: torch.device) -> None:
         """Make here what was changed elsewhere; everything must be as it was."""
         for change in changes:
-            place = _place(self._modules[change.module], (change.name, change.buffer))
+            place = _place(owner_at(self._modules, change.owner), (change.name, change.buffer))
             old: Any = place.get(change.name)
             value = moved_to(change.value, device)
             if change.kind == "delete":
@@ -230,42 +275,14 @@ class Memory:
             elif change.kind == "extend":
                 old.extend(value)
             elif change.kind == "state":
-                _set_generator_state(old, change.value)
+                set_generator_state(old, change.value)
             elif change.buffer and _alike(old, value):
                 old.copy_(value)
             else:
                 place[change.name] = value
 
 
-@contextmanager
-def results_unknown(layers: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
-    """Inside, what layers left in their attributes of the last microbatch, such as losses of their own, is unknown."""
-    left = {
-        (part, name, f"{fqn}.{name}"): value
-        for prefix, layer in layers.items()
-        for fqn, part in layer.named_modules(prefix=prefix)
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    }
-    for (part, name, fqn), value in left.items():
-        vars(part)[name] = Placeholder.like(value, f"{fqn} of the whole batch", device)
-    try:
-        yield
-    finally:
-        for (part, name, _), value in left.items():
-            vars(part)[name] = value
-
-
-def _state(module: nn.Module) -> Iterator[tuple[tuple[str, bool], Any]]:
-    """Yield what is covered of a module: (name, whether it is a buffer) → value."""
-    for name, value in vars(module).items():
-        if name not in _INTERNAL and _is_plain(value):
-            yield (name, False), value
-    for name, buffer in buffer_slots(module).items():
-        yield (name, True), buffer
-
-
-def _check_known(module: nn.Module, name: str, value: Any) -> None:
+def _check_known(module: Any, name: str, value: Any) -> None:
     unknown = first_unknown(value)
     if unknown is not None:
         raise TopologyError(
@@ -278,22 +295,31 @@ def _alike(old: Any, new: Any) -> bool:
     return isinstance(old, Tensor) and isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
 
 
-def _place(module: nn.Module, key: tuple[str, bool]) -> dict[str, Any]:
-    return buffer_slots(module) if key[1] else vars(module)
+def _place(module: Any, key: tuple[str, bool]) -> MutableMapping[str, Any]:
+    return buffer_slots(module) if key[1] else attributes_of(module)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
+def _buffers(owner: Any) -> dict[str, Any]:
+    return buffer_slots(owner) if isinstance(owner, nn.Module) else {}
+
+
+def _is_plain(value: Any, inside: Collection[int] = ()) -> bool:
+    if isinstance(value, list | tuple | set | deque):
+        return all(_is_plain(item, inside) for item in value)
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
     if isinstance(value, dict):
-        return all(isinstance(key, _PLAIN) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, _VALUES) and _is_plain(item, inside) for key, item in value.items())
     kind: Any = type(value)  # which mypy takes for unhashable
+    if is_followed(kind):  # as a value it is sent as a whole
+        known = {*inside, id(value)}
+        return id(value) in inside or all(_is_plain(item, known) for item in attributes_of(value).values())
     return _is_plain_class(kind) and not (isinstance(value, Tensor) and isinstance(value, nn.Parameter))
 
 
 @lru_cache(maxsize=1 << 16)
 def _is_plain_class(kind: type) -> bool:
-    return issubclass(kind, (*_PLAIN, *_GENERATORS, Tensor))
+    return issubclass(kind, (*_VALUES, *GENERATORS, Tensor))
 
 
 def _are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -303,23 +329,6 @@ def _are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 def _is_small(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.numel() <= _COPIED
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class StageRunner:
         run = StageRun("run", start, stop, whole=whole, carry=carry, incoming=incoming, random=received.facts)
         share = state.shares[microbatch]
         seed_rng(state.seed + microbatch)
-        with for_samples(state.samples[microbatch]):
+        with for_samples(state.samples[microbatch]), state.watched(stage, microbatch):
             self.run_stage(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
         if microbatch == 0:
             state.hooks.allow()

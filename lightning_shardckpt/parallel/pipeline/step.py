@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
@@ -58,6 +60,7 @@ class StepState:
         whole_steps: whether the last stage runs the whole step on each microbatch.
         hooks: those of this rank's parameters.
         draws: whether it draws random numbers before its layers.
+        attributes: those of modules that see microbatches, where that matters.
         carries: for each stage of this rank, the positions of the arguments that cross the boundary after it.
         stored: by stage and microbatch.
         rests: backward passes whose gradients of weights are put off.
@@ -74,6 +77,7 @@ class StepState:
     whole_steps: bool
     hooks: ParameterHooks
     draws: bool = False
+    attributes: LayerAttributes | None = None
     samples: list[SampleNumbers | None] = field(default_factory=list)
     carries: dict[int, tuple[int, ...]] = field(default_factory=dict)
     stored: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
@@ -82,3 +86,7 @@ class StepState:
     loss: Tensor | None = None
     results: Results | None = None
     gradients: list[list[Tensor | None]] = field(default_factory=list)
+
+    def watched(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return what surrounds the forward of a stage on a microbatch."""
+        return nullcontext() if self.attributes is None else self.attributes.watched(stage, microbatch)

@@ -110,8 +110,10 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.dev
 
 
 def _contents(tree: Any) -> Iterator[Any]:
-    """Tensors, strings and numbers of a batch."""
-    if isinstance(tree, Tensor | str | bytes | int | float | complex):
+    """Dense tensors, strings and numbers of a batch."""
+    if isinstance(tree, Tensor):
+        yield from _dense(tree)
+    elif isinstance(tree, str | bytes | int | float | complex):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
@@ -124,6 +126,20 @@ def _contents(tree: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from _contents(getattr(tree, field.name))
+
+
+def _dense(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, or what a sparse or nested one is made of."""
+    if tensor.is_nested:
+        yield from tensor.unbind()
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor.coalesce().indices(), tensor.coalesce().values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:

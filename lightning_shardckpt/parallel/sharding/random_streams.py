@@ -15,6 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""The kinds of random generators that are objects."""
+
 
 def rng_state() -> dict[str, Any]:
     """The state of the generators of torch (CPU and current CUDA device), numpy and python."""
@@ -37,12 +40,32 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def generator_state(generator: Any) -> Any:
+    """Return the state of one of the ``GENERATORS``."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Inverse of `generator_state`."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
 def rng_checksum() -> int:
     """A checksum of the states of torch's CPU generator, numpy and python: it changes when somebody draws."""
-    mark = _checksum(torch.get_rng_state())
-    return zlib.crc32(
-        repr((np.random.get_state(legacy=False)["state"]["pos"], random.getstate()[1][-1])).encode(), mark
-    )
+    drawn = np.random.get_state(legacy=False)
+    _, words, gauss = random.getstate()
+    rest = drawn["state"]["pos"], drawn["has_gauss"], drawn["gauss"], hash(words), gauss  # of integers: as everywhere
+    mark = zlib.crc32(drawn["state"]["key"].tobytes(), _checksum(torch.get_rng_state()))
+    return zlib.crc32(repr(rest).encode(), mark)
 
 
 @contextmanager

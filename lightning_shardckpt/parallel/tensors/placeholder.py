@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
-from lightning_shardckpt.compat.tensor_subclass import mark_as_parameter, shares_memory, without_torch_function
+from lightning_shardckpt.compat.tensor_subclass import (
+    in_functional_transform,
+    mark_as_parameter,
+    shares_memory,
+    without_torch_function,
+)
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry, enter
 
@@ -145,10 +150,14 @@ class Placeholder(Tensor):
                 return func(first.geometry, *args[1:], **kwargs)
         else:
             first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder))
+        if in_functional_transform():
+            raise no_value(f"a transform of torch.func around {name}", first)
         if name in ("__repr__", "__str__"):
             return f"<unknown on this pipeline stage: {first.origin}, shape {tuple(first.geometry.shape)}>"
         if access == "__set__" and not isinstance(args[0], Placeholder):
             raise _cannot_write(name, first, args[0])
+        if func is torch.autograd.grad:
+            raise no_value("torch.autograd.grad", first)
         if name == "grad":
             return first._gradient(access, *args[1:])
         if name in _HOOKS and args[0] is first:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from tests.support.tiny import EXECUTES
-from tests.sweeps.twins import callbacks, changes, hooks, manual, models, optimizers, reads
+from tests.sweeps.twins import callbacks, changes, hooks, kept, manual, models, optimizers, reads
 from tests.sweeps.twins.base import CASES, PLAN, TENSOR_PARALLEL, Case
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "twins",
     "twins_resumed",
 ]
-MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers)  # they register the cases
+MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers, kept)  # they register the cases
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo  # so that something is compiled at all
 from torch import Tensor, nn
 
-from lightning_shardckpt.compat.dynamo import compiled_from, skip_folders
+from lightning_shardckpt.compat.dynamo import compiled_from, not_compiled, skip_folders
 
 CODE = """
 from lightning_shardckpt.compat.dynamo import set_frame_callback
@@ -79,3 +79,19 @@ def test_a_compiled_module_has_the_one_that_it_wraps() -> None:
     module = nn.Linear(2, 2)
     assert compiled_from(torch.compile(module, backend="eager")) is module  # type: ignore[arg-type]  # a module
     assert compiled_from(module) is None
+
+
+def test_inside_nothing_is_compiled() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with not_compiled():
+        assert double(torch.ones(2)).tolist() == [2, 2]
+    assert not compiled
+    double(torch.ones(2))
+    assert compiled
+    torch._dynamo.reset()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,3 +41,35 @@ def test_tensors_are_replaced_and_containers_keep_their_types() -> None:
     assert found["a"][0].tolist() == [2, 2] and found["a"][1] is other
     assert found["b"].first[0].tolist() == [1] and found["b"].second == "text" and found["c"].tolist() == [2]
     assert tree["a"][0].tolist() == [1, 1]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    x: torch.Tensor
+    inner: Any
+    depth: int = 0
+
+
+def test_a_dataclass_of_tensors_is_a_container_and_comes_back_as_it_was() -> None:
+    inner = Hidden(torch.zeros(1), None)
+    leaves, spec = tree_flatten([Hidden(torch.ones(2), inner, 3)])
+    assert [leaf if leaf is None or isinstance(leaf, int) else leaf.tolist() for leaf in leaves] == [
+        [1, 1],
+        [0],
+        None,
+        0,
+        3,
+    ]
+    (found,) = tree_unflatten([leaf * 2 if leaf is not None else None for leaf in leaves], spec)
+    assert isinstance(found, Hidden) and isinstance(found.inner, Hidden)
+    assert (found.x.tolist(), found.inner.x.tolist(), found.depth) == ([2, 2], [0], 6)
+
+
+@dataclass
+class Settings:
+    rate: float = 0.1
+
+
+def test_a_dataclass_without_tensors_is_a_leaf() -> None:
+    settings = Settings()
+    assert tree_flatten([settings])[0] == [settings]

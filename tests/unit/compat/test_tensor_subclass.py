@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from lightning_shardckpt.compat.tensor_subclass import (
     NO_TORCH_FUNCTION,
     accumulation_hooks,
     gradient_hooks,
+    in_functional_transform,
     is_marked_as_parameter,
     keep_version,
     mark_as_parameter,
     memory_id,
+    replaced_hooks,
     set_accumulation_hooks,
     set_gradient_hooks,
     shares_memory,
@@ -120,3 +123,34 @@ def test_memory_is_shared_as_long_as_another_tensor_has_it() -> None:
     assert shares_memory(known)
     del view
     assert not shares_memory(known)
+
+
+def test_hooks_of_this_thread_are_replaced_inside_and_retained_gradients_told() -> None:
+    retained: list[Tensor] = []
+    x = torch.ones(2, requires_grad=True)
+    before = Tensor.register_hook, Tensor.retain_grad
+    with replaced_hooks(lambda tensor, hook: lambda g: hook(g) * len(tensor), retained.append):
+        y = x * 1
+        y.register_hook(lambda g: g * 3)  # type: ignore[no-untyped-call]
+        y.retain_grad()  # type: ignore[no-untyped-call]
+        z = x * 1
+        with ThreadPoolExecutor(1) as other:
+            other.submit(z.register_hook, lambda g: g * 5).result()
+            other.submit(z.retain_grad).result()
+    assert (Tensor.register_hook, Tensor.retain_grad) == before
+    (y + z).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [11, 11]
+    assert len(retained) == 1 and retained[0] is y
+
+
+def test_a_transform_of_functions_is_noticed_inside() -> None:
+    found: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(in_functional_transform())
+        return x.sum()
+
+    torch.func.vmap(note)(torch.ones(2, 2))
+    torch.func.grad(note)(torch.ones(2))
+    note(torch.ones(2))
+    assert found == [True, True, False]

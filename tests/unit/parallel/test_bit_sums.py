@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -82,3 +83,18 @@ def test_another_order_is_another_batch(size: int) -> None:
         assert fingerprint([x]) != fingerprint([y])
         assert not torch.equal(row_and_column_sums(x), row_and_column_sums(y))
     assert fingerprint([x]) == fingerprint([x.clone()])
+
+
+def kinds_of(x: torch.Tensor) -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that some of this may change
+        nested = [torch.nested.nested_tensor([x[0], x[1, :2]], layout=kind) for kind in (torch.strided, torch.jagged)]
+        return [x.to_sparse(), x.to_sparse_csr(), x.to_sparse_csc(), *nested]
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_sparse_and_nested_tensors_are_compared_by_what_they_hold(kind: int) -> None:
+    x = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]])
+    same, other, elsewhere = (kinds_of(y)[kind] for y in (x.clone(), x * 2, x.flip(1)))
+    assert fingerprint([kinds_of(x)[kind]]) == fingerprint([same])
+    assert len({fingerprint([y]) for y in (same, other, elsewhere)}) == 3

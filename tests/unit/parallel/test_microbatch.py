@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, UserDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.pipeline.microbatch import join, samples_in, split_batch
+from lightning_shardckpt.parallel.pipeline.microbatch import copied, join, samples_in, split_batch
 
 
 class Pair(NamedTuple):
@@ -27,6 +27,17 @@ class Record:
     x: Tensor
     more: dict[str, Tensor]
     scale: float = 2.0
+
+
+@dataclass
+class Derived:
+    """Has a field that ``__init__`` doesn't take, and makes another one of the first."""
+
+    x: Tensor
+    scaled: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.x, self.scaled = self.x + 1, self.x * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,3 +270,16 @@ def test_a_whole_requires_gradients_if_one_part_does() -> None:
     assert join([a, b], (4,), "x").requires_grad
     assert not join([a, a], (4,), "x").requires_grad
     assert len(tree_leaves(join([a, a], (4,), "x").split(torch.ones(4)))) == 2
+
+
+def test_nested_tensors_are_refused_by_their_place() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(TopologyError, match=r"batch\['x'\] is a NestedTensor"):
+        split_batch({"x": nested, "y": torch.ones(2)}, 2)
+
+
+def test_a_dataclass_keeps_what_it_was_given() -> None:
+    batch = Derived(rows(4, 2))
+    assert torch.equal(copied(batch).x, batch.x) and copied(batch).x is not batch.x
+    (first, _), _ = split_batch(batch, 2)
+    assert torch.equal(first.x, batch.x[:2]) and torch.equal(first.scaled, batch.scaled[:2])

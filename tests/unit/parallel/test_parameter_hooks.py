@@ -95,3 +95,17 @@ def test_a_hook_that_a_repeated_run_registers_is_refused_by_name() -> None:
     parameters["without"].register_hook(lambda g: g)
     with pytest.raises(TopologyError, match="a step registers a hook on without"):
         hooks.check()
+
+
+def test_hooks_of_a_run_that_does_not_count_are_removed_and_others_stay() -> None:
+    parameters = hooked()
+    hooks = ParameterHooks(parameters)
+    with hooks.undone():
+        for parameter in parameters.values():
+            parameter.register_hook(lambda g: g * 7)
+            parameter.register_post_accumulate_grad_hook(halve)
+    hooks.check()
+    passes(parameters, PARTS[:1])
+    found = {name: parameter.grad for name, parameter in parameters.items()}
+    expected = {"gradient": PARTS[0].clamp(-1, 1), "accumulated": PARTS[0] / 2, "without": PARTS[0]}
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items() if gradient is not None)

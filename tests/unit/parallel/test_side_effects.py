@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import pickle
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import AttributeDict
@@ -28,9 +35,39 @@ class Thing:
         self.work = lambda: None
 
 
+class Meter:
+    """An object of one's own, whose attributes a step changes."""
+
+    def __init__(self, total: float = 0.0) -> None:
+        self.total, self.values, self.inner = total, [1.0], None
+        self.draw = random.Random(3)
+
+
+class Slotted:
+    __slots__ = ("count", "unset")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@dataclass
+class Settings:
+    rate: float = 0.5
+    meter: Meter = field(default_factory=Meter)
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    HOT = 2
+
+
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.meter, self.meters, self.settings = Meter(), {"a": [Meter()]}, Settings()
+        self.slotted, self.space = Slotted(), SimpleNamespace(best=1.0)
+        self.array, self.count, self.phase = np.zeros(2), np.int64(0), Phase.WARM
+        self.day, self.folder, self.dtype_of = datetime.date(2026, 1, 1), Path("a"), torch.float32
         self.weight = nn.Parameter(torch.ones(2))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(3))
@@ -133,6 +170,22 @@ STEPS: dict[str, Step] = {
     "metrics update": lambda m: m.scores.update(*ANSWERS),
     "metrics forward": lambda m: m.scores(*ANSWERS),
     "metrics twice": lambda m: (m.scores.update(*ANSWERS), m.scores(*ANSWERS)),
+    "attribute of an object": lambda m: setattr(m.meter, "total", 2.0),
+    "list of an object": lambda m: m.meter.values.append(2.0),
+    "object in a dict": lambda m: setattr(m.meters["a"][0], "inner", (1, torch.ones(2))),
+    "object in a dataclass": lambda m: (setattr(m.settings.meter, "total", 3.0), setattr(m.settings, "rate", 1.0)),
+    "a new attribute of an object": lambda m: setattr(m.meter, "late", 1),
+    "another object": _set("meter", lambda: Meter(9.0)),
+    "generator of an object": lambda m: m.meter.draw.random(),
+    "slots": lambda m: (setattr(m.slotted, "count", 1), setattr(m.slotted, "unset", [2])),
+    "namespace": lambda m: setattr(m.space, "best", 0.5),
+    "deque": lambda m: m.window.append(2),
+    "array in place": lambda m: m.array.__iadd__(1),
+    "a number of numpy": lambda m: setattr(m, "count", m.count + 1),
+    "enum": _set("phase", lambda: Phase.HOT),
+    "date": _set("day", lambda: datetime.date(2027, 1, 1)),
+    "path": _set("folder", lambda: Path("b")),
+    "dtype": _set("dtype_of", lambda: torch.float64),
     "everything": _several,
 }
 
@@ -154,6 +207,16 @@ def look(value: Any) -> Any:
         return (type(value).__name__, {key: look(item) for key, item in value.items()})
     if isinstance(value, set):
         return set(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Meter | Settings | SimpleNamespace):
+        return (type(value).__name__, look(vars(value)))
+    if isinstance(value, Slotted):
+        return [look(getattr(value, name, None)) for name in value.__slots__]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.generic | enum.Enum | datetime.date | Path | torch.dtype):
+        return value
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 
 
@@ -292,3 +355,14 @@ def test_an_attribute_that_became_unknown_is_an_error_that_names_it() -> None:
     module.losses.append(Placeholder.like(torch.ones(2), "net.embed", CPU))
     with pytest.raises(TopologyError, match=r"losses.*net\.embed"):
         pickle.dumps(memory.changes())
+
+
+def test_an_iterator_may_be_used_where_a_step_runs_once() -> None:
+    module: Any = Module()
+    module.meter.words = iter([1, 2, 3])
+    with (
+        Memory(parts(module)).iterators.refused(),
+        pytest.raises(TopologyError, match="words of Meter, an iterator or a file, is used before the last layer"),
+    ):
+        next(module.meter.words)
+    assert list(module.meter.words) == [1, 2, 3]

@@ -1,0 +1,184 @@
+"""Find the objects in attributes of modules whose own attributes a step may change: meters, annealers, states.
+
+Followed are instances of users' classes, wherever lists, dicts and other such objects hold them, and dataclasses. Those
+of other installed packages, and of classes that derive from theirs (datasets, loggers, optimizers), are not: who looks
+at a part of such an object could not make it as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shardckpt.errors import TopologyError
+
+Path = tuple[Any, ...]
+"""Where an object is: the number of a module, then names of attributes, keys and positions."""
+
+_CONTAINERS = (list, tuple, dict, deque)
+MOST_ITEMS = 1000
+"""Of a container in which objects are looked for; larger ones are data."""
+INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Tensor})
+_MOST_LEVELS = 6
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "lightning", "lightning_shardckpt"} - {"test"})
+_INSTALLED = ("site-packages", "dist-packages")
+_OF_PYTHON = (argparse.Namespace, types.SimpleNamespace)
+_NO_MATTER = {"builtins", "abc", "typing"}  # modules of bases that say nothing
+
+
+def owners_in(modules: Sequence[nn.Module]) -> Iterator[tuple[Path, Any]]:
+    """Yield the objects in attributes of modules that are followed, each once, in the same order on every stage."""
+    seen: set[int] = set()
+    for number, module in enumerate(modules):
+        for name, value in vars(module).items():
+            if type(value) not in _LEAVES and name not in INTERNAL:
+                yield from _found(value, (number, name), seen)
+
+
+def is_followed(kind: type) -> bool:
+    """Return whether changes of instances' attributes are followed."""
+    return _is_followed(kind)
+
+
+@lru_cache(maxsize=1 << 12)
+def is_installed(module: str) -> bool:
+    """Return whether a module of Python, by name, is a library's or of an installed package."""
+    if module.partition(".")[0] in _LIBRARIES:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and not set(_INSTALLED).isdisjoint(PurePath(file).parts)
+
+
+def attributes_of(owner: Any) -> MutableMapping[str, Any]:
+    """The attributes of a module or an object that is followed, to be read and assigned."""
+    return vars(owner) if hasattr(owner, "__dict__") else _Slots(owner)
+
+
+def owner_at(modules: Sequence[nn.Module], path: Path) -> Any:
+    """Return the module or object at a path.
+
+    Raises:
+        LookupError: if nothing is there.
+    """
+    number, *keys = path
+    found: Any = modules[number]
+    for key in keys:
+        found = found[key] if isinstance(found, _CONTAINERS) else attributes_of(found)[key]
+    return found
+
+
+def _found(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    kind: Any = type(value)
+    if isinstance(value, _CONTAINERS):
+        if value and len(value) <= MOST_ITEMS and len(path) <= _MOST_LEVELS:
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                if type(item) not in _LEAVES:
+                    yield from _found(item, (*path, key), seen)
+    elif _is_followed(kind) and id(value) not in seen:
+        seen.add(id(value))
+        yield path, value
+        if len(path) <= _MOST_LEVELS:
+            for name, item in attributes_of(value).items():
+                yield from _found(item, (*path, name), seen)
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_followed(kind: type) -> bool:
+    if kind in _OF_PYTHON:
+        return True
+    bases = [base for base in kind.__mro__[:-1] if base.__module__ not in _NO_MATTER]
+    if not bases or issubclass(kind, type) or any(base.__module__ == "builtins" for base in kind.__mro__[:-1]):
+        return False  # those of builtins have a content besides attributes
+    if any(base.__module__.partition(".")[0] in _LIBRARIES for base in bases):
+        return False
+    return dataclasses.is_dataclass(kind) or not any(is_installed(base.__module__) for base in bases)
+
+
+class Iterators:
+    """The iterators in attributes of ``owners``: nobody can put back what is taken from one."""
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._places = [
+            (owner, name, value)
+            for owner in owners
+            for name, value in attributes_of(owner).items()
+            if type(value) not in _LEAVES and name not in INTERNAL and isinstance(value, Iterator)
+        ]
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Inside, use of one is an error."""
+        for owner, name, _ in self._places:
+            attributes_of(owner)[name] = _Refused(f"{name} of {type(owner).__name__}")
+        try:
+            yield
+        finally:
+            for owner, name, value in self._places:
+                if isinstance(attributes_of(owner).get(name), _Refused):
+                    attributes_of(owner)[name] = value
+
+
+class _Refused:
+    """Stands for an iterator in the part of a step that runs several times."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise self._error()
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error()
+
+    def _error(self) -> TopologyError:
+        return TopologyError(
+            f"{self._name}, an iterator or a file, is used before the last layer of a pipelined step. The stages run "
+            "that part several times, and would get something else each time. Let the dataloader give it as a part of "
+            "the batch (CombinedLoader), or use it in a hook, such as on_train_batch_start, or behind the layers."
+        )
+
+
+class _Slots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has ``__slots__``."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def _names(self) -> Iterator[str]:
+        for base in type(self._owner).__mro__:
+            slots = vars(base).get("__slots__", ())
+            yield from (slots,) if isinstance(slots, str) else slots
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names() if hasattr(self._owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

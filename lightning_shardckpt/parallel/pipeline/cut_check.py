@@ -1,0 +1,214 @@
+"""Check on a step's first batches that its layers compute of parts of a batch what they compute of the whole.
+
+Microbatches pass through the layers, and what comes out is joined in their order. That is what the whole batch would
+have given if each row of it follows from its own sample alone: not if samples are not the first dim, if the step joins
+two views of the batch before the layers, or if a layer computes with the other samples. No shape tells, so some samples
+pass through the layers together and in two halves, without gradients and dropout, and the results are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_shardckpt.compat.dynamo import not_compiled
+from lightning_shardckpt.compat.module_class import WithoutState
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
+from lightning_shardckpt.parallel.pipeline.microbatch import joined_dim, whole_and_halves
+from lightning_shardckpt.parallel.pipeline.schedule import Schedule
+from lightning_shardckpt.parallel.pipeline.side_effects import Memory
+from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
+from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
+from lightning_shardckpt.parallel.sharding.random_streams import kept_rng, rng_checksum
+
+_WHEN = (1, 10, 100)  # layers that begin as the identity show later
+SIZES = (2, 1, 1)
+"""Of the microbatches of a trial, the whole and its halves."""
+_PARTS = len(SIZES)
+_HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
+_UNIT = 1e6  # of numbers that ranks exchange as integers
+NOTHING_TO_COMPARE = (1, 0, 0)
+"""What `CutCheck.look` returns if random numbers were drawn."""
+
+
+@dataclass(slots=True)
+class _QuietStep:
+    """A step that is run on parts of its batch without any effect; notes whether it draws random numbers."""
+
+    step: UserStep
+    name: str
+    batch: Any
+    train: bool = False
+    drew: bool = False
+
+    def run(self, batch: Any, share: float | None) -> Any:
+        before = rng_checksum()
+        try:
+            return self.step.run(batch, None)
+        finally:
+            self.drew = self.drew or self.step.drew or rng_checksum() != before
+
+    def loss(self, output: Any) -> Tensor | None:
+        return self.step.loss(output)
+
+    def report(self, outputs: list[tuple[Any, float]]) -> Any:
+        return self.step.report(outputs)
+
+
+class CutCheck:
+    """Compares, for the steps of one module, layers on whole batches and on parts of them.
+
+    Args:
+        root: the module, split into stages.
+        common: those of its modules that every stage has, which steps restore by themselves.
+        rank: of this process in its pipeline.
+        in_order: whether the order of the rows that come out of the layers counts.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        common: Sequence[nn.Module],
+        stages: StageRunner,
+        schedule: Schedule,
+        rank: int,
+        *,
+        in_order: bool,
+    ) -> None:
+        self._root, self._stages, self._schedule, self._rank = root, stages, schedule, rank
+        self._in_order = in_order
+        others = set(common)
+        self._own = [m for m in root.modules() if m not in others and not isinstance(m, WithoutState)]
+        self._steps: Counter[str] = Counter()
+
+    def is_due(self, state: StepState) -> bool:
+        """Return whether to look at this step; the same on all ranks that run it."""
+        if len(state.batches) == 1:
+            return False
+        self._steps[state.step.name] += 1
+        return self._steps[state.step.name] in _WHEN
+
+    def look(
+        self, state: StepState, probe: Callable[[StepState], None], attributes: LayerAttributes | None
+    ) -> tuple[int, int, int]:
+        """Run the layers; return what `differs` needs of each rank.
+
+        Collective: every rank of the pipeline must call it.
+
+        Args:
+            state: of the step, whose batch is not split yet.
+            probe: finds what crosses the boundaries of stages.
+            attributes: watches those of layers in parts of `SIZES`, if that is to be done.
+
+        Raises:
+            Exception: what the step raised on parts of the batch.
+        """
+        step = _QuietStep(state.step, state.step.name, state.step.batch)
+        trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
+        trial.samples, trial.carries, trial.stored = [None] * _PARTS, {}, {}
+        trial.attributes = attributes
+        operations = [op for op in self._schedule.operations(self._rank, _PARTS) if op.kind == "forward"]
+        kept, precision = self._as_it_was(state), _Precision()
+        with kept, kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
+            failure = None
+            try:
+                trial.batches = whole_and_halves(state.step.batch, len(state.batches))
+                probe(trial)
+            except Exception as error:
+                failure = error
+            self._stages.run(trial, operations, failure=failure)
+        last = self._schedule.stages - 1
+        results = [trial.stored[last, part].outputs for part in range(_PARTS) if (last, part) in trial.stored]
+        off = self._difference(results) if results else 0.0
+        return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(off, 1.0))
+
+    @staticmethod
+    def differs(every: Sequence[Sequence[int]]) -> bool:
+        """Return whether layers compute something else of parts, given what `look` returned on all ranks.
+
+        If random numbers were drawn, there is nothing to compare.
+        """
+        drew, tolerances, differences = zip(*every, strict=True)
+        return not any(drew) and max(differences) > max(tolerances)
+
+    def error(self, state: StepState, layer: str) -> TopologyError:
+        """The error for layers that compute something else of parts."""
+        return TopologyError(
+            f"the layers of {state.step.name} compute something else of parts of a batch than of the whole: what comes "
+            f"out of {layer} differs. A pipeline passes microbatches through the layers. So the first dim of the "
+            "batch's tensors must be the samples (not time, nor may a batch be a list of samples); the step must keep "
+            "their order on the way to the layers (views of a sample next to each other, as in torch.stack([a, b], "
+            "1).flatten(0, 1), not torch.cat([a, b])); and layers must not compute with other samples of the batch, as "
+            "means over it do, or with what they kept of earlier calls. Change that, or use pipeline_microbatches=1."
+        )
+
+    @contextmanager
+    def _as_it_was(self, state: StepState) -> Iterator[None]:
+        """At the end, the modules of this stage have the attributes, buffers and hooks that they had."""
+        memory, attributes = Memory(self._own), [(vars(module), dict(vars(module))) for module in self._own]
+        try:
+            with state.hooks.undone():
+                yield
+        finally:
+            memory.restore()
+            for now, before in attributes:  # those that a memory doesn't cover, too
+                now.clear()
+                now.update(before)
+
+    def _difference(self, results: Sequence[Sequence[Tensor]]) -> float:
+        whole, *halves = results
+        if any(len(half) != len(whole) for half in halves):
+            return 0.0  # it depends on values how many there are; the joining of microbatches says so
+        return max((self._distance(one, parts) for one, *parts in zip(whole, *halves, strict=True)), default=0.0)
+
+    def _distance(self, whole: Tensor, parts: Sequence[Tensor]) -> float:
+        """How far two parts, joined, are from the whole, relative to its size."""
+        dim = joined_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
+        if dim is None or not whole.numel() or not (whole.is_floating_point() or whole.is_complex()):
+            return 0.0
+        joined = torch.cat(list(parts), dim)
+        a, b = ((t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (whole, joined))
+        if not self._in_order:  # whoever has the losses of microbatches never joins them
+            a, b = (t.movedim(dim, 0).flatten(1).norm(dim=1).sort().values for t in (a, b))
+        found, size = float((a - b).norm()), float(b.norm())
+        return found / size if found > 0 and size > 0 else float(found > 0)
+
+
+class _Precision(TorchFunctionMode):
+    """Finds how exact results can be, by the dtypes that functions inside return."""
+
+    tolerance = _FULL_PRECISION
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dtype.itemsize < 8 and found.dtype.is_floating_point:
+            self.tolerance = max(self.tolerance, _tolerance(found))
+        return found
+
+
+def _tolerance(tensor: Tensor) -> float:
+    if tensor.dtype.itemsize < 4:
+        return _HALF_PRECISION
+    reduced = tensor.device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
+    return _REDUCED_PRECISION if reduced else _FULL_PRECISION
+
+
+@contextmanager
+def _evaluating(root: nn.Module) -> Iterator[None]:
+    """Inside, all modules are in evaluation mode; methods ``train`` of users are not called."""
+    modes = [(module, module.training) for module in root.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

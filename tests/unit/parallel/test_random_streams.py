@@ -1,0 +1,55 @@
+"""States of random generators. Oracle: the numbers that they draw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_shardckpt.parallel.sharding.random_streams import (
+    generator_state,
+    kept_rng,
+    rng_checksum,
+    set_generator_state,
+)
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand(()),
+    "numpy": np.random.random,
+    "a whole cycle of numpy": lambda: np.random.bytes(4 * 624),
+    "a second number of a pair": np.random.standard_normal,
+    "python": random.random,
+    "a whole cycle of python": lambda: random.getrandbits(32 * 624),
+    "gauss": lambda: random.gauss(0, 1),
+}
+GENERATORS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "torch": (torch.Generator().manual_seed(1), lambda g: torch.rand((), generator=g).item()),
+    "numpy": (np.random.default_rng(1), lambda g: g.random()),
+    "numpy's old one": (np.random.RandomState(1), lambda g: g.random()),
+    "python": (random.Random(1), lambda g: g.random()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_draw_changes_the_checksum(name: str) -> None:
+    with kept_rng():
+        np.random.seed(0)
+        random.seed(0)
+        for _ in range(3):
+            before = rng_checksum()
+            assert rng_checksum() == before
+            DRAWS[name]()
+            assert rng_checksum() != before
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_with_its_state_draws_the_same_again(name: str) -> None:
+    generator, draw = GENERATORS[name]
+    state = generator_state(generator)
+    first = [draw(generator) for _ in range(3)]
+    set_generator_state(generator, state)
+    assert [draw(generator) for _ in range(3)] == first
