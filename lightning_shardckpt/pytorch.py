@@ -582,8 +582,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def on_train_start(self) -> None:
         check_filled(self._trainer().lightning_module)
         is_shared = self.topology.data_parallel > 1
-        values = ReplicatedValues(self._trainer().lightning_module, self.tuning) if is_shared else None
-        self._agreement.values = values
+        module = self._trainer().lightning_module
+        self._agreement.values = ReplicatedValues([module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer())
         self._checkpoints.start(self._trainer())
 
