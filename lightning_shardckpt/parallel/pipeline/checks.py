@@ -8,23 +8,26 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.module_class import any_global_hook, result_hooks
 from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
 from lightning_shardckpt.compat.pipelining import watched_collectives
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
 from lightning_shardckpt.parallel.tensors.bit_sums import Marks
+
+_grad: Any = Tensor.grad  # that of a sharded parameter reduces what has accumulated
 
 
 class StepChecks:
@@ -107,6 +110,34 @@ class StepChecks:
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
             )
 
+    def notes(self) -> list[tuple[Tensor | None, dict[str, Any]]]:
+        """The gradient of each of this rank's parameters, and what somebody has written onto it."""
+        with without_torch_function():
+            return [(_grad.__get__(p), _notes_on(p)) for _, p in own_parameters(self._root)]
+
+    def check_notes(self, state: StepState, before: list[tuple[Tensor | None, dict[str, Any]]]) -> None:
+        """Check after forward passes what `notes` gave before.
+
+        Raises:
+            TopologyError: for a gradient that the step itself changes, and for notes that follow from how often a
+                module ran.
+        """
+        after = self.notes()
+        for (name, _), (gradient, notes), (then, now) in zip(own_parameters(self._root), before, after, strict=True):
+            if then is not gradient:
+                raise TopologyError(
+                    f"{state.step.name} changes the gradient of {name} (zero_grad, grad = …). In a pipeline only the "
+                    "last stage runs a step to its end, and other stages would keep theirs. Do it in a hook, such as "
+                    "on_before_zero_grad or on_train_batch_start."
+                )
+            changed = [key for key, note in notes.items() if key in now and not _is_same_note(note, now[key])]
+            if changed:
+                raise TopologyError(
+                    f"{state.step.name} changes the attribute {changed[0]} of {name}. In a pipeline, parts of a step "
+                    "run once for each microbatch, and more often, and on one stage. Change it in a hook between "
+                    "steps, such as on_train_batch_start."
+                )
+
     def mark_parameters(self) -> None:
         """Note marks of this rank's parameters, which change when values do, however they are written."""
         self._marks = self._parameter_marks()
@@ -131,6 +162,14 @@ class StepChecks:
 
     def _sees_whole(self, name: str) -> bool:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)
+
+
+def _notes_on(parameter: Tensor) -> dict[str, Any]:
+    return {name: note for name, note in vars(parameter).items() if not name.startswith("_")}
+
+
+def _is_same_note(one: Any, other: Any) -> bool:
+    return one is other or (type(one) in (bool, int, float, str) and one == other)
 
 
 def refuse_reentrant_checkpoint(layer: str) -> None:
