@@ -26,7 +26,13 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.lightning_fabric import ScriptLauncher, backward_allowed, optimizer_to_device, reduced
+from lightning_shardckpt.compat.lightning_fabric import (
+    ScriptLauncher,
+    allow_derivatives,
+    backward_allowed,
+    optimizer_to_device,
+    reduced,
+)
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import meta_slots
@@ -36,12 +42,15 @@ from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistic
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_rng
+from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
 from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForward, record_of
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy, scaler_factor
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
+from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.strategy.user_steps import FunctionStep
 from lightning_shardckpt.system.pending_saves import drain_all
 
@@ -69,6 +78,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._running: ShardedModule | None = None
         self._stepped: PipelinedSteps | None = None  # the one whose loss has not gone through a backward yet
         self._deferred: list[DeferredInit] = []
+        self._agreement = BatchAgreement()
+        allow_derivatives(ShardedStrategy)
         self._backward_sync_control = HeldBackward(self._accumulate_unsharded)
 
     # --- what it is ---
@@ -101,6 +112,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         savers = self._enable_async()
         if savers is not None:
             atexit.register(savers.linger)  # nobody tears a strategy of Fabric down
+        written_numbers.forget_numbers()
+        if self.topology.data_parallel > 1:
+            self._agreement.values = ReplicatedValues(tuning=self.tuning)
         if self.topology.tensor > 1:
             broadcast_rng(self.meshes.tensor_group)
         self._unscale_over_ranks(self.precision)
@@ -130,6 +144,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         wanted, self._pretrained = self._pretrained, None
         record = self._cut(module, values, wanted, is_called=True)
         self._sharded.append(record)
+        if self._agreement.values is not None:
+            self._agreement.values.add(record.root)
         return ShardedForward(record, lambda: self._running)
 
     @override
@@ -162,6 +178,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         stepped, self._stepped = self._stepped, None
+        if not self._apart and any(not record.gradients.is_blocked for record in self._sharded):
+            self._agreement.any_rank_told(False, self.meshes, self.root_device, self.tuning)
         with ExitStack() as stack:
             if stepped is None:
                 for record in self._sharded:
@@ -304,6 +322,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         chosen: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
         ((objects, whole, checkpoint),) = found
+        if not self._apart:
+            self._agreement.meet(self.meshes, self.root_device)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
         self.checkpoint_io.save_checkpoint(checkpoint, chosen, storage_options)
 

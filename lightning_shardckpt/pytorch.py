@@ -43,6 +43,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import broadcast_weights
+from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code, watch_state
 from lightning_shardckpt.parallel.rebind_optimizer import empty_optimizers_allowed, rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -105,6 +106,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._unmark_user_code: Callable[[], None] = lambda: None
         self._checks_loss = True  # of the first backward of an epoch
         self._preemption, self._agreement = Preemption(), BatchAgreement()
+        self._joint_updates = JointUpdates()
         self._checkpoints = RunCheckpoints()
 
     # --- what it is ---
@@ -416,6 +418,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if _may_use_loss(optimizer) and not self._apart:
             closure = partial(self._loss_of_all, closure)
+        if self._pipelined is not None:
+            closure = partial(self._check_updates, optimizer, closure)
         with user_code(False), self.checkpoint_io.async_saves.around_step(optimizer, closure) as gradients:
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
@@ -423,6 +427,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Return what the closure of a step returns, its loss as the mean over all data-parallel ranks."""
         loss = closure()
         return self.reduce(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+    def _check_updates(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Return what the closure of a step returns, after a look at the optimizer that is going to step."""
+        loss = closure()
+        self._joint_updates.check(optimizer, loss, self.root_device)
+        return loss
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with user_code(False):
@@ -582,8 +592,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def on_train_start(self) -> None:
         check_filled(self._trainer().lightning_module)
         is_shared = self.topology.data_parallel > 1
-        values = ReplicatedValues(self._trainer().lightning_module, self.tuning) if is_shared else None
-        self._agreement.values = values
+        module = self._trainer().lightning_module
+        self._agreement.values = ReplicatedValues([module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer())
         self._checkpoints.start(self._trainer())
 

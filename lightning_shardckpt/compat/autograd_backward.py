@@ -33,6 +33,17 @@ def returns_gradient_of(leaf: Tensor) -> bool:
     return False
 
 
+def accumulates_gradient_of(leaf: Tensor) -> bool:
+    """Return, in a backward, whether it is going to accumulate the gradient of a leaf; ``autograd.grad`` is not.
+
+    Relies on what ``returns_gradient_of`` does.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return False
+
+
 def is_result_of(tensor: Tensor, function: type[torch.autograd.Function]) -> bool:
     """Return whether a tensor with history was returned by ``function.apply``."""
     return isinstance(tensor.grad_fn, function._backward_cls)

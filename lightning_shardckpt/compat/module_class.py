@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,26 +32,69 @@ def mix_out(module: nn.Module, mixin: type[nn.Module]) -> None:
         (module.__class__,) = rest
 
 
-class WithoutState(nn.Module):
-    """A module to `mix_in` that neither gives nor takes any state, and stays on its device.
+def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let a call of one module be ``call(original, *args, **kwargs)``, with hooks inside. Its class stays.
 
-    Relies on ``state_dict``, ``load_state_dict`` and ``to`` of any module calling these methods of its parts.
+    Copies of the module are without it.
+
+    Relies on ``nn.Module.__call__`` asking the instance for ``_compiled_call_impl``, which ``module.compile`` sets; a
+    class with a ``__call__`` of its own gets another class in its place.
     """
+    if type(module).__call__ is nn.Module.__call__:
+        original = module._compiled_call_impl or _OwnCall(module)
+        module.__dict__["_compiled_call_impl"] = partial(call, original)
+    else:
+        mix_in(module, _Intercepted)
+        module.__dict__["_shardckpt_call"] = call
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        pass
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        pass
+class _OwnCall:
+    """What a module does when it is called; does not keep it alive, as the module keeps this."""
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        return self
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
 
-    def get_extra_state(self) -> Any:
-        return nn.Module.get_extra_state(self)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None  # somebody calls it
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
 
-    def set_extra_state(self, state: Any) -> None:
-        return nn.Module.set_extra_state(self, state)
+
+class _Intercepted(nn.Module):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_shardckpt_call"](super().__call__, *args, **kwargs)
+
+
+def withhold_state(module: nn.Module) -> None:
+    """Let a module neither give nor take any state, and stay on its device.
+
+    Relies on ``state_dict``, ``load_state_dict`` and ``to`` asking the instances inside for these methods.
+    """
+    module.__dict__["_save_to_state_dict"] = module.__dict__["_load_from_state_dict"] = _nothing
+    module.__dict__["_apply"] = _Itself(module)
+
+
+def withholds_state(module: nn.Module) -> bool:
+    """Return whether `withhold_state` was called for a module."""
+    return isinstance(module.__dict__.get("_apply"), _Itself)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+class _Itself:
+    """Returns its module, in a copy of it the copy."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module | None:
+        return self._module()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Itself:
+        module = self._module()
+        assert module is not None  # it is being copied
+        return _Itself(memo.get(id(module), module))
 
 
 def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -19,8 +19,6 @@ from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.system.tuning import Tuning
 
-_MICROSECONDS = 1_000_000
-
 
 class BatchAgreement:
     """The meetings of the ranks in one run of training. Every rank must make the same calls in the same order.

@@ -27,26 +27,40 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 Slots = Mapping[str, Tensor | None]
 
+_LOOK_AGAIN = 100  # digests until values are listed anew: for a thousand modules it takes milliseconds
+
 
 @dataclass(slots=True)
 class ReplicatedValues:
-    """The plain values of one module, of which the next few are looked at.
+    """The plain values of some modules, of which the next few are looked at.
 
     Every rank must look at the same ones, so all of them must call the same methods.
     """
 
-    root: nn.Module
+    roots: list[nn.Module] = field(default_factory=list)
     tuning: Tuning = TUNING
     _slots: list[tuple[str, Slots, str]] = field(default_factory=list)
     _next: int = 0
+    _digests: int = 0  # since it was looked for what there is
     _looked_at: list[tuple[str, Tensor]] = field(default_factory=list)
 
+    def add(self, root: nn.Module) -> None:
+        """Look at the values of this module, too."""
+        self.roots.append(root)
+        self.begin()
+
     def begin(self) -> None:
-        """Look for what the module has now; call when an epoch begins."""
-        self._slots, self._next = list(_slots_of(self.root)), 0
+        """Look for what the modules have now; call when an epoch begins."""
+        self._slots, self._next = [slot for root in self.roots for slot in _slots_of(root)], 0
+        self._digests = 0
 
     def digest(self, device: torch.device) -> Tensor:
         """A number on ``device`` that differs where one of the next values does, but for chance."""
+        self._digests += 1
+        if self._digests > _LOOK_AGAIN:  # a script has no epochs, and its modules may get new buffers
+            at = self._next
+            self.begin()
+            self._next = at % max(len(self._slots), 1)
         self._looked_at = list(self._following())
         return _digest([tensor for _, tensor in self._looked_at], device)
 

@@ -67,6 +67,7 @@ class _Undo:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.start, self.drew = Memory(modules), False
         self._modules = modules
+        self._written: dict[tuple[str, str], Tensor] = {}
         self._present: Memory | None = self.start  # None: not known
 
     @contextmanager
@@ -79,6 +80,20 @@ class _Undo:
         finally:
             self.drew = self.drew or before.drew
             self._present = before if before.restore() else None
+            self._compare(before.written)
+
+    def _compare(self, written: Mapping[tuple[str, str], Tensor]) -> None:
+        """Compare what a run wrote into buffers with what those of other microbatches did.
+
+        Raises:
+            TopologyError: where it follows from the microbatch, and so do the activations that it is used for.
+        """
+        for (kind, name), value in written.items():
+            if not _same(self._written.setdefault((kind, name), value), value):
+                raise TopologyError(
+                    f"{name} of {kind} is a buffer that a step changes before the layers of a pipeline, where it sees "
+                    "microbatches, not batches. Use pipeline_microbatches=1, or change it after the layers."
+                )
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -308,6 +323,10 @@ def _merged_log(calls: list[_Logged]) -> Any:
         return merged.item()
     kept = calls[0].value.dtype
     return merged.to(kept if kept.is_floating_point else torch.float32)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _plain(value: Any) -> Any:

@@ -848,7 +848,9 @@ CASES = {
     "penalty on all weights": Case(Penalty, ("what the step returns depends on embed.weight", *UNKNOWN)),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
-    "buffer before the layers": Case(WritesBufferBefore, ("queue of WritesBufferBefore", *REMEMBER)),
+    "buffer before the layers": Case(
+        WritesBufferBefore, ("queue of WritesBufferBefore is a buffer that a step changes before the layers", MEANS)
+    ),
     "recomputes reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", *REENTRANT)),
     "recomputes a segment": Case(RecomputesSegment, ("layer layers.1 is called in", *REENTRANT)),
     "all hidden states": Case(ListOfHiddens, ("what the step returns depends on", *UNKNOWN)),

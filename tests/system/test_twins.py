@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pool import run_ranks
+from tests.sweeps.twins.fabric_run import scripts
 from tests.sweeps.twins.run import (
     CASES,
     TOPOLOGIES,
@@ -18,6 +19,7 @@ from tests.sweeps.twins.run import (
     fits,
     is_manual,
     is_pipelined,
+    is_swept,
     run,
     twins,
     twins_resumed,
@@ -28,6 +30,14 @@ TOGETHER = 24  # so many cases run in the same processes, one after the other
 # `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
 ONE_OF = {"one": 16, "fsdp2": 8, "replicas": 16, "tp2": 16, "pp2": 8, "hsdp": 48, "fsdp2 x tp2": 36}
 ONE_RESUMED_OF = 24
+
+GUARDED = {
+    "fsdp2": ("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
+    "replicas": ("SamplesByLength",),
+    "tp2": ("LooksForLinear", "PrunesLayers"),
+    "pp2": ("LooksForLinear",),
+}
+"""Of the cases that are only swept, those that have trained something else once."""
 
 REFUSED_IN_PIPELINES = {
     "ClipsByNorm": "optimizes manually (automatic_optimization = False), which cannot be pipelined",
@@ -88,21 +98,26 @@ NOT_RESUMED_ALONE = (
     *("AddsAGroup", "SparseGradients"),  # Lightning itself can't on one process; refused on two
     "GoesOnUnfrozen",  # Lightning itself goes on with frozen layers
 )
-RESUMED = [name for name in CASES if name not in (*NOT_RESUMED, *NOT_RESUMED_ALONE, "HooksWhileItAccumulates")]
+RESUMED = [
+    name
+    for name, case in CASES.items()
+    if name not in (*NOT_RESUMED, *NOT_RESUMED_ALONE, "HooksWhileItAccumulates") and not is_swept(case)
+]
 
 
 @cache
 def _chosen(topology: str) -> list[str]:
     if topology not in ONE_OF:
         return HOOKS
+    every, guarded = ONE_OF[topology], list(GUARDED.get(topology, ()))
+    cases = {name: case for name, case in CASES.items() if not is_swept(case)}
     if topology == "pp2":
-        names = [name for name, case in CASES.items() if name not in NOT_IN_PIPELINES and not is_manual(case)]
-        return names[:: ONE_OF[topology]]
-    names = [name for name, case in CASES.items() if fits(case, topology) and topology not in case.refused]
+        names = [name for name, case in cases.items() if name not in NOT_IN_PIPELINES and not is_manual(case)]
+        return names[::every] + guarded
+    names = [name for name, case in cases.items() if fits(case, topology) and topology not in case.refused]
     if topology == "replicas":  # gradients of plain parameters are those of the rank until the last batch, as under DDP
         names.remove("HooksWhileItAccumulates")
-    every = ONE_OF[topology]
-    return names[list(TOPOLOGIES).index(topology) % every :: every]
+    return names[list(TOPOLOGIES).index(topology) % every :: every] + guarded
 
 
 def _parts(names: list[str]) -> Iterator[tuple[str, ...]]:
@@ -152,7 +167,12 @@ def test_code_trains_as_on_one_process(topology: str, names: tuple[str, ...], na
 
 REFUSED = [
     ("pp2 x fsdp2", "ReadsInHook", "a hook of a parameter of shape (5, 8), changes nothing"),
-    *((topology, name, said) for name, case in CASES.items() for topology, said in case.refused.items()),
+    *(
+        (topology, name, said)
+        for name, case in CASES.items()
+        if not is_swept(case)
+        for topology, said in case.refused.items()
+    ),
     *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items() if name in CASES),  # Lightning 2.5 lacks one
 ]
 
@@ -162,6 +182,13 @@ REFUSED = [
     ("topology", "name", "said"),
     [
         ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
+        ("fsdp2", "KeepsAView", "the forward of net.head keeps a view of its parameter of shape (5, 8)"),
+        ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
+        ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is cut"),
+        ("pp2", "Adan", "Adan does something else to a parameter if others are missing"),
+        ("pp2", "NormalizesByAllRanks", "is a buffer that a step changes before the layers of a pipeline"),
+        ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
+        ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),
         *REFUSED[::2],
         *(pytest.param(*one, marks=pytest.mark.sweep) for one in REFUSED[1::2]),
     ],
@@ -173,6 +200,16 @@ def test_code_that_cannot_train_so_is_refused_by_name(topology: str, name: str, 
         assert error.startswith(("TopologyError", "RankError")) or "had left before: TopologyError" in error, error
         assert said in error
     assert any(rank[name].error.startswith("TopologyError") for rank in ranks)
+
+
+@pytest.mark.slow
+def test_scripts_of_fabric_train_as_on_one_process_or_are_refused_by_name() -> None:
+    names = ["penalizes_gradients", "follows_slowly"]
+    (expected,) = run_ranks(1, scripts, names, init_process_group=False)
+    for rank in run_ranks(2, scripts, names, "replicas"):
+        assert [difference(rank[name], expected[name], 1e-10) for name in names] == ["", ""]
+    for rank in run_ranks(2, scripts, ["keeps_a_mean"], "replicas"):
+        assert rank["keeps_a_mean"].error.startswith("TopologyError: mean differs between the data-parallel ranks")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.module_class import WithoutState, any_global_hook, result_hooks
+from lightning_shardckpt.compat.module_class import any_global_hook, result_hooks, withholds_state
 from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
 from lightning_shardckpt.compat.pipelining import watched_collectives
-from lightning_shardckpt.compat.tensor_subclass import replaced_hooks, version_of
+from lightning_shardckpt.compat.tensor_subclass import replaced_hooks, version_of, without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import guarded_hook
@@ -30,6 +31,7 @@ from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
 from lightning_shardckpt.parallel.tensors.bit_sums import Marks
 
 _UNUSED = "appears to not have been used in the graph"  # torch's words
+_grad: Any = Tensor.grad  # that of a sharded parameter reduces what has accumulated
 
 
 class StepChecks:
@@ -59,7 +61,7 @@ class StepChecks:
         self._attributes = {
             name: (module, plan.holders(clean_fqn(name)))
             for name, module, _ in self._parts
-            if not isinstance(module, WithoutState) and not type(module).__module__.startswith("torch.")
+            if not withholds_state(module) and not type(module).__module__.startswith("torch.")
         }
         self._varying: set[str] = set()
         self._norms = [
@@ -128,6 +130,34 @@ class StepChecks:
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
             )
 
+    def notes(self) -> list[tuple[Tensor | None, dict[str, Any]]]:
+        """The gradient of each of this rank's parameters, and what somebody has written onto it."""
+        with without_torch_function():
+            return [(_grad.__get__(p), _notes_on(p)) for _, p in own_parameters(self._root)]
+
+    def check_notes(self, state: StepState, before: list[tuple[Tensor | None, dict[str, Any]]]) -> None:
+        """Check after forward passes what `notes` gave before.
+
+        Raises:
+            TopologyError: for a gradient that the step itself changes, and for notes that follow from how often a
+                module ran.
+        """
+        after = self.notes()
+        for (name, _), (gradient, notes), (then, now) in zip(own_parameters(self._root), before, after, strict=True):
+            if then is not gradient:
+                raise TopologyError(
+                    f"{state.step.name} changes the gradient of {name} (zero_grad, grad = …). In a pipeline only the "
+                    "last stage runs a step to its end, and other stages would keep theirs. Do it in a hook, such as "
+                    "on_before_zero_grad or on_train_batch_start."
+                )
+            changed = [key for key, note in notes.items() if key in now and not _is_same_note(note, now[key])]
+            if changed:
+                raise TopologyError(
+                    f"{state.step.name} changes the attribute {changed[0]} of {name}. In a pipeline, parts of a step "
+                    "run once for each microbatch, and more often, and on one stage. Change it in a hook between "
+                    "steps, such as on_train_batch_start."
+                )
+
     def mark_parameters(self) -> None:
         """Note marks of this rank's parameters, which change when values do, however they are written."""
         self._marks = self._parameter_marks()
@@ -156,6 +186,14 @@ class StepChecks:
 
     def _sees_whole(self, name: str) -> bool:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)
+
+
+def _notes_on(parameter: Tensor) -> dict[str, Any]:
+    return {name: note for name, note in vars(parameter).items() if not name.startswith("_")}
+
+
+def _is_same_note(one: Any, other: Any) -> bool:
+    return one is other or (type(one) in (bool, int, float, str) and one == other)
 
 
 def refuse_reentrant_checkpoint(layer: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.compat.dynamo import not_compiled
-from lightning_shardckpt.compat.module_class import WithoutState
+from lightning_shardckpt.compat.module_class import withholds_state
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import joined_dim, whole_and_halves
@@ -86,7 +86,7 @@ class CutCheck:
         self._root, self._stages, self._schedule, self._rank = root, stages, schedule, rank
         self._in_order = in_order
         others = set(common)
-        self._own = [m for m in root.modules() if m not in others and not isinstance(m, WithoutState)]
+        self._own = [m for m in root.modules() if m not in others and not withholds_state(m)]
         self._steps: Counter[str] = Counter()
 
     def is_due(self, state: StepState) -> bool:

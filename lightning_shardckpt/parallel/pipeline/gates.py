@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.module_class import mix_in
+from lightning_shardckpt.compat.module_class import intercept_calls
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
@@ -311,18 +312,16 @@ class Gate:
         return self._stub(args, kwargs, like=module if self._owned else None)
 
 
-class _Gated(nn.Module):
-    """Mixed into the class of a module that has a gate; the outermost of all wrappers."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        gate: Gate = self.__dict__["_shardckpt_gate"]
-        return gate.call(self, super().__call__, args, kwargs)
-
-
 def add_gate(module: nn.Module, gate: Gate) -> None:
     """Put ``gate`` in front of ``module``; after FSDP, whose hooks must run inside it."""
-    module.__dict__["_shardckpt_gate"] = gate
-    mix_in(module, _Gated)
+    owner = ref(module)
+
+    def call(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        module = owner()
+        assert module is not None  # somebody calls it
+        return gate.call(module, forward, args, kwargs)
+
+    intercept_calls(module, call)
 
 
 def _kind(leaf: Any) -> Any:

@@ -122,6 +122,7 @@ class Pipeline:
             operations = [op for op in operations if op.kind == "forward"]
 
         def work() -> Packed | None:
+            notes = self._checks.notes()
             failure = self._look(state)
             before = self._checks.buffer_marks()
             with self._gathering(), state.hooks.put_off() if early else nullcontext():
@@ -129,9 +130,13 @@ class Pipeline:
                 self._checks.check_buffers(state, before)
                 self._checks.check_parameters(state)
                 if not self.has_last_stage:
+                    if not early:
+                        self._checks.check_notes(state, notes)
                     return None
                 if not state.whole_steps:
                     self._finish(state)
+                if not early:
+                    self._checks.check_notes(state, notes)
                 return packed(step.report(state.outputs), self._group, self._device)
 
         source = self._schedule.rank_of(self._last)

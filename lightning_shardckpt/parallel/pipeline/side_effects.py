@@ -199,6 +199,15 @@ class _ModuleMemory:
         """Return whether a container in an object is too large to be looked at in each step."""
         return not self._internal and isinstance(value, _CONTAINERS) and len(value) > MOST_ITEMS
 
+    def changed_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of numbers that have other values, or others in their place, by name."""
+        for name, value in _buffers(self.module).items():
+            known = self._saved.get((name, True))
+            if value is None or isinstance(value, Placeholder) or (known is not None and known.same(value)):
+                continue
+            if value.is_floating_point():
+                yield name, value
+
     def restore(self) -> None:
         """Make everything as it was."""
         module, before = self.module, self.before()
@@ -218,10 +227,14 @@ class Memory:
 
     Args:
         modules: the same ones, in the same order, on every stage.
+
+    Attributes:
+        written: the values that `restore` found in buffers, by class of module and name.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        self.written: dict[tuple[str, str], Tensor] = {}
         objects = dict(owners_in(modules))
         self._paths: list[Path] = [*((number,) for number in range(len(modules))), *objects]
         owners = [*modules, *objects.values()]
@@ -237,6 +250,8 @@ class Memory:
         """Make everything as it was; returns whether it was so already."""
         changed = [before for before in self._before if not before.is_unchanged]
         for before in changed:
+            kind = type(before.module).__name__
+            self.written |= {(kind, name): value.detach().clone() for name, value in before.changed_buffers()}
             before.restore()
         return not changed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -68,6 +69,9 @@ class GroupParameters(list[Tensor]):
     def copy(self) -> list[Tensor]:
         return list(self._shown())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Tensor]:
+        return [deepcopy(parameter, memo) for parameter in super().__iter__()]
+
     def __getitem__(self, index: Any) -> Any:
         return self._shown()[index] if _IN_USER_CODE.get() else super().__getitem__(index)
 
@@ -82,6 +86,10 @@ class StageState(defaultdict[Tensor, Any]):
         if isinstance(parameter, Placeholder):
             raise self._refused(f"that of {parameter.origin}")
         return super().__missing__(parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Tensor, Any]:
+        found = super().items()
+        return defaultdict(dict, {deepcopy(key, memo): deepcopy(value, memo) for key, value in found})
 
     def __iter__(self) -> Iterator[Tensor]:
         self._check()

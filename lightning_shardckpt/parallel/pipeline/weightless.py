@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.compat.module_class import WithoutState, clear_hooks, mix_in, unregister_tensors
+from lightning_shardckpt.compat.module_class import clear_hooks, unregister_tensors, withhold_state
 from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
@@ -64,4 +64,4 @@ def register_placeholders(weightless: nn.Module, here: Container[int]) -> None:
 def _strip(module: nn.Module) -> None:
     unregister_tensors(module)
     clear_hooks(module)
-    mix_in(module, WithoutState)  # the stage that has the module saves it, and loads what is given
+    withhold_state(module)  # the stage that has the module saves it, and loads what is given

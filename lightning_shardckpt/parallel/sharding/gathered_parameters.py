@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, ClassVar, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
-_OWN = ("_leaf", "_touched", "_is_param")
+_OWN = ("_leaf", "_touched", "_views", "_is_param")
 """What the dict of a whole parameter has for itself."""
 
 
@@ -97,13 +98,21 @@ class GatheredCopy(_StandsForLeaf, Tensor):
     def data(self) -> Tensor:
         """The values, over the same memory."""
         self._touched = True
-        return _data.__get__(self)  # type: ignore[no-any-return]
+        return self._noted(_data.__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
         """Copies, since others have the memory."""
         with torch.no_grad():
             self.copy_(value)
+
+    def detach(self) -> Tensor:
+        """The values without history, over the same memory."""
+        return self._noted(super().detach())
+
+    def _noted(self, view: Tensor) -> Tensor:
+        self.__dict__.setdefault("_views", []).append(ref(view))
+        return view
 
 
 class GatheredPart(_StandsForLeaf, DTensor):
@@ -186,6 +195,11 @@ def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
 def values_of(whole: Tensor) -> Tensor:
     """The values of a gathered parameter, over the same memory; reading them so is no change."""
     return _data.__get__(whole)  # type: ignore[no-any-return]  # a Tensor
+
+
+def views_of(whole: Tensor) -> list[ref[Tensor]]:
+    """What was taken of a gathered parameter without history, over the same memory."""
+    return vars(whole).get("_views", [])  # type: ignore[no-any-return]  # as `GatheredCopy` makes it
 
 
 def was_assigned(whole: Tensor) -> bool:

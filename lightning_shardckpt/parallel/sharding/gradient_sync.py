@@ -7,15 +7,15 @@ are those that several pipeline stages hold, each with the gradient of its own p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
@@ -62,7 +62,8 @@ class GradientSync:
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
         self._partial, self._averaged = _replicated_gradients(root, meshes, frozenset(partial), unreduced)
         self._stages = meshes.topology.pipeline
-        self.adopted, self._adopts = WeakSet[nn.Parameter](), True
+        self.adopted: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
+        self._adopts = True
         watch_for_new_parameters(root, self._adopt)
         self._fsdp = list(fsdp_modules(root))
         self.has_stage_alone = meshes.topology.world_size == meshes.topology.pipeline
@@ -88,7 +89,7 @@ class GradientSync:
                 f"{type(self._root).__name__} got {len(new)} parameters after it was cut into pipeline stages, the "
                 f"first of shape {tuple(new[0].shape)}. Build them in __init__, setup or configure_model."
             )
-        self.adopted.update(new)
+        self.adopted.update(dict.fromkeys(new))
         if self._averaged is not None:
             self._averaged.add(new)
 

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def watch_plan(
     for name, inside in _blocks(modules, styles).items():
         kinds.setdefault((type(modules[name]), inside), name)
     for name in kinds.values():
-        comparison = _Comparison(name, root, hooks, mesh.get_group())
+        comparison = _Comparison(name, ref(modules[name]), root, hooks, mesh.get_group())
         comparison.handle = modules[name].register_forward_pre_hook(comparison, with_kwargs=True)
 
 
@@ -102,6 +103,7 @@ class _Comparison:
     """A forward pre-hook that compares a block with one that is not cut, once."""
 
     name: str
+    block: ref[nn.Module]
     root: nn.Module
     hooks: Mapping[nn.Module, frozenset[int]]
     group: dist.ProcessGroup
@@ -111,7 +113,7 @@ class _Comparison:
         return self
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.handle is None:
+        if self.handle is None or block is not self.block():  # a copy has its hooks, under which it is another one
             return
         self.handle.remove()
         self.handle = None

@@ -31,7 +31,13 @@ from lightning_shardckpt.compat.dynamo import set_frame_callback, skip_folders
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights, restore_flat_weights
 from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers, as_gathered, values_of, was_assigned
+from lightning_shardckpt.parallel.sharding.gathered_parameters import (
+    KeptGathers,
+    as_gathered,
+    values_of,
+    views_of,
+    was_assigned,
+)
 from lightning_shardckpt.parallel.sharding.given_weights import cut_as_planned
 from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
@@ -139,6 +145,7 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
             set_frame_callback(compiler)
             with cut_as_planned(_places[module]):
                 return forward(*args, **kwargs)
+        _refuse_kept_views(unit.name, leaves)
         wholes = _gathered(module, unit, leaves)
         versions = [version_of(whole) for whole in wholes]
         places = dict(zip(map(id, leaves), wholes, strict=True))
@@ -154,6 +161,9 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
             if version_of(whole) != version or was_assigned(whole):
                 _keep_change(leaf, whole, unit.name)
+            if views := views_of(whole):
+                views[:] = [view for view in views if view() is not None]
+                _views[leaf] = views, version_of(local_tensor(leaf))
         if saved is not None:
             saved.end()
         return _handed_out(found, leaves, wholes)
@@ -175,6 +185,20 @@ def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor]) 
         return value if base is None or id(base) not in known else connected(value, known[id(base)], values_of(base))
 
     return mapped(found, handed_out)
+
+
+def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
+    """Raise where something over the memory of an earlier gather outlived changes of the parameter."""
+    if not _views:
+        return
+    for leaf in leaves:
+        views, version = _views.pop(leaf, ((), 0))
+        if any(view() is not None for view in views) and version_of(local_tensor(leaf)) != version:
+            raise TopologyError(
+                f"the forward of {name} keeps a view of its parameter of shape {tuple(leaf.shape)} from an earlier "
+                "call (weight.detach(), weight.data). It would not follow the parameter, whose whole is gathered anew "
+                "for each call: take it anew, too, or keep a copy (weight.detach().clone())."
+            )
 
 
 def _is_noted(unit: Unit, wholes: Sequence[Tensor]) -> bool:
@@ -202,6 +226,8 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 _places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
+_views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
+"""What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""
 _Plans = list[tuple[list[int], GatherPlan]]
 _plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], _Plans]] = WeakIdKeyDictionary()
 

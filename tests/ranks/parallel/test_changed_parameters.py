@@ -61,12 +61,12 @@ def test_a_weight_that_autograd_needs_must_not_change_before_its_backward(case: 
 class AskingHead(nn.Linear):
     """Does more with its own weight than to compute with it."""
 
-    freezes = False
+    thaws = False
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        if self.freezes:
-            weight.requires_grad_(False)
+        if self.thaws:
+            weight.requires_grad_()
         gradient = None if weight.grad is None else float(weight.grad.abs().sum())
         self.asked += [weight.note, getattr(weight, "unknown", "none"), gradient, weight.requires_grad]
         weight.turns = getattr(weight, "turns", 0) + 1
@@ -75,11 +75,12 @@ class AskingHead(nn.Linear):
 
 
 class Asking(tiny.TinyLM):
-    def __init__(self, *, freezes: bool = False) -> None:
+    def __init__(self, *, thaws: bool = False) -> None:
         super().__init__(frozen=False)
         head: Any = self.head
         self.head = AskingHead(head.in_features, head.out_features, bias=head.bias is not None)
-        self.head.freezes = freezes
+        self.head.thaws = thaws
+        self.head.weight.requires_grad_(not thaws)
         self.head.weight.note = "mine"
         self.head.__dict__["asked"] = []
 
@@ -88,12 +89,13 @@ class Asking(tiny.TinyLM):
 
 
 def ask(strategy: dict[str, Any] | str) -> tuple[list[Any], str]:
+    """What a forward asks, and the error of one that thaws its own weight."""
     torch.manual_seed(0)
     module, error = Asking().double(), ""
     options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "accumulate_grad_batches": 2}
     tiny.trainer(strategy, **options).fit(module, tiny.loader())
     try:
-        tiny.trainer(strategy, **options).fit(Asking(freezes=True), tiny.loader())
+        tiny.trainer(strategy, **options).fit(Asking(thaws=True), tiny.loader())
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     return module.head.asked, error
@@ -106,4 +108,4 @@ def test_a_forward_sees_gradients_and_notes_of_its_parameters(case: str) -> None
     for seen, error in run_ranks(world, ask, strategy):
         assert [type(s) for s in seen] == [type(s) for s in expected]
         assert [s for s in seen if not isinstance(s, float)] == [s for s in expected if not isinstance(s, float)]
-        assert error.startswith("TopologyError: a forward changes requires_grad of its own parameter"), error
+        assert error.startswith("TopologyError: a forward thaws its own parameter of shape"), error

@@ -2,7 +2,8 @@
 
 ``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved;
 ``python -m tests.sweeps.twins proved TOPOLOGY [NAME …]`` proves that each case resumes as if it had not stopped, and
-``… proved plain NAME …`` does so without this package.
+``… proved plain NAME …`` does so without this package. ``python -m tests.sweeps.twins fabric TOPOLOGY [NAME …]`` runs
+the scripts of Fabric.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from textwrap import shorten
 
 from tests.support.pool import run_ranks
+from tests.sweeps.twins.fabric_run import scripts
+from tests.sweeps.twins.fabric_scripts import SCRIPTS
 from tests.sweeps.twins.proved import DIFFERS_ANYWAY, proof
 from tests.sweeps.twins.run import (
     CASES,
@@ -34,6 +37,8 @@ def main(topology: str, *names: str) -> int:
     """The number of cases that differ from their twins, or end with an error."""
     if topology == "proved":
         return _prove(*names)
+    if topology == "fabric":
+        return _run_scripts(*names)
     if topology == "resumed":
         return sum(_tell(name, *_resumed(name)) for name in names or CASES)
     chosen = [name for name in names or CASES if fits(CASES[name], topology)]
@@ -47,6 +52,20 @@ def main(topology: str, *names: str) -> int:
         )
         for name in chosen
     )
+
+
+def _run_scripts(topology: str, *names: str) -> int:
+    """The number of scripts of Fabric that differ from their twins, or end with an error."""
+    chosen = names or tuple(SCRIPTS)
+    (expected,) = run_ranks(1, scripts, chosen, init_process_group=False, timeout_s=600)
+    count = 0
+    for name in chosen:
+        ranks = [rank[name] for rank in run_ranks(TOPOLOGIES[topology][0], scripts, [name], topology, timeout_s=120)]
+        found = {difference(rank, expected[name], 1e-10) for rank in ranks}
+        what = "as on one process" if found == {""} else " | ".join(text.partition("\n")[0] for text in found)
+        print(f"{name:28} {what}", flush=True)
+        count += found != {""}
+    return count
 
 
 def _resumed(name: str) -> tuple[Sequence[Found], Found]:

@@ -10,6 +10,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.compat.autograd_backward import (
+    accumulates_gradient_of,
     after_backward,
     is_batched,
     is_result_of,
@@ -44,6 +45,22 @@ def test_a_hook_knows_whether_its_gradient_is_returned_or_accumulated() -> None:
     torch.autograd.grad((leaf * other).sum(), [leaf])
     (leaf * other).sum().backward(inputs=[leaf])
     assert seen == [False, True, False]
+
+
+def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[list[bool]] = []
+
+    def product() -> Tensor:
+        inside = leaf * other
+        inside.register_hook(lambda gradient: seen.append([accumulates_gradient_of(p) for p in (leaf, other)]))
+        return inside.sum()
+
+    product().backward()
+    torch.autograd.grad(product(), [leaf])
+    product().backward(inputs=[leaf])
+    assert seen == [[True, True], [False, False], [True, False]]
+    assert not accumulates_gradient_of(leaf), "no backward runs"
 
 
 def test_a_tensor_is_a_result_of_the_function_that_made_it() -> None:

@@ -6,11 +6,11 @@ import copy
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.module_class import (
-    WithoutState,
     after_unpickling,
     any_global_hook,
     argument_hooks,
@@ -18,12 +18,14 @@ from lightning_shardckpt.compat.module_class import (
     clear_hooks,
     convert_tensors,
     has_forward_hooks,
+    intercept_calls,
     keep_hooks,
     mix_in,
     mix_out,
     parameters_made_of,
     result_hooks,
     unregister_tensors,
+    withhold_state,
 )
 
 
@@ -46,11 +48,36 @@ def test_a_mixin_is_called_first_and_the_class_keeps_its_name() -> None:
 
 def test_without_state_a_part_of_a_model_neither_gives_nor_takes_nor_moves() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    mix_in(model[1], WithoutState)
+    withhold_state(model[1])
+    assert type(model[1]) is nn.BatchNorm1d
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
     model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
     model.double()
     assert model[0].weight.dtype == torch.float64 and model[1].weight.dtype == torch.float32
+    copied = copy.deepcopy(model)
+    assert copied[1].double() is copied[1] and set(copied.state_dict()) == {"0.weight", "0.bias"}
+
+
+class CallsTwice(nn.Linear):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) + super().__call__(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, CallsTwice])
+def test_a_call_is_intercepted_around_hooks_and_the_class_stays(kind: type[nn.Linear]) -> None:
+    layer, x = kind(2, 2), torch.ones(2)
+    expected, said = layer(x), list[str]()
+    layer.register_forward_hook(lambda *args: said.append("hook"))
+
+    def call(original: Any, *args: Any) -> Any:
+        said.append("before")
+        return 3 * original(*args)
+
+    intercept_calls(layer, call)
+    assert torch.equal(layer(x), 3 * expected)
+    assert said == ["before", *["hook"] * (2 if kind is CallsTwice else 1)]
+    assert isinstance(layer, kind) and (type(layer) is nn.Linear) == (kind is nn.Linear)
+    assert torch.equal(nn.Linear.forward(copy.deepcopy(layer), x), nn.Linear.forward(layer, x))
 
 
 def test_children_can_be_replaced_in_their_slots() -> None:

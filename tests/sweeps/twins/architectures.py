@@ -1,0 +1,171 @@
+"""More kinds of models: experts, flows, operators, graphs, hypernetworks, losses with weights, packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net, case
+
+
+@case()
+class RoutesSoftly(Natural):
+    """Experts of which each sample takes two, all of them called; a loss that balances them over all ranks."""
+
+    def build(self) -> None:
+        super().build()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.features(batch[0])
+        weights = self.router(x).softmax(1)
+        kept, chosen = weights.topk(2, dim=1)
+        gate = torch.zeros_like(weights).scatter(1, chosen, kept / kept.sum(1, keepdim=True))
+        y = torch.stack([expert(x) for expert in self.experts], 1)
+        out = self.net.head((gate[..., None] * y).sum(1))
+        balance = (weights.mean(0) * weights.mean(0).detach()).sum() * 0 + weights.square().mean()
+        return F.cross_entropy(out, batch[1]) + balance
+
+
+@case()
+class RoutesInOneTensor(Natural):
+    """Weights of all experts in one 3-D parameter, and ``bmm``."""
+
+    def build(self) -> None:
+        super().build()
+        self.up = nn.Parameter(torch.randn(3, WIDTH, 6) / 3)
+        self.down = nn.Parameter(torch.randn(3, 6, WIDTH) / 3)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.features(batch[0])
+        every = torch.bmm(F.silu(torch.bmm(x.expand(3, -1, -1), self.up)), self.down)
+        chosen = batch[3][:, 0] % 3
+        single = torch.einsum("bi,bio->bo", x, self.up[chosen] @ self.down[chosen])
+        picked = every[chosen, torch.arange(len(x))]
+        return F.cross_entropy(self.net.head(picked + single), batch[1])
+
+
+@case()
+class Packed(Natural):
+    """Sequences of several lengths, packed; the last state of each."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(7, WIDTH, padding_idx=0)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True, proj_size=4)
+        self.gru = nn.GRU(4, WIDTH, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        lengths = 1 + batch[3][:, 0] % 4
+        packed = pack_padded_sequence(self.embed(batch[3]), lengths, batch_first=True, enforce_sorted=False)
+        x, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        _, h = self.gru(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return F.cross_entropy(self.head(torch.cat([h[0], h[1]], 1)), batch[1])
+
+
+@case()
+class Bags(Natural):
+    """``EmbeddingBag`` with weights of samples and offsets, one-hot products."""
+
+    def build(self) -> None:
+        self.bag = nn.EmbeddingBag(7, WIDTH, mode="sum", include_last_offset=False)
+        self.mean = nn.EmbeddingBag(7, WIDTH, mode="mean", padding_idx=1)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        tokens = batch[3]
+        x = self.bag(tokens, per_sample_weights=batch[0][:, :4].sigmoid()) + self.mean(tokens)
+        starts, weights = torch.arange(0, tokens.numel(), 4), batch[2][:, :4].flatten()
+        flat = self.bag(tokens.flatten(), starts, per_sample_weights=weights)
+        hot = F.one_hot(tokens[:, 0], 7).to(x) @ self.bag.weight
+        return F.cross_entropy(self.head(x + flat + hot), batch[1])
+
+
+class FourierLayer(nn.Module):
+    """As in Fourier neural operators: complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128) / 3)
+        self.unused = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
+        self.skip = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x)
+        out = torch.zeros_like(spectrum)
+        out[:, :4] = spectrum[:, :4] * self.weight.sum(0)
+        return torch.fft.irfft(out, n=6) + self.skip(x)
+
+
+@case(gradient_clip_val=0.5)
+class Spectral(Natural):
+    def build(self) -> None:
+        self.operator, self.net = FourierLayer(), Net()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(self.operator(batch[0])), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(float(self.operator.weight.grad.abs().norm()))
+        self.seen.append(float(self.operator.weight.detach().norm()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-2, eps=1e-3)
+
+
+@case()
+class SpectralOnce(Spectral):
+    """Complex weights that only some steps use."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if index % 2:
+            return self.loss(batch) + self.operator.unused.abs().square().sum()
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(float(sum(p.grad is None for p in self.parameters())))
+
+
+class Invertible(nn.Module):
+    """A 1x1 convolution of Glow: determinants and inverses of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linalg.qr(torch.randn(6, 6))[0])
+        p, low, up = torch.linalg.lu(self.weight.detach())
+        self.register_buffer("p", p)
+        self.low, self.up = nn.Parameter(low), nn.Parameter(up)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        log_det = torch.linalg.slogdet(self.weight)[1] + self.up.diagonal().abs().log().sum()
+        lower = self.low.tril(-1) + torch.eye(6).to(self.low)
+        return x @ self.weight.t() @ (self.p @ lower @ self.up.triu()).t(), log_det
+
+    def reverse(self, y: Tensor) -> Tensor:
+        return y @ torch.linalg.inv((self.p @ (self.low.tril(-1) + torch.eye(6).to(self.low)) @ self.up.triu()).t())
+
+
+@case()
+class Flows(Natural):
+    def build(self) -> None:
+        self.steps = nn.ModuleList(Invertible() for _ in range(2))
+        self.shift = nn.Linear(3, 6)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, total = batch[0], 0.0
+        for step in self.steps:
+            x, log_det = step(x)
+            shift, scale = self.shift(x[:, :3]).chunk(2, 1)
+            x = torch.cat([x[:, :3], x[:, 3:] * scale.tanh().exp() + shift.tanh()], 1)
+            total = total + log_det + scale.tanh().sum(1)
+        return (0.05 * x.square().sum(1) - 0.1 * total).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
+        with torch.no_grad():
+            ones = torch.eye(6).to(batch[0])
+            self.seen.append(float(self.steps[0].reverse(ones).sum()))

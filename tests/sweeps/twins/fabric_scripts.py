@@ -1,0 +1,401 @@
+"""Training loops of Fabric, as scripts write them, each a function of Fabric and the batches of this rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.sweeps.twins.base import BATCH, CLASSES, SECOND_DERIVATIVES, STEPS, WIDTH, Net, dataset
+
+Script = Callable[["Loop"], None]
+SCRIPTS: dict[str, Script] = {}
+REFUSED: dict[str, dict[str, str]] = {}
+"""By script and topology, what an error must say."""
+
+
+@dataclass
+class Loop:
+    """What a script works with, and leaves behind.
+
+    Attributes:
+        seen: numbers that must be the same on every rank, and on one process.
+        modules: whose state is compared at the end.
+    """
+
+    fabric: Fabric
+    seen: list[float] = field(default_factory=list)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of data-parallel ranks, and which one this is."""
+        strategy: Any = self.fabric.strategy
+        found = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        return found["num_replicas"], found["rank"]
+
+    def batches(self) -> Iterator[list[Tensor]]:
+        """Of each 16 rows, those of this rank: r, r + n, …"""
+        ranks, rank = self.place
+        for start in range(0, BATCH * STEPS, BATCH):
+            rows = range(start + rank, start + BATCH, ranks)
+            yield [torch.stack(column) for column in zip(*(dataset()[n] for n in rows), strict=True)]
+
+    def net(self, **options: Any) -> Net:
+        """A network that is built, but not set up."""
+        with self.fabric.init_module():
+            return Net(**options)
+
+    def setup(self, name: str, module: nn.Module, *optimizers: Any) -> Any:
+        """``fabric.setup``, of what is compared."""
+        found = self.fabric.setup(module, *optimizers)
+        self.modules[name] = module
+        return found
+
+
+def script(refused: dict[str, str] | None = None) -> Callable[[Script], Script]:
+    """Register a script."""
+
+    def register(function: Script) -> Script:
+        SCRIPTS[function.__name__] = function
+        REFUSED[function.__name__] = refused or {}
+        return function
+
+    return register
+
+
+def loss_of(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@script()
+def trains_simply(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-3))
+    for batch in loop.batches():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loop.fabric.backward(loss)
+        optimizer.step()
+        loop.seen.append(float(loop.fabric.all_reduce(loss.detach(), reduce_op="mean")))
+
+
+@script()
+def accumulates_without_sync(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    for number, batch in enumerate(loop.batches()):
+        last = number % 2 == 1
+        with loop.fabric.no_backward_sync(model, enabled=not last):
+            loop.fabric.backward(loss_of(model, batch) / 2)
+        if last:
+            norm = loop.fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            loop.seen.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@script()
+def clips_by_value(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        loop.fabric.backward(loss_of(model, batch))
+        loop.fabric.clip_gradients(model, optimizer, clip_val=1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def clips_by_largest(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        loop.fabric.backward(loss_of(model, batch))
+        loop.seen.append(float(loop.fabric.clip_gradients(model, optimizer, max_norm=0.05, norm_type=float("inf"))))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def clips_by_torch(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        loop.fabric.backward(loss_of(model, batch))
+        loop.seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def sets_up_apart(loop: Loop) -> None:
+    """``setup_module`` first; param groups, a scheduler."""
+    net = loop.net()
+    loop.modules["net"] = net
+    model = loop.fabric.setup_module(net)
+    groups = [{"params": model.layers.parameters(), "lr": 0.05}, {"params": [*model.head.parameters(), model.scale]}]
+    optimizer = loop.fabric.setup_optimizers(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for batch in loop.batches():
+        loop.fabric.backward(loss_of(model, batch))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        loop.seen += scheduler.get_last_lr()
+
+
+@script()
+def trains_a_gan(loop: Loop) -> None:
+    with loop.fabric.init_module():
+        maker = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 6))
+        judge = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    makes, for_maker = loop.setup("maker", maker, torch.optim.Adam(maker.parameters(), 1e-2, eps=1e-3))
+    judges, for_judge = loop.setup("judge", judge, torch.optim.Adam(judge.parameters(), 1e-2, eps=1e-3))
+    for x, _, z, _ in loop.batches():
+        fake = makes(z)
+        for_judge.zero_grad()
+        loop.fabric.backward(F.softplus(judges(fake.detach())).mean() + F.softplus(-judges(x)).mean())
+        for_judge.step()
+        for_maker.zero_grad()
+        loop.fabric.backward(F.softplus(-judges(fake)).mean())
+        for_maker.step()
+
+
+@script()
+def follows_slowly(loop: Loop) -> None:
+    """An average that is a deep copy, made before the setup and after it."""
+    net = loop.net()
+    before = copy.deepcopy(net)
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    slow = loop.setup("before", before)
+    after = copy.deepcopy(net).requires_grad_(False)
+    loop.modules["after"] = after
+    for batch in loop.batches():
+        with torch.no_grad():
+            wanted = slow(batch[2]).softmax(1)
+        loop.fabric.backward(loss_of(model, batch) + F.cross_entropy(model(batch[2]), wanted))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for averages in (slow, after):
+                for p, q in zip(averages.parameters(), model.parameters(), strict=True):
+                    p.lerp_(q, 0.2)
+        loop.seen.append(float(sum(p.norm() for p in after.parameters())))
+
+
+@script(refused=SECOND_DERIVATIVES)
+def penalizes_gradients(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        loss = loss_of(model, batch)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loop.fabric.backward(loss + 0.1 * sum(g.square().sum() for g in grads))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def sharpens(loop: Loop) -> None:
+    """SAM."""
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    for batch in loop.batches():
+        loop.fabric.backward(loss_of(model, batch))
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            steps = [p.grad * (0.05 / norm) for p in model.parameters()]
+            torch._foreach_add_(list(model.parameters()), steps)
+        optimizer.zero_grad()
+        loop.fabric.backward(loss_of(model, batch))
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), steps)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def contrasts(loop: Loop) -> None:
+    """Features of all ranks, gathered with gradients."""
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        one, two = (
+            F.normalize(loop.fabric.all_gather(model(x), sync_grads=True).reshape(-1, CLASSES), dim=1)
+            for x in (batch[0], batch[2])
+        )
+        logits = one @ two.t() / 0.2
+        loop.fabric.backward(F.cross_entropy(logits, torch.arange(len(logits))))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def adds_a_head(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for number, batch in enumerate(loop.batches()):
+        if number == 1:
+            torch.manual_seed(4)
+            net.extra = nn.Linear(WIDTH, CLASSES).to(net.scale)
+            optimizer.add_param_group({"params": list(net.extra.parameters())})
+        out = model(batch[0])
+        if number >= 1:
+            out = out + net.extra(net.features(batch[2]))
+        loop.fabric.backward(F.cross_entropy(out, batch[1]))
+        loop.fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def freezes_in_turn(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-3))
+    for number, batch in enumerate(loop.batches()):
+        model.layers.requires_grad_(number % 2 == 0)
+        loop.fabric.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.seen.append(float(sum(p.requires_grad for p in model.parameters())))
+
+
+@script()
+def searches_lines(loop: Loop) -> None:
+    """L-BFGS by a closure, whose loss is reduced by the script."""
+    net = loop.net()
+    model, optimizer = loop.setup(
+        "net", net, torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
+    )
+    for batch in loop.batches():
+
+        def closure(batch: list[Tensor] = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loop.fabric.backward(loss)
+            return loop.fabric.all_reduce(loss.detach())
+
+        optimizer.step(closure)
+
+
+@script()
+def searches_lines_alone(loop: Loop) -> None:
+    """The same with the loss of the rank's own batch."""
+    net = loop.net()
+    model, optimizer = loop.setup(
+        "net", net, torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
+    )
+    for batch in loop.batches():
+
+        def closure(batch: list[Tensor] = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loop.fabric.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+@script()
+def scales_by_its_own_loss(loop: Loop) -> None:
+    """A learning rate of the rank's own batch."""
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        loss = loss_of(model, batch)
+        loop.fabric.backward(loss)
+        optimizer.param_groups[0]["lr"] = 0.05 * loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def keeps_a_mean(loop: Loop) -> None:
+    """A running mean of the rank's own batches, in a buffer."""
+    net = loop.net()
+    net.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        net.mean.lerp_(batch[0].mean(0), 0.1)
+        loop.fabric.backward(F.cross_entropy(model(batch[0] - net.mean), batch[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def reads_weights(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        loop.fabric.backward(loss_of(model, batch))
+        loop.seen += [p.grad.norm().item() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.seen += [float(net.head.weight[0, 0]), net.embed.weight.abs().max().item()]
+        loop.seen += net.head.weight.detach().cpu().numpy().ravel()[:3].tolist()
+        loop.seen.append(float(torch.linalg.svdvals(net.head.weight.detach()).sum()))
+
+
+@script()
+def calls_other_methods(loop: Loop) -> None:
+    """Methods of the module besides its forward, marked as such and not."""
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    model.mark_forward_method("features")
+    for batch in loop.batches():
+        features = model.features(batch[0]).double()  # Fabric makes float32 of what a strategy returns
+        loss = F.cross_entropy(net.head(features), batch[1]) + model(batch[2]).square().mean()
+        loop.fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def uses_loaders(loop: Loop) -> None:
+    """``setup_dataloaders``, in order."""
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    loader = loop.fabric.setup_dataloaders(DataLoader(dataset(), batch_size=BATCH // loop.place[0]))
+    for batch in loader:
+        loop.fabric.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def casts_by_autocast(loop: Loop) -> None:
+    net = loop.net()
+    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    for batch in loop.batches():
+        with loop.fabric.autocast():
+            loss = F.cross_entropy(F.linear(net.features(batch[0]), net.head.weight, net.head.bias), batch[1])
+        loop.fabric.backward(loss + model(batch[2]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@script()
+def adapts_copies(loop: Loop) -> None:
+    """Reptile: copies of the module that train by themselves."""
+    net = loop.net()
+    model = loop.setup("net", net)
+    for batch in loop.batches():
+        fast = copy.deepcopy(net)
+        inner = torch.optim.SGD(fast.parameters(), 0.1)
+        for _ in range(2):
+            inner.zero_grad()
+            loop.fabric.backward(loss_of(fast, batch), model=model)
+            inner.step()
+        with torch.no_grad():
+            for p, q in zip(net.parameters(), fast.parameters(), strict=True):
+                p.lerp_(q, 0.5)

@@ -1,0 +1,276 @@
+"""Flags of the Trainer, loaders, loops, hooks of Lightning, and what is logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.sweeps.twins.base import BATCH, CLASSES, Natural, case, dataset
+
+
+class Logged(Natural):
+    """At the end it has seen all that was logged, the step and the learning rates."""
+
+    def on_train_end(self) -> None:
+        self.seen += [float(v) for _, v in sorted(self.trainer.callback_metrics.items())]
+        self.seen.append(float(self.trainer.global_step))
+        self.seen += [g["lr"] for o in self.trainer.optimizers for g in o.param_groups]
+
+
+class Validated(Logged):
+    val_dataloader = Natural.loader
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+
+@case()
+class LogsInEveryWay(Logged):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", out.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log("least", out.min(), on_epoch=True, reduce_fx=torch.min, sync_dist=True)
+        self.log("hits", (out.argmax(1) == batch[1]).sum().float(), on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log_dict({"a": loss * 2, "b": self.net.head.weight.norm()}, on_epoch=True, sync_dist=True, batch_size=16)
+        self.log("weight", self.net.scale.mean())
+        self.log("step", float(index), on_step=True, prog_bar=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", sum(p.grad.norm() for p in self.parameters()))
+        self.log("rate", optimizer.param_groups[0]["lr"], on_epoch=True)
+
+
+@case(max_epochs=2, limit_val_batches=3)
+class Measures(Validated):
+    """Metrics of torchmetrics, logged as objects, updated and computed by hand."""
+
+    def build(self) -> None:
+        super().build()
+        common = {"task": "multiclass", "num_classes": CLASSES}
+        self.accuracy = torchmetrics.Accuracy(**common)
+        self.several = torchmetrics.MetricCollection(
+            {"f1": torchmetrics.F1Score(**common, average="macro"), "auroc": torchmetrics.AUROC(**common)}
+        ).clone(prefix="train/")
+        self.mean = torchmetrics.MeanMetric()
+        self.confusion = torchmetrics.ConfusionMatrix(**common)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        self.accuracy(out, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.several.update(out.softmax(1), batch[1])
+        self.mean.update(loss.detach(), weight=len(out))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.several.compute())
+        self.seen.append(float(self.mean.compute()))
+        self.several.reset()
+        self.mean.reset()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.confusion.update(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen += self.confusion.compute().flatten().tolist()
+        self.confusion.reset()
+
+
+@case(max_epochs=6, limit_val_batches=2, callbacks=lambda: [EarlyStopping("val", patience=0, min_delta=0.05)])
+class StopsEarly(Validated): ...
+
+
+@case(max_epochs=2)
+class SkipsAnEpoch(Logged):
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if self.current_epoch == 0 and index == 2 else None
+
+
+@case(limit_train_batches=1.0, detect_anomaly=True, deterministic=True)
+class LooksForAnomalies(Logged): ...
+
+
+class InOrder(Logged):
+    """A loader without a sampler, in order."""
+
+    def train_dataloader(self) -> Any:
+        ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        return DataLoader(dataset(), batch_size=BATCH // ranks, shuffle=False)
+
+
+@case(overfit_batches=2, max_epochs=3, use_distributed_sampler=True)
+class Overfits(InOrder): ...
+
+
+@case(max_epochs=3, check_val_every_n_epoch=None, val_check_interval=3, limit_val_batches=1)
+class ValidatesBySteps(Validated):
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(float(self.global_step))
+
+
+@case(max_epochs=2, reload_dataloaders_every_n_epochs=1)
+class ReloadsData(Logged):
+    def train_dataloader(self) -> Any:
+        self.seen.append(float(self.current_epoch))
+        return self.loader()
+
+
+@case(num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2)
+class ValidatesWithGradients(Validated):
+    """Test-time adaptation: a gradient in validation."""
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(F.cross_entropy(self.net(x), batch[1], reduction="sum"), x)
+            adapted = torch.autograd.grad(self.loss(batch), list(self.net.head.parameters()))
+        self.log("slope", slope.square().sum(1).mean(), sync_dist=True)
+        self.log("adapted", sum(g.norm() for g in adapted), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen += [float(v) for k, v in sorted(self.trainer.callback_metrics.items()) if k in ("slope", "adapted")]
+
+
+@case(use_distributed_sampler=True, max_epochs=2)
+class LetsLightningSample(InOrder): ...
+
+
+@case(use_distributed_sampler=True, max_epochs=2)
+class SamplesByLength(Logged):
+    """A sampler of its own, in an order of its own."""
+
+    def train_dataloader(self) -> Any:
+        ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        order = sorted(range(len(dataset())), key=lambda n: int(dataset()[n][3].sum()))
+        return DataLoader(dataset(), batch_size=BATCH // ranks, sampler=order)
+
+
+@case(use_distributed_sampler=True, max_epochs=2)
+class LetsLightningShuffle(Logged):
+    """Of a shuffled epoch, what is the same on any number of ranks: sums over all batches."""
+
+    lr = 0.0
+
+    def train_dataloader(self) -> Any:
+        ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        return DataLoader(dataset(), batch_size=BATCH // ranks, shuffle=True)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("sum", batch[0].sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return loss
+
+
+@case(max_epochs=2, limit_val_batches=1)
+class HooksEverywhere(Validated):
+    """Changes in hooks that are seldom used."""
+
+    def on_train_start(self) -> None:
+        self.net.scale.data.mul_(0.9)
+
+    def on_train_epoch_start(self) -> None:
+        self.net.head.bias.data.add_(0.01)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        with torch.no_grad():
+            self.seen.append(float(self.all_gather(loss).mean()))
+
+    def on_validation_model_eval(self) -> None:
+        super().on_validation_model_eval()
+        self.net.head.weight.data.mul_(0.99)
+
+    def on_validation_model_train(self) -> None:
+        super().on_validation_model_train()
+        self.net.embed.weight.data.add_(0.001)
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            for p in self.net.layers.parameters():
+                p.sub_(p.mean() * 0.1)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, index: int) -> Any:
+        return [t * 2 if t.is_floating_point() else t for t in super().transfer_batch_to_device(batch, device, index)]
+
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        return [batch[0] + 1, *batch[1:]]
+
+
+@case(callbacks=lambda: [LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=4, early_stop_threshold=None)])
+class FindsItsRate(Logged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.05
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Single(Logged):
+    """On batches of float32."""
+
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        return [t.float() if t.is_floating_point() else t for t in batch]
+
+
+@case(precision="bf16-mixed", tolerance=0.02)
+class MixesPrecisions(Single): ...
+
+
+@case(precision="bf16-true", tolerance=0.05)
+class TrainsInBfloat16(Logged): ...
+
+
+@case()
+class LooksAtActivations(Logged):
+    """Statistics by forward hooks of every Linear: means over all ranks, dead units, norms."""
+
+    def on_fit_start(self) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda m, args, out, name=name: self.note(name, out))
+
+    def note(self, name: str, out: Tensor) -> None:
+        if self.trainer.training:
+            self.log(f"norm/{name}", out.detach().square().mean(), sync_dist=True)
+            self.log(f"width/{name}", float(out.shape[-1]))
+
+
+@case()
+class LooksAtGradientsOfActivations(Logged):
+    def on_fit_start(self) -> None:
+        self.norms: dict[str, float] = {}
+        for name, module in self.net.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_full_backward_hook(lambda m, gin, gout, name=name: self.note(name, gout[0]))
+
+    def note(self, name: str, gradient: Tensor) -> None:
+        self.norms[name] = float(gradient.detach().abs().sum())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for _, value in sorted(self.norms.items()):
+            self.seen.append(float(self.trainer.strategy.reduce(torch.tensor(value, dtype=torch.float64))))
+
+
+@case()
+class GathersUnevenly(Logged):
+    """A last batch that is smaller, and features of all ranks."""
+
+    def train_dataloader(self) -> Any:
+        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        rows = torch.utils.data.Subset(dataset(), range(place["rank"], 21, place["num_replicas"]))
+        return DataLoader(rows, batch_size=BATCH // place["num_replicas"])
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = self.all_gather(self.net(batch[0]), sync_grads=True).reshape(-1, CLASSES)
+        return (x @ x.t()).square().mean()

@@ -1,0 +1,384 @@
+"""Parts that are frozen, thawed, added, replaced, pruned and made anew while a module trains."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, WIDTH, Block, Manual, Natural, Net, case
+
+
+@case()
+class AddsAHead(Natural):
+    """A module that comes while it trains, with a param group of its own."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 1:
+            torch.manual_seed(5)
+            self.extra = nn.Linear(WIDTH, CLASSES).to(self.net.scale)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.extra.parameters())})
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        features = self.net.features(batch[0])
+        out = self.net.head(features)
+        return F.cross_entropy(out + self.extra(features) if hasattr(self, "extra") else out, batch[1])
+
+
+@case()
+class ReplacesItsHead(Natural):
+    """A head for other classes, made where an epoch begins; the optimizer is told."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(5)
+        old = list(self.net.head.parameters())
+        self.net.head = nn.Linear(WIDTH, CLASSES).to(self.net.scale)
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["params"] = [p for p in group["params"] if not any(p is q for q in old)]
+        group["params"] += list(self.net.head.parameters())
+
+
+@case()
+class ReassignsAWeight(Natural):
+    """``module.weight = nn.Parameter(…)`` at the start of the fit, before anything has been optimized."""
+
+    def on_fit_start(self) -> None:
+        old, optimizer = self.net.head.weight, self.trainer.optimizers[0]
+        self.net.head.weight = nn.Parameter(torch.ones(CLASSES, WIDTH, dtype=old.dtype) * 0.1)
+        group = optimizer.param_groups[0]
+        group["params"] = [self.net.head.weight if p is old else p for p in group["params"]]
+
+
+@case()
+class ClonesAWeight(Natural):
+    """A new parameter made of an old one: of its detached values."""
+
+    def on_fit_start(self) -> None:
+        old, optimizer = self.net.head.weight, self.trainer.optimizers[0]
+        self.net.head.weight = nn.Parameter(old.detach().clone() * 0.5)
+        group = optimizer.param_groups[0]
+        group["params"] = [self.net.head.weight if p is old else p for p in group["params"]]
+
+
+@case()
+class BuildsItsOptimizerLate(Manual):
+    """One made in ``on_train_start``, for a part that is made there."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(4)
+        self.probe = nn.Linear(WIDTH, CLASSES).to(self.net.scale)
+        self.own = torch.optim.SGD([*self.net.head.parameters(), *self.probe.parameters()], lr=0.1, momentum=0.9)
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        features = self.net.features(batch[0])
+        self.own.zero_grad()
+        self.manual_backward(F.cross_entropy(self.probe(features) + self.net.head(features), batch[1]))
+        self.own.step()
+
+
+@case()
+class LosesDeadUnits(Natural):
+    """Draws units that do nothing anew, together with what the optimizer remembers of them."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        layer = self.net.layers[index % 2]
+        weak = layer.a.weight.norm(dim=1) < layer.a.weight.norm(dim=1).median()
+        torch.manual_seed(index)
+        fresh = torch.empty_like(layer.a.weight)
+        nn.init.kaiming_uniform_(fresh)
+        layer.a.weight[weak] = fresh[weak]
+        layer.a.bias.data[weak] = 0
+        layer.b.weight[:, weak] = 0
+        momentum = self.trainer.optimizers[0].state[layer.a.weight]["momentum_buffer"]
+        momentum[weak] = 0
+        self.seen.append(float(weak.sum()))
+
+
+@case(max_epochs=2)
+class FindsATicket(Natural):
+    """Magnitude pruning to a mask, and a rewind of the weights to where they began."""
+
+    def on_fit_start(self) -> None:
+        self.first = copy.deepcopy({n: v.clone() for n, v in self.net.state_dict().items()})
+        self.masks: dict[str, Tensor] = {}
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            weights = {n: p for n, p in self.net.named_parameters() if p.ndim > 1}
+            every = torch.cat([p.detach().abs().flatten() for p in weights.values()])
+            limit = every.kthvalue(len(every) // 3).values
+            self.masks = {n: (p.detach().abs() > limit).to(p) for n, p in weights.items()}
+            self.net.load_state_dict(self.first)
+            self.seen.append(limit.item())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for name, p in self.net.named_parameters():
+                if name in self.masks:
+                    p.mul_(self.masks[name])
+
+
+@case(max_epochs=2)
+class PrunesLayers(Natural):
+    """torch's pruning when an epoch begins: masks, and weights that are computed before each forward."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            prune.l1_unstructured(self.net.head, "weight", amount=0.3)
+            prune.ln_structured(self.net.embed, "weight", amount=0.25, n=2, dim=0)
+        self.seen.append(float(sum(p.numel() for p in self.parameters())))
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            prune.remove(self.net.head, "weight")
+            prune.remove(self.net.embed, "weight")
+
+
+@case(refused=COMPUTED_WEIGHTS)
+class PrunesFromTheStart(Natural):
+    def build(self) -> None:
+        super().build()
+        prune.custom_from_mask(self.net.layers[0].a, "weight", (torch.arange(12 * WIDTH) % 2).view(12, WIDTH))
+        prune.random_unstructured(self.net.head, "bias", amount=2)
+
+
+@case()
+class ParametrizesLate(Natural):
+    """A parametrization without an inverse, registered on a module that trains already, and removed."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 1:
+            parametrize.register_parametrization(self.net.head, "weight", Halved())
+        if index == 3:
+            parametrize.remove_parametrizations(self.net.head, "weight")
+
+
+class Halved(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w / 2
+
+
+@case()
+class NormsWeightsLate(Natural):
+    """Weight norm from the start of the fit, with the parameters that it makes in the optimizer."""
+
+    def on_fit_start(self) -> None:
+        old = self.net.head.weight
+        parametrizations.weight_norm(self.net.head)
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["params"] = [p for p in group["params"] if p is not old]
+        group["params"] += list(self.net.head.parametrizations.weight.parameters())
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.rank = base, 2
+        self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+        base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    def merge(self) -> None:
+        self.base.weight.data += self.up.data @ self.down.data
+        nn.init.zeros_(self.up)
+
+
+@case()
+class MergesAdapters(Natural):
+    """ReLoRA: adapters are merged into the frozen weight, and made anew."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.embed, self.net.head = Lora(self.net.embed), Lora(self.net.head)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 1e-2, eps=1e-3)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index % 2:
+            torch.manual_seed(index)
+            for module in (self.net.embed, self.net.head):
+                module.merge()
+                nn.init.normal_(module.down, std=0.1)
+            for state in self.trainer.optimizers[0].state.values():
+                for value in state.values():
+                    if value.ndim:
+                        value.zero_()
+
+
+@case(max_epochs=2)
+class KeepsAnOptimizer(Natural):
+    """Goes back to earlier weights together with the state of the optimizer."""
+
+    def on_train_epoch_end(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.current_epoch == 0:
+            self.kept = copy.deepcopy(self.net.state_dict()), copy.deepcopy(optimizer.state_dict())
+        else:
+            self.net.load_state_dict(self.kept[0])
+            optimizer.load_state_dict(self.kept[1])
+            self.seen.append(float(sum(s["momentum_buffer"].norm() for s in optimizer.state.values())))
+
+
+@case()
+class CopiesAndTrains(Manual):
+    """Reptile: a copy of the net is trained by itself, and the net moves towards it."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        fast = copy.deepcopy(self.net)
+        inner = torch.optim.SGD(fast.parameters(), 0.1)
+        for part in range(2):
+            rows = [t.chunk(2)[part] for t in batch]
+            inner.zero_grad()
+            self.manual_backward(F.cross_entropy(fast(rows[0]), rows[1]))
+            inner.step()
+        with torch.no_grad():
+            for p, q in zip(self.net.parameters(), fast.parameters(), strict=True):
+                p.lerp_(q, 0.5)
+
+
+@case()
+class PicklesItself(Natural):
+    """A module that is pickled whole in a hook."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            text = pickle.dumps(self.net.layers[0])
+            self.seen.append(float(len(text) > 0))
+
+
+@case()
+class CopiesLayers(Natural):
+    """Depth that grows: a layer that is a copy of another, with its parameters in the optimizer."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 2:
+            self.net.layers.append(copy.deepcopy(self.net.layers[1]))
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.layers[2].parameters())})
+
+
+@case()
+class LoadsByAssignment(Natural):
+    """``load_state_dict(assign=True)``, with the optimizer built anew on what is there then."""
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(9)
+        self.net.load_state_dict(Net().to(self.net.scale).state_dict(), assign=True)
+        self.trainer.optimizers[0].param_groups[0]["params"] = list(self.net.parameters())
+
+
+@case()
+class Swaps(Natural):
+    """Exchanges the weights of two layers, and the modules themselves."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        one, two = self.net.layers
+        if index == 1:
+            for p, q in zip(one.parameters(), two.parameters(), strict=True):
+                p.data, q.data = q.data.clone(), p.data.clone()
+        if index == 2:
+            self.net.layers[0], self.net.layers[1] = two, one
+        self.seen.append(float(one.a.weight.sum()))
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LazyLinear(WIDTH), nn.LazyLinear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@case()
+class IsLazy(Natural):
+    """Layers that get their shapes in a dry run."""
+
+    def build(self) -> None:
+        self.net = Lazy()
+        self.net(torch.zeros(1, 6))
+
+
+@case()
+class DistillsItself(Natural):
+    """Born again: when an epoch begins, a copy becomes the teacher and the student begins anew."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 2:
+            teacher = copy.deepcopy(self.net).requires_grad_(False).eval()
+            object.__setattr__(self, "teacher", teacher)
+            torch.manual_seed(2)
+            for module in self.net.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        if hasattr(self, "teacher"):
+            loss = loss + F.mse_loss(out, self.teacher(batch[0]))
+        return loss
+
+
+@case()
+class Quantizes(Natural):
+    """Fake quantisation with scales of the weights, learned step sizes (LSQ)."""
+
+    def build(self) -> None:
+        super().build()
+        self.step = nn.Parameter(torch.tensor(0.1))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        w = self.net.head.weight
+        scale = (w.detach().abs().max() / 7).item()
+        fake = torch.fake_quantize_per_tensor_affine(w, scale, 0, -8, 7)
+        grid = (w / self.step).clamp(-4, 3)
+        learned = (grid.round() - grid).detach() * self.step + grid * self.step
+        features = self.net.features(batch[0])
+        return F.cross_entropy(F.linear(features, (fake + learned) / 2, self.net.head.bias), batch[1])
+
+
+class Grown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@case()
+class GrowsInConfigure(Natural):
+    """Parts that ``setup`` and ``configure_model`` add."""
+
+    def build(self) -> None:
+        super().build()
+        self.more = Grown()
+
+    def setup(self, stage: str) -> None:
+        if not hasattr(self, "late"):
+            torch.manual_seed(3)
+            self.late = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def configure_model(self) -> None:
+        if len(self.more.blocks) == 1:
+            torch.manual_seed(4)
+            self.more.blocks.append(Block().double())
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net.head(self.more(self.net.features(batch[0])) * self.late), batch[1])

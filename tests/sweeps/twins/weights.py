@@ -1,0 +1,458 @@
+"""Weights that forwards compute with, change, mark, share, hand out and look up in their own ways."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from tests.sweeps.twins.base import CLASSES, WIDTH, Block, Manual, Natural, Net, case
+
+
+class _Multiplied(torch.autograd.Function):
+    """A linear layer with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
+
+
+@case()
+class MultipliesByFunction(Natural):
+    """A custom autograd function over weights that the step takes from the module."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        features = self.net.features(batch[0])
+        return F.cross_entropy(_Multiplied.apply(features, self.net.head.weight, self.net.head.bias), batch[1])
+
+
+class _Rounded(torch.autograd.Function):
+    """Signs, with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.sign() * weight.abs().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return gradient * (weight.abs() <= 1)
+
+
+class BinaryLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _Rounded.apply(self.weight), self.bias)
+
+
+@case()
+class Binarizes(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.embed, self.net.head = BinaryLinear(6, WIDTH), BinaryLinear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + 0.1 * _Rounded.apply(self.net.layers[0].a.weight).square().mean()
+
+
+class KeepsOriginal(nn.Linear):
+    """As in BinaryNet: the real weight is an attribute of the parameter, which holds its signs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self.weight, "org"):
+            self.weight.org = self.weight.data.clone()
+        self.weight.data = self.weight.org.sign() * 0.3
+        return F.linear(x, self.weight, self.bias)
+
+
+@case()
+class TrainsBinaryNet(Manual):
+    def build(self) -> None:
+        super().build()
+        self.net.head = KeepsOriginal(WIDTH, CLASSES)
+        self.net.embed = KeepsOriginal(6, WIDTH)
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for p in self.net.parameters():
+            if hasattr(p, "org"):
+                p.data.copy_(p.org)
+        optimizer.step()
+        for p in self.net.parameters():
+            if hasattr(p, "org"):
+                p.org.copy_(p.data.clamp_(-1, 1))
+                self.seen.append(float(p.org.sum()))
+
+
+class Marked(nn.Linear):
+    """Its parameters carry facts: a mask, a learning-rate scale."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.weight.mask = (torch.arange(self.weight.numel()) % 3 > 0).view_as(self.weight)
+        self.weight.gain = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.weight.mask * self.weight.gain, self.bias)
+
+
+@case()
+class ReadsMarksOfWeights(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.head = Marked(WIDTH, CLASSES)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if hasattr(p, "gain"):
+                p.grad.mul_(p.gain).mul_(p.mask)
+
+
+class CountsCalls(nn.Linear):
+    """Its forward writes facts onto its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.calls = getattr(self.weight, "calls", 0) + 1
+        return super().forward(x) * (1 + 0.1 * self.weight.calls)
+
+
+@case()
+class MarksWeightsInForward(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.head = CountsCalls(WIDTH, CLASSES)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(getattr(self.net.head.weight, "calls", -1)))
+
+
+class LooksAtGradient(nn.Linear):
+    """Scales by what the last gradient was, as dynamic sparsity does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        if w.grad is not None:
+            w = w * (w.grad.abs() > w.grad.abs().median())
+        return F.linear(x, w, self.bias)
+
+
+@case()
+class ReadsGradientInForward(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.head = LooksAtGradient(WIDTH, CLASSES)
+
+    def optimizer_zero_grad(self, epoch: int, index: int, optimizer: Any) -> None:
+        """After the step, so that the gradient of the last one is there in the forward."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.zero_grad()
+        return loss
+
+
+class Table(nn.Module):
+    """Hands its weight out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+@case()
+class GetsWeightsByCall(Natural):
+    def build(self) -> None:
+        super().build()
+        self.table = Table()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net.features(batch[0]) @ self.table().t(), batch[1])
+
+
+@case()
+class ChangesWhatACallReturned(Natural):
+    """An EMA of prototypes, which a module hands out."""
+
+    def build(self) -> None:
+        super().build()
+        self.table = Table()
+        self.table.requires_grad_(False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net.features(batch[0]) @ self.table().t(), batch[1])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.table().mul_(0.9).add_(self.net.head.weight, alpha=0.1)
+        self.table().data.clamp_(-1, 1)
+
+
+@case()
+class LooksForLinear(Natural):
+    """``type(m) == nn.Linear``, as torch's documentation of ``apply`` has it."""
+
+    def build(self) -> None:
+        super().build()
+        self.mlp = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net.head(self.mlp(self.net.features(batch[0]))), batch[1])
+
+    def on_fit_start(self) -> None:
+        def start(m: nn.Module) -> None:
+            if type(m) == nn.Linear:  # noqa: E721  # as it is written there
+                m.weight.data.fill_(0.1)
+            elif type(m) is Block:
+                m.norm.weight.data.fill_(0.5)
+
+        self.apply(start)
+        self.seen.append(float(sum(type(m) in (nn.Linear, Block, Net) for m in self.modules())))
+
+
+@case()
+class ClonesByClass(Natural):
+    """Makes another one of the same class, and loads it."""
+
+    def on_train_epoch_start(self) -> None:
+        teacher = type(self.net)().double()
+        state = self.net.state_dict().items()
+        teacher.load_state_dict({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state})
+        object.__setattr__(self, "teacher", teacher)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(batch[0])
+        block = self.net.layers[0].__class__().double()
+        self.seen.append(float(sum(p.numel() for p in block.parameters())))
+        return self.loss(batch) + F.mse_loss(self.net(batch[0]), wanted)
+
+
+@case()
+class LooksAtSignatures(Natural):
+    """As transformers does to decide what a forward takes."""
+
+    def on_fit_start(self) -> None:
+        for module in (self.net, self.net.layers[0], self.net.head):
+            self.seen.append(float("x" in inspect.signature(module.forward).parameters))
+            self.seen.append(float("input" in inspect.signature(module.forward).parameters))
+
+
+@case()
+class GroupsParametersEarly(Natural):
+    """Decides in ``__init__`` what decays, by sets and ids."""
+
+    def build(self) -> None:
+        super().build()
+        self.decayed = {p for p in self.net.parameters() if p.ndim > 1}
+        self.slow = {id(p) for p in self.net.embed.parameters()}
+        self.names = {p: n for n, p in self.net.named_parameters()}
+
+    def configure_optimizers(self) -> Any:
+        every = list(self.net.parameters())
+        groups = [
+            {"params": [p for p in every if p in self.decayed and id(p) not in self.slow], "weight_decay": 0.3},
+            {"params": [p for p in every if p not in self.decayed and id(p) not in self.slow]},
+            {"params": [p for p in every if id(p) in self.slow], "lr": 1e-2},
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(sum(len(self.names.get(p, "")) for p in self.net.parameters())))
+
+
+@case()
+class ComparesParameters(Natural):
+    """Finds a parameter that it remembers by ``is``."""
+
+    def build(self) -> None:
+        super().build()
+        self.favourite = [self.net.head.weight, self.net.scale]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if any(p is kept for kept in self.favourite):
+                    p.grad.mul_(0.1)
+
+
+class Scaled(nn.Parameter):
+    """A kind of parameter of the user's."""
+
+    def scaled(self) -> Tensor:
+        return self * 2.0
+
+
+@case()
+class HasItsOwnParameters(Natural):
+    def build(self) -> None:
+        super().build()
+        self.gain = Scaled(torch.full((CLASSES,), 0.5))
+        self.kept = [self.gain]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.seen.append(float(self.kept[0].detach().sum()))
+        return F.cross_entropy(self.net(batch[0]) * self.gain.scaled(), batch[1])
+
+
+@case()
+class CallsWithOthers(Natural):
+    """``functional_call`` with weights that are computed: averaged, perturbed, interpolated."""
+
+    def build(self) -> None:
+        super().build()
+        self.alpha = nn.Parameter(torch.tensor(0.3))
+        self.other = Net()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        mixed = {
+            name: self.alpha * p + (1 - self.alpha) * q
+            for (name, p), q in zip(self.net.named_parameters(), self.other.parameters(), strict=True)
+        }
+        return F.cross_entropy(functional_call(self.net, mixed, (batch[0],)), batch[1])
+
+
+@case()
+class CallsWithConstants(Natural):
+    """``functional_call`` with plain tensors for a part of the weights."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        fixed = {"head.weight": torch.full((CLASSES, WIDTH), 0.1, dtype=batch[0].dtype), "scale": self.net.scale * 2}
+        return super().loss(batch) + F.cross_entropy(functional_call(self.net, fixed, batch[0]), batch[1])
+
+
+@case()
+class SharesTransposed(Natural):
+    """An encoder and a decoder that are each other's transposes, and slices of an embedding."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(7, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(7))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.mix(self.embed(batch[3]))
+        x = F.linear(F.gelu(x), self.mix.weight.t())
+        logits = torch.einsum("btc,vc->btv", x, self.embed.weight[:7]) + self.bias
+        half = torch.baddbmm(x[..., :4], x, self.embed.weight[:WIDTH - 1].new_ones(1, WIDTH, 4).expand(len(x), -1, -1))
+        return F.cross_entropy(logits.flatten(0, 1), batch[3].flatten()) + 1e-2 * half.square().mean()
+
+
+@case()
+class LooksUpWithLimit(Natural):
+    """``F.embedding`` that rescales the rows that it looks up."""
+
+    def build(self) -> None:
+        super().build()
+        self.embed = nn.Embedding(7, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        every = torch.arange(7)
+        with torch.no_grad():
+            F.embedding(every, self.embed.weight, max_norm=0.5)
+        return F.cross_entropy(self.net(batch[0]) + F.embedding(batch[3][:, 0], self.embed.weight), batch[1])
+
+
+@case()
+class ChangesInPlaceByFlag(Natural):
+    """Functions with ``inplace=True`` on weights."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        F.leaky_relu(self.net.head.weight, 0.5, inplace=True)
+        F.hardtanh(self.net.embed.weight, -0.3, 0.3, inplace=True)
+        F.relu(self.net.layers[0].norm.weight, inplace=True)
+        F.elu(self.net.layers[1].b.weight.data, inplace=True)
+        F.threshold(self.net.scale.data, 0.99, 0.98, inplace=True)
+
+
+class Cached(nn.Linear):
+    """Keeps views of its weight from its first forward on."""
+
+    seen_weight: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seen_weight is None:
+            object.__setattr__(self, "seen_weight", self.weight.detach())
+        return super().forward(x) + 0.1 * (x @ self.seen_weight.t())
+
+
+@case()
+class KeepsAView(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.head = Cached(WIDTH, CLASSES)
+
+
+class Unfreezing(nn.Module):
+    """Decides in its forward what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = Net(), 0
+        self.net.head.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            for p in self.net.head.parameters():
+                p.requires_grad = True
+        return self.net(x)
+
+
+@case()
+class ThawsInForward(Natural):
+    def build(self) -> None:
+        self.net = Unfreezing()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class FrozenAtLast(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.weight.requires_grad_(self.calls < 3)
+        return super().forward(x)
+
+
+@case()
+class FreezesItselfInForward(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.head = FrozenAtLast(WIDTH, CLASSES)
+
+
+class Frozen(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.weight.requires_grad_(self.calls > 2)
+        return super().forward(x)
+
+
+@case()
+class ThawsItselfInForward(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.head = Frozen(WIDTH, CLASSES)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
