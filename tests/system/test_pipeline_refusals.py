@@ -849,7 +849,7 @@ CASES = {
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
     "buffer before the layers": Case(
-        WritesBufferBefore, ("queue of WritesBufferBefore is a buffer that a step changes before the layers", MEANS)
+        WritesBufferBefore, ("queue of WritesBufferBefore is a buffer that a step changes before the layers", BATCHES)
     ),
     "recomputes reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", *REENTRANT)),
     "recomputes a segment": Case(RecomputesSegment, ("layer layers.1 is called in", *REENTRANT)),
