@@ -36,6 +36,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import meta_slots
+from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
@@ -79,6 +80,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._stepped: PipelinedSteps | None = None  # the one whose loss has not gone through a backward yet
         self._deferred: list[DeferredInit] = []
         self._agreement = BatchAgreement()
+        self._joint_updates = JointUpdates()
         allow_derivatives(ShardedStrategy)
         self._backward_sync_control = HeldBackward(self._accumulate_unsharded)
 
@@ -190,6 +192,13 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for record in self._sharded:
             if not record.gradients.is_blocked:
                 broadcast_statistics(record.root, self.meshes.data_parallel_group)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """In a pipeline without a closure collective: every rank of the world must call it."""
+        if self.topology.pipeline > 1 and not kwargs:  # gradients are there
+            self._joint_updates.check(optimizer, None, self.root_device)
+        return super().optimizer_step(optimizer, **kwargs)
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, module: nn.Module | None = None, *, scale: float = 1.0
