@@ -332,7 +332,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         chosen: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
         ((objects, whole, checkpoint),) = found
         if not self._apart:
-            self._agreement.meet(self.meshes, self.root_device)
+            self._agreement.meet(self._ranks, self.meshes, self.root_device)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
         self.checkpoint_io.save_checkpoint(checkpoint, chosen, storage_options)
 

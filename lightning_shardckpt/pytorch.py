@@ -335,7 +335,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _compare_written(self) -> None:
         """Find ranks that have drifted apart. Collective: every rank of the world must call it."""
         if not self._apart:
-            self._agreement.meet(self.meshes, self.root_device)
+            self._agreement.meet(self._ranks, self.meshes, self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

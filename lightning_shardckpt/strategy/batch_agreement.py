@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
@@ -57,16 +58,21 @@ class BatchAgreement:
         self._most = min(2 * self._most, tuning.agreement_batches)
         return anybody
 
-    def meet(self, meshes: Meshes, device: torch.device) -> None:
-        """Compare what the ranks wrote.
+    def meet(self, ranks: Ranks, meshes: Meshes, device: torch.device) -> None:
+        """Compare what the ranks wrote, before a save.
 
-        Collective: every rank of the world must call it.
+        Collective: every rank of the world must call it. One that doesn't come is named.
 
         Raises:
             TopologyError: if ranks wrote different numbers into sharded tensors since they met last, or have other
                 values where they must have the same.
+            Exception: as `Ranks.step` does.
         """
-        self._meet(False, meshes, device)
+        self._batches, self._met_s = 0, time.monotonic()
+        votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
+        more = [] if self.values is None else _votes_on(self.values, meshes, device).tolist()
+        maxima = ranks.step("comparing what ranks wrote", lambda: [*votes, *more], _maxima)
+        self._judge(maxima[: len(votes)], maxima[len(votes) :], meshes, device)
 
     def _meet(self, told: bool, meshes: Meshes, device: torch.device) -> tuple[bool, float]:
         """Return whether a rank was told, and the seconds that a batch took on the slowest one: the same on all."""
@@ -79,7 +85,12 @@ class BatchAgreement:
             found = torch.cat([found, _votes_on(self.values, meshes, device)])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         anybody, longest_us, *maxima = found.tolist()
-        if written_numbers.differ(maxima[: len(votes)]):
+        self._judge(maxima[: len(votes)], maxima[len(votes) :], meshes, device)
+        return bool(anybody), longest_us / batches / 1e6
+
+    def _judge(self, written: list[int], values: list[int], meshes: Meshes, device: torch.device) -> None:
+        """Raise on every rank if the maxima of all ranks' votes say that they have drifted apart."""
+        if written_numbers.differ(written):
             raise TopologyError(
                 "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
                 "so their shards belong to different models now. Here the last was "
@@ -87,9 +98,12 @@ class BatchAgreement:
                 "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
                 "self.log(…, sync_dist=True) for what schedulers and callbacks read."
             )
-        if self.values is not None and written_numbers.differ(maxima[len(votes) :]):
+        if self.values is not None and written_numbers.differ(values):
             self.values.refuse(meshes.data_parallel_group, device)
-        return bool(anybody), longest_us / batches / 1e6
+
+
+def _maxima(votes: list[list[int]]) -> list[int]:
+    return [max(of) for of in zip(*votes, strict=True)]
 
 
 def _votes_on(values: ReplicatedValues, meshes: Meshes, device: torch.device) -> Tensor:

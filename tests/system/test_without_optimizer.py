@@ -35,7 +35,8 @@ class Counting(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         (tokens,) = batch
-        self.seen += torch.bincount(tokens.flatten(), minlength=tiny.VOCABULARY)
+        counts = torch.bincount(tokens.flatten(), minlength=tiny.VOCABULARY)
+        self.seen += self.trainer.strategy.reduce(counts, reduce_op="sum")  # not a rank's own, which would be refused
         return self.embed(tokens).square().mean()
 
     def configure_optimizers(self) -> Any:
