@@ -107,7 +107,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2, checkpointed": (2, {}),
     "pp2, checkpointed": (2, PP2 | {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}),
 }
-QUICK = {"fsdp4", "tp2", "fsdp2 x tp2", "pp2", "pp2 by microbatch"}
+QUICK = {"fsdp4", "fsdp2 x tp2", "pp2"}
 RESUMED: dict[str, tuple[str, str]] = {"on stages": ("fsdp4", "pp2"), "on 4 ranks": ("pp2", "fsdp2 x tp2")}
 """The topology whose checkpoint, of the middle of an epoch, is resumed; the one that goes on."""
 

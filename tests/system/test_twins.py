@@ -28,7 +28,7 @@ from tests.sweeps.twins.run import (
 TOGETHER = 24  # so many cases run in the same processes, one after the other
 # The suite runs one of so many cases, on each topology beginning with another one, so that together they have many;
 # `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
-ONE_OF = {"one": 16, "fsdp2": 8, "replicas": 16, "tp2": 16, "pp2": 8, "hsdp": 48, "fsdp2 x tp2": 36}
+ONE_OF = {"one": 16, "fsdp2": 12, "replicas": 24, "tp2": 24, "pp2": 12, "hsdp": 48, "fsdp2 x tp2": 48}
 ONE_RESUMED_OF = 24
 
 GUARDED = {
