@@ -148,6 +148,24 @@ def any_global_hook() -> bool:
     return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]  # torch's
 
 
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Inside, hooks of all modules don't run.
+
+    Relies on the dicts of ``torch.nn.modules.module`` that have them.
+    """
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    hooks = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
+    before = [dict(of) for of in hooks]
+    for of in hooks:
+        of.clear()
+    try:
+        yield
+    finally:
+        for of, were in zip(hooks, before, strict=True):
+            of.update(were)
+
+
 def clear_hooks(module: nn.Module) -> None:
     """Remove all hooks of a module: of forward, backward and state dicts."""
     keep_hooks(module, ())

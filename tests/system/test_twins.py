@@ -34,10 +34,10 @@ ONE_RESUMED_OF = 24
 GUARDED = {
     "fsdp2": ("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
     "replicas": ("SamplesByLength",),
-    "tp2": ("LooksForLinear", "PrunesLayers"),
+    "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule"),
     "pp2": ("LooksForLinear",),
 }
-"""Of the cases that are only swept, those that have trained something else once."""
+"""Cases that have computed something else once, and run in any case."""
 
 REFUSED_IN_PIPELINES = {
     "ClipsByNorm": "optimizes manually (automatic_optimization = False), which cannot be pipelined",

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shardckpt.compat.module_class import argument_hooks, keep_hooks, result_hooks
+from lightning_shardckpt.compat.module_class import argument_hooks, keep_hooks, result_hooks, without_global_hooks
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
@@ -162,7 +162,7 @@ def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: di
         block.to(dtype)
     own_args, own_kwargs = tree_map(partial(_own, dtype), (args, kwargs))
     set_rng_state(state)
-    with torch.autocast(next(block.parameters()).device.type, enabled=False):
+    with torch.autocast(next(block.parameters()).device.type, enabled=False), without_global_hooks():
         found = block(*own_args, **own_kwargs)
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

@@ -26,6 +26,7 @@ from lightning_shardckpt.compat.module_class import (
     result_hooks,
     unregister_tensors,
     withhold_state,
+    without_global_hooks,
 )
 
 
@@ -141,6 +142,23 @@ def test_a_hook_of_all_modules_is_noticed() -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert any_global_hook()
     handle.remove()
+    assert not any_global_hook()
+
+
+def test_hooks_of_all_modules_can_be_left_out_of_a_call() -> None:
+    module, ran, of = nn.Linear(2, 2), list[str](), torch.nn.modules.module
+    handles = [
+        of.register_module_forward_pre_hook(lambda *_: ran.append("before")),
+        of.register_module_forward_hook(lambda *_: ran.append("after")),
+        of.register_module_full_backward_hook(lambda *_: ran.append("backward")),
+    ]
+    with without_global_hooks():
+        module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert ran == []
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert ran == ["before", "after", "backward"]
+    for handle in handles:
+        handle.remove()
     assert not any_global_hook()
 
 
