@@ -217,7 +217,7 @@ SWEPT = {
     "three ranks": ["gpipe", "frozen layers", "conditioned"],
     "four ranks": ["gpipe", "1f1b"],
     "with fsdp": ["gpipe", "1f1b", "masked loss", "metrics", "tied llama"],
-    "with tensor": ["gpipe", "1f1b", "metrics"],
+    "with tensor": ["gpipe", "1f1b", "metrics", "qwen3"],
     "with replicas": ["gpipe"],
 }  # fmt: skip
 """What the suite leaves to a run with ``--sweeps``; each of them varies what others combine."""

@@ -56,6 +56,8 @@ RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {"one process, random sampler": ({}, 6, 3, {"optimizer": "momentum"}, {"count": 20})},
 }
 
+SWEPT = ("fsdp4 in the middle of an epoch", "pp2")  # what others combine
+
 
 Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
 
@@ -77,7 +79,12 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        pytest.param(world, name, id=name, marks=[pytest.mark.slow] if world == 4 or name == "pp2" else [])
+        pytest.param(
+            world,
+            name,
+            id=name,
+            marks=[pytest.mark.sweep] if name in SWEPT else [pytest.mark.slow] if world == 4 else [],
+        )
         for world in RUNS
         for name in RUNS[world]
     ],
