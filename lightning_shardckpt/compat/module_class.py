@@ -48,6 +48,14 @@ def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
         module.__dict__["_shardckpt_call"] = call
 
 
+def compiled_call(module: nn.Module) -> Any:
+    """What a call of the module runs in place of its own, as ``module.compile`` and `intercept_calls` put it; or None.
+
+    Relies on ``_compiled_call_impl``.
+    """
+    return module._compiled_call_impl
+
+
 class _OwnCall:
     """What a module does when it is called; does not keep it alive, as the module keeps this."""
 

@@ -568,6 +568,19 @@ class Compiled(Good):
         self.net: Any = torch.compile(Good(), backend="eager")
 
 
+class CompiledInPlace(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = Good()
+        self.net.compile(backend="eager")
+
+
+class CompilesLayersLate(Good):
+    def on_train_start(self) -> None:
+        for layer in self.layers:
+            layer.compile(backend="eager")
+
+
 class CutsItself(Good):
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
@@ -778,7 +791,9 @@ class Mapped(Good):
 
 class Scripted(Good):
     def layer(self) -> nn.Module:
-        return torch.jit.script(Layer())  # type: ignore[no-any-return,no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of scripts
+            return torch.jit.script(Layer())  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Lazy(Good):
@@ -900,6 +915,10 @@ CASES = {
     "no such place": Case(Good, ("'middle'", "first"), {"pipeline_modules": {"head": "middle"}}),
     "place for a layer": Case(Good, ("layers.1 cannot be placed", "head"), {"pipeline_modules": {"layers.1": "last"}}),
     "hooked layer": Case(Hooked, ("layers.2.linear has a forward hook", "Remove it")),
+    "compiled in place": Case(
+        CompiledInPlace, ("net is compiled as a whole", "Compile the layers"), {"pipeline_layers": ["net.layers.*"]}
+    ),
+    "layers compiled late": Case(CompilesLayersLate, ("layers.0 was compiled after", "configure_model")),
     "compiled": Case(
         Compiled,
         ("net is compiled as a whole", "Compile the layers"),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt.compat.module_class import child_slots, has_forward_hooks
+from lightning_shardckpt.compat.module_class import child_slots, compiled_call, has_forward_hooks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
@@ -187,7 +187,7 @@ def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping
                 f"{clean or 'the module'} was compiled by torch.jit: no pipeline stage can leave out a part of it, or "
                 "stand in for it. Use the original module, or torch.compile."
             )
-        compiled = type(module).__name__ == "OptimizedModule"
+        compiled = type(module).__name__ == "OptimizedModule" or (clean and compiled_call(module) is not None)
         if compiled and any(layer.startswith(f"{clean}.") or not clean for layer in plan.layers):
             raise TopologyError(
                 f"{clean or 'the module'} is compiled as a whole, with all layers of the pipeline inside. Compile the "

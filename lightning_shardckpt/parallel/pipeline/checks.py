@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.module_class import any_global_hook, result_hooks, withholds_state
+from lightning_shardckpt.compat.module_class import any_global_hook, compiled_call, result_hooks, withholds_state
 from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
 from lightning_shardckpt.compat.pipelining import watched_collectives
 from lightning_shardckpt.compat.tensor_subclass import replaced_hooks, version_of, without_torch_function
@@ -64,11 +64,29 @@ class StepChecks:
             if not withholds_state(module) and not type(module).__module__.startswith("torch.")
         }
         self._varying: set[str] = set()
+        self._calls = [
+            (name, module, compiled_call(module))
+            for name, module in root.named_modules()
+            if name and (clean_fqn(name) in units or any(unit.startswith(f"{clean_fqn(name)}.") for unit in units))
+        ]
         self._norms = [
             (name, module)
             for name, module in root.named_modules()
             if isinstance(module, BatchNorm) and not self._sees_whole(clean_fqn(name))
         ]
+
+    def check_calls(self) -> None:
+        """Check before anything runs.
+
+        Raises:
+            TopologyError: for a module that was compiled since it was cut into stages: its gate is gone.
+        """
+        for name, module, call in self._calls:
+            if compiled_call(module) is not call:
+                raise TopologyError(
+                    f"{name} was compiled after the module was cut into pipeline stages, which replaces what runs it "
+                    "on its stage. Compile the layers in __init__ or configure_model."
+                )
 
     def check_start(self, state: StepState) -> None:
         """Check before the passes.

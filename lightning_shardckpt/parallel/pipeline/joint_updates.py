@@ -7,6 +7,7 @@ parameter gets depends on how many come before it.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from copy import deepcopy
@@ -66,7 +67,7 @@ class JointUpdates:
 
 
 def joins_parameters(optimizer: Optimizer, closure: Callable[[], Any]) -> bool:
-    """Return whether a step does something else to a parameter without others; False if that can't be told.
+    """Return whether a step does something else to a parameter without others; False, with a warning, if nobody knows.
 
     Args:
         optimizer: whose parameters have gradients; neither it nor they change.
@@ -83,8 +84,12 @@ def joins_parameters(optimizer: Optimizer, closure: Callable[[], Any]) -> bool:
             alone = _stepped(optimizer, some[1:], scale, closure)
             if any(not _equal(value, together.get(key)) for key, value in alone.items()):
                 return True
-    except Exception:  # it can't be copied, or needs more than that
-        pass
+    except Exception as error:  # it can't be copied, or needs more than that
+        warnings.warn(
+            f"whether {type(optimizer).__name__} joins parameters, by a norm or a step size of all, could not be tried "
+            f"out ({type(error).__name__}: {error}). If it does, pipeline stages update theirs differently.",
+            stacklevel=2,
+        )
     return False
 
 

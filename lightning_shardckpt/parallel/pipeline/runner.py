@@ -211,6 +211,7 @@ class Pipeline:
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
         def measure() -> tuple[int, int, int]:
             self.absent.check_own()
+            self._checks.check_calls()
             most = self._microbatches
             wanted = min(most, samples_in(step.batch)) if most > 1 else 1
             return wanted, fingerprint(step.batch), draw_seed()
