@@ -49,8 +49,9 @@ from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, 
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
 from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForward, record_of
-from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy, scaler_factor
+from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
+from lightning_shardckpt.strategy.precision_plugin import scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.strategy.user_steps import FunctionStep
 from lightning_shardckpt.system.pending_saves import drain_all
@@ -119,7 +120,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._agreement.values = ReplicatedValues(tuning=self.tuning)
         if self.topology.tensor > 1:
             broadcast_rng(self.meshes.tensor_group)
-        self._unscale_over_ranks(self.precision)
+        unscale_shards(self.precision, self.root_device)
 
     # --- modules and optimizers ---
 

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 
+_HOOKS = ("[LightningModule]", "[Callback]")  # what names of hooks and callbacks start with
 Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
 
 
@@ -207,20 +208,21 @@ def put_callback_metrics(trainer: pl.Trainer, metrics: Mapping[str, Any]) -> Non
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
-def wrap_actions(profiler: Profiler, around: Callable[[str], AbstractContextManager[object]]) -> Callable[[], None]:
-    """Run every hook and callback of a Trainer inside a context; returns what undoes it.
+def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextManager[object]]) -> Callable[[], None]:
+    """Run every action of a Trainer inside a context; returns what undoes it.
 
-    Lightning runs all of them under ``profiler.profile``, by names such as ``[LightningModule]TinyLM.on_fit_start``.
+    Lightning runs hooks and callbacks under ``profiler.profile``, by names such as
+    ``[LightningModule]TinyLM.on_fit_start``, and by other names some of its own methods, such as those of a strategy.
 
     Args:
         profiler: the Trainer's, whose method is replaced.
-        around: makes the context, from the name.
+        around: makes the context, told whether the action is a hook or a callback.
     """
     original = profiler.profile
 
     @contextmanager
     def profile(action_name: str) -> Generator[Any, None, None]:
-        with original(action_name) as found, around(action_name):
+        with original(action_name) as found, around(action_name.startswith(_HOOKS)):
             yield found
 
     profiler.profile = profile  # type: ignore[method-assign]  # undone by what is returned

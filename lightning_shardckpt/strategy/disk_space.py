@@ -5,18 +5,49 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.callback import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.did_you_mean import READABLE
 from lightning_shardckpt.state.dtensor_layout import local_tensor
+from lightning_shardckpt.state.peft_modules import unchanging
 from lightning_shardckpt.storage.router import file_path, is_url
 
 # Tensors of a parameter's size that an optimizer keeps for it; of others it is not known before the first step.
 _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2}
+
+
+def check_room_for_run(trainer: pl.Trainer, io: ShardCkptIO, ranks: Ranks, *, stage: int) -> None:
+    """Warn, on rank 0, if the disk has no room for the checkpoints of a run, of which each rank knows its own part.
+
+    Collective: every rank of ``ranks`` must call it, when the optimizers are set up.
+
+    Args:
+        trainer: whose run it is.
+        io: what saves.
+        ranks: who saves together.
+        stage: of a pipeline, on this rank; each is counted once.
+    """
+
+    def part() -> tuple[int, tuple[int, int]]:
+        state = trainer.strategy.lightning_module_state_dict()
+        left_out = unchanging(trainer.lightning_module) if io.adapters_only else frozenset()
+        tensors = [t for n, t in state.items() if isinstance(t, torch.Tensor) and clean_fqn(n) not in left_out]
+        return stage, (tensor_bytes(tensors), state_bytes(trainer.strategy.optimizers))
+
+    def lead(parts: list[tuple[int, tuple[int, int]]]) -> None:
+        model, optimizer = map(sum, zip(*dict(parts).values(), strict=True))
+        twice = io.save_options.also is not None
+        check_room(trainer.checkpoint_callbacks, model * 2 if twice else model, optimizer)
+
+    ranks.step("checking the room for checkpoints", part, lead)
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:

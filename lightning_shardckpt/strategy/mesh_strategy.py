@@ -28,7 +28,6 @@ from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
 from lightning_shardckpt.parallel.sharding.all_gather import all_gathered
-from lightning_shardckpt.parallel.sharding.grad_scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.random_streams import same_rng
 from lightning_shardckpt.pretrained.load import Pretrained, beginning
@@ -308,12 +307,6 @@ class MeshStrategy:
             start.fill(module, WholeNames(record.state_names, record.state_ties), self._ranks)
         return record
 
-    def _unscale_over_ranks(self, precision: object) -> None:
-        """Let the gradient scaler of a precision plugin, if there is one, look at the shards of all ranks."""
-        scaler = getattr(precision, "scaler", None)
-        if isinstance(scaler, torch.amp.GradScaler):
-            unscale_over_ranks(scaler, self.root_device)
-
     # --- other ranks ---
 
     @property
@@ -353,9 +346,3 @@ class MeshStrategy:
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
-
-
-def scaler_factor(precision: object) -> float:
-    """Return what the gradient scaler of a precision plugin multiplies the loss with; 1 without one."""
-    scaler = getattr(precision, "scaler", None)
-    return float(scaler.get_scale()) if isinstance(scaler, torch.amp.GradScaler) else 1.0

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning_shardckpt.errors import StateError, TopologyError
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
+from lightning_shardckpt.state.model import WholeNames
 
 _RECORD, _HALF_FILLED = "_shardckpt_record", "_shardckpt_half_filled"
 
@@ -34,6 +35,12 @@ def recall(module: pl.LightningModule, topology: Topology) -> ShardedModule | No
             f"{topology}. Use the same sizes, or a new module."
         )
     return record
+
+
+def whole_names(record: ShardedModule) -> WholeNames:
+    """Return the names of the whole model, also on a pipeline stage that has a part of it."""
+    parameters = dict.fromkeys(record.canonical_names.values()) if record.pipeline is not None else ()
+    return WholeNames(record.state_names, record.state_ties, tuple(parameters))
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Save and resume one Trainer's run: its place in training and in the data, in the order of Lightning's hooks.
 
-``setup`` loads the checkpoint of a fit, ``start`` puts every rank where it was, ``save`` notes where that is, also when
-the run ends early. What is sharded, and how it is loaded, is not known here.
+``restore`` loads the checkpoint of a fit, ``start`` puts every rank where it was, ``save`` notes where that is, also
+when the run ends early. What is sharded, and how it is loaded, is not known here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_shardckpt.state.data_position import ResumableLoader
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import load_edited, not_live
 from lightning_shardckpt.storage.router import is_url
-from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
+from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
 from lightning_shardckpt.strategy.lightning_callbacks import keep_groups
 from lightning_shardckpt.strategy.module_record import check_filled, is_half_filled
 from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
@@ -32,8 +33,42 @@ from lightning_shardckpt.strategy.stop_position import Stopping
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, load_checkpoint, save_checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerRun:
+    """One fit, validate, test or predict.
+
+    Attributes:
+        trainer: whose run it is.
+        launcher: knows the path to resume from.
+        ranks: who saves and loads together.
+        share: the data on which this rank trains.
+        meeting_s: ranks that got the same exception come to a last save within this time of each other.
+    """
+
+    trainer: pl.Trainer
+    launcher: ResolvingLauncher
+    ranks: Ranks
+    share: DataShare
+    meeting_s: float
+
+    @property
+    def is_fit(self) -> bool:
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def path_to_resume(self) -> str | os.PathLike[str] | None:
+        """The path that the user gave; None where Lightning has still to find one."""
+        return self.launcher.resumes_from or assigned_path(self.trainer)
+
+    def will_resume(self) -> bool:
+        """Return whether a checkpoint is going to be loaded, as far as this rank sees."""
+        path = self.path_to_resume
+        given = path is not None and (is_url(path) or os.path.lexists(path))
+        return given or requeued_path(self.trainer) is not None
+
+
 class RunCheckpoints:
-    """The checkpoints of one strategy's runs.
+    """The checkpoints of one strategy's runs, one after the other.
 
     Attributes:
         restored: whether the checkpoint of this fit is loaded already, before Lightning does it.
@@ -43,6 +78,7 @@ class RunCheckpoints:
     def __init__(self) -> None:
         self.restored = False
         self.stopping = Stopping()
+        self._run: TrainerRun | None = None
         self._ending = Ending.NONE
         self._continuation: Continuation | None = None
         self._awaited = False
@@ -50,49 +86,55 @@ class RunCheckpoints:
 
     # --- a run begins ---
 
-    def begin(self) -> None:
+    def begin(self, run: TrainerRun) -> None:
         """Call for every fit, validate, test and predict."""
-        self._ending, self.restored = Ending.NONE, False
+        self._run, self._ending, self.restored = run, Ending.NONE, False
 
-    def begin_setup(self, *, fitting: bool) -> None:
+    def begin_setup(self) -> None:
         """Call when the strategy is set up, before anything is loaded."""
         self._continuation = self._loaded = None
-        if fitting:
+        if self._begun.is_fit:
             self.stopping.forget()
 
-    def restore(self, trainer: pl.Trainer, launcher: object, ranks: Ranks) -> None:
+    @property
+    def _begun(self) -> TrainerRun:
+        assert self._run is not None, "no run has begun"
+        return self._run
+
+    def lacks_weights(self, io: ShardCkptIO) -> bool:
+        """Return whether the module may need weights to begin with, as far as this rank sees."""
+        run = self._begun
+        leaves_some = run.is_fit and (io.resume_skip or "model" not in io.resume)
+        return bool(leaves_some) or begins_anew(run.trainer, run.launcher)
+
+    def restore(self) -> None:
         """Load the checkpoint of a fit, so that ``on_fit_start`` sees it, as on one process.
 
         What Lightning itself has still to find, such as "hpc", it loads after that hook.
         Collective: every rank must call it.
         """
-        will_resume = partial(self.will_resume, trainer, launcher)
-        if trainer.state.fn == TrainerFn.FITTING and ranks.step("looking for a checkpoint", will_resume, any):
-            path = _path_to_resume(trainer, launcher)
-            restore_modules_and_callbacks(trainer, None if path is None else os.fspath(path))
-            keep_groups(trainer)
+        run = self._begun
+        if run.is_fit and run.ranks.step("looking for a checkpoint", run.will_resume, any):
+            path = run.path_to_resume
+            restore_modules_and_callbacks(run.trainer, None if path is None else os.fspath(path))
+            keep_groups(run.trainer)
             self.restored = True
 
-    def will_resume(self, trainer: pl.Trainer, launcher: object) -> bool:
-        """Return whether a checkpoint is going to be loaded, as far as this rank sees."""
-        path = _path_to_resume(trainer, launcher)
-        given = path is not None and (is_url(path) or os.path.lexists(path))
-        return given or requeued_path(trainer) is not None
+    def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+        """Fill model and optimizers, and return the rest as Lightning's dict. Collective: every rank must call it.
 
-    def load(
-        self,
-        io: ShardCkptIO,
-        trainer: pl.Trainer,
-        share: DataShare,
-        path: str | os.PathLike[str],
-        weights_only: bool | None,
-    ) -> dict[str, Any]:
-        """Fill model and optimizers, and return the rest as Lightning's dict. Collective: every rank must call it."""
-        checkpoint, rank_state = load_checkpoint(io, trainer, share, path, weights_only=weights_only)
+        Args:
+            io: told who loads together.
+            path: of the checkpoint.
+            weights_only: for a file of ``torch.save``; by default as the call of the Trainer said.
+        """
+        run = self._begun
+        safe = run.launcher.weights_only if weights_only is None else weights_only
+        checkpoint, rank_state = load_checkpoint(io, run.trainer, run.share, path, weights_only=safe)
         state_dict = dict(checkpoint["state_dict"])
-        self._loaded = state_dict, not_live(trainer.lightning_module, state_dict)
-        if trainer.state.fn == TrainerFn.FITTING and rank_state is not None:
-            self._continuation = Continuation(checkpoint, rank_state, share, io.resume)
+        self._loaded = state_dict, not_live(run.trainer.lightning_module, state_dict)
+        if run.is_fit and rank_state is not None:
+            self._continuation = Continuation(checkpoint, rank_state, run.share, io.resume)
         return checkpoint
 
     def put_edited(self, module: pl.LightningModule, state_dict: Mapping[str, Any], names: WholeNames) -> None:
@@ -104,16 +146,22 @@ class RunCheckpoints:
 
     # --- training begins ---
 
-    def await_start(self, loader: ResumableLoader | None, trainer: pl.Trainer, launcher: object) -> None:
-        """Call for every loader of training, with None for one that can't wait until training starts."""
-        if loader is not None and (self._continuation is not None or self.will_resume(trainer, launcher)):
-            loader.wait()
-            self._awaited = True
-        elif loader is None and self._continuation is not None:
+    def await_start(self, loader: object) -> None:
+        """Call for every loader: one of training waits until training starts, if it can."""
+        run = self._run
+        if run is None or not (run.trainer.training and run.is_fit):
+            return
+        if isinstance(loader, ResumableLoader):
+            loader.train()
+            if self._continuation is not None or run.will_resume():
+                loader.wait()
+                self._awaited = True
+        elif self._continuation is not None:
             self._continuation.before_loaders()
 
-    def start(self, trainer: pl.Trainer) -> None:
+    def start(self) -> None:
         """Call when training starts: go on where the checkpoint was saved."""
+        trainer = self._begun.trainer
         self.stopping.watch(trainer)
         if self._continuation is not None:
             self._continuation.apply(trainer)
@@ -126,51 +174,39 @@ class RunCheckpoints:
     def save(
         self,
         io: ShardCkptIO,
-        trainer: pl.Trainer,
-        ranks: Ranks,
-        share: DataShare,
         checkpoint: dict[str, Any],
         path: str | os.PathLike[str],
         storage_options: Any | None,
-        *,
-        meeting_s: float,
     ) -> None:
         """Write Lightning's checkpoint dict; after an exception only if all ranks come. Collective: all must call it.
 
         Args:
             io: told who saves together.
-            trainer: whose run it is.
-            ranks: who saves together.
-            share: which data this rank trains on.
             checkpoint: Lightning's dict.
             path: where to.
             storage_options: for a URL.
-            meeting_s: see ``save_after_exception``.
         """
+        run = self._begun
+        trainer = run.trainer
         if trainer.interrupted and is_half_filled(trainer.lightning_module):
             rank_zero_warn(f"{os.fspath(path)!r} was not saved: the module was half filled when its load failed")
             return
         check_filled(trainer.lightning_module)
         position = self.stopping.position(trainer)
-        save = partial(save_checkpoint, io, position, share, checkpoint, path, storage_options)
+        save = partial(save_checkpoint, io, position, run.share, checkpoint, path, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
         elif self._ending is not Ending.ALONE:
             agreed = trainer.received_sigterm or self._ending is Ending.TOGETHER
-            self._ending = save_after_exception(ranks, save, io.wait, agreed=agreed, meeting_s=meeting_s)
+            self._ending = save_after_exception(run.ranks, save, io.wait, agreed=agreed, meeting_s=run.meeting_s)
 
-    def answers_alone(self, trainer: pl.Trainer) -> bool:
-        """Return whether hooks after an exception run here, and perhaps not on the other ranks."""
-        if not trainer.interrupted or trainer.received_sigterm:  # all agreed to end
-            return False
+    @property
+    def answers_alone(self) -> bool:
+        """True if hooks after an exception run here, and perhaps not on the other ranks."""
+        if self._run is None or not self._run.trainer.interrupted or self._run.trainer.received_sigterm:
+            return False  # if there was a signal, all agreed to end
         return self._ending in (Ending.NONE, Ending.ALONE)
 
     def leave(self) -> None:
         """Call when all hooks after an exception are done."""
         self._ending = Ending.LEFT
-
-
-def _path_to_resume(trainer: pl.Trainer, launcher: object) -> str | os.PathLike[str] | None:
-    """Return the path that the user gave; None where Lightning has still to find one."""
-    assert isinstance(launcher, ResolvingLauncher)
-    return launcher.resumes_from or assigned_path(trainer)

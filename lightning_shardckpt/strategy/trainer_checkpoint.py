@@ -18,6 +18,7 @@ from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import RANK_STATE, ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.module_state import live_state_dict
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
+from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.module_io import put_values
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
 from lightning_shardckpt.strategy.module_record import filling
@@ -56,6 +57,14 @@ class DataShare:
     ranks_each: int
     stage: int = 0
     stages: int = 1
+
+    @classmethod
+    def of(cls, meshes: Meshes) -> DataShare:
+        """Return that of this rank."""
+        topology = meshes.topology
+        return cls(
+            meshes.data_parallel_rank, topology.data_parallel, topology.tensor, meshes.pipeline_rank, topology.pipeline
+        )
 
     def source_rank(self, rank_state: dict[str, Any]) -> int:
         """The rank of the saving run whose state this one takes, from any rank's state: of the same data and stage."""

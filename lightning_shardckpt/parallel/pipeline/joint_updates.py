@@ -35,6 +35,16 @@ class JointUpdates:
     def __init__(self) -> None:
         self._steps: MutableMapping[Optimizer, int] = WeakKeyDictionary()
 
+    def checked(self, optimizer: Optimizer, closure: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+        """Return the closure of a step, which then checks the optimizer that is going to step; see ``check``."""
+
+        def closure_and_check() -> Any:
+            loss = closure()
+            self.check(optimizer, loss, device)
+            return loss
+
+        return closure_and_check
+
     def check(self, optimizer: Optimizer, loss: Any, device: torch.device) -> None:
         """Check an optimizer that is about to step; gradients must be there.
 

@@ -207,23 +207,34 @@ def test_the_metrics_of_a_validation_are_known_and_others_can_be_put(tmp_path: P
     assert run.callback_metrics["more"] == 3 and run.callback_metrics["trained"] == 1
 
 
-def test_hooks_and_callbacks_run_in_a_context_until_it_is_undone(tmp_path: Path) -> None:
-    names: list[str] = []
+def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_is_undone(tmp_path: Path) -> None:
+    inside: list[bool] = []
+    seen: dict[str, list[bool]] = {}
 
     @contextmanager
-    def around(name: str) -> Iterator[None]:
-        names.append(name)
+    def around(is_hook: bool) -> Iterator[None]:
+        inside.append(is_hook)
         yield
+        inside.pop()
 
-    run = trainer(tmp_path, Asks("on_train_start", lambda run: None), max_steps=1)
+    class Sees(BoringModel):
+        def on_train_start(self) -> None:
+            seen["hook"] = [*inside]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen["step"] = [*inside]
+            return super().training_step(batch, batch_idx)
+
+    callback = Asks("on_train_start", lambda run: [*inside])
+    run = trainer(tmp_path, callback, max_steps=1)
     undo = compat.wrap_actions(run.profiler, around)
-    run.fit(BoringModel())
-    assert any(n.startswith("[LightningModule]BoringModel.on_train_start") for n in names)
-    assert any(n.startswith("[Callback]Asks.on_train_start") for n in names)
+    run.fit(Sees())
+    assert seen["hook"][-1] and callback.found[0][-1]
+    assert seen["step"] and not seen["step"][-1]  # which the strategy runs
     undo()
-    names.clear()
-    run.fit(BoringModel())
-    assert names == []
+    run.fit_loop.epoch_loop.max_steps = 2
+    run.fit(Sees())
+    assert seen == {"hook": [], "step": []}
 
 
 def test_the_launcher_starts_the_script_again() -> None:
