@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -32,13 +32,13 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
     records,
 )
-from lightning_shardckpt.checkpoint.finished_saves import FinishedSave, FinishedSaves
-from lightning_shardckpt.checkpoint.incremental import SaveHistory
+from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
+from lightning_shardckpt.checkpoint.hf_mirror import check_place
+from lightning_shardckpt.checkpoint.lightning_save import Attached, LightningSave
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
-from lightning_shardckpt.checkpoint.nested_save import about_of
 from lightning_shardckpt.checkpoint.parts import PARTS, checked_parts, checked_patterns
-from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.removal import remove_any
+from lightning_shardckpt.checkpoint.save_series import SaveSeries
 from lightning_shardckpt.checkpoint.whole_load import is_torch_file, load_whole
 from lightning_shardckpt.compat.strategy_assignment import check_asks
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -46,15 +46,12 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.state_dicts import checkpoint_of_states, is_lightnings, states_of_checkpoint
-from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.state.state_dicts import VERSION, checkpoint_of_states, is_lightnings, states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.pending_saves import drain_all
 
-_VERSION = "pytorch-lightning_version"
 _FIXED = {
     *("size_per_shard", "verify", "also", "replicas", "digest", "incremental", "share_reads"),
     *("use_async", "max_pending", "overlap_copy"),
@@ -63,18 +60,6 @@ _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which lets them be as they are; with another "
     "strategy set strict_loading=False on the LightningModule."
 )
-RANK_STATE = "rank_state"
-"""Key of Lightning's checkpoint dict under which ``ShardedStrategy`` passes what only this rank knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Attached:
-    """The ranks that save and load together, and what; without a module, Lightning's own strategies on one rank."""
-
-    ranks: Ranks = field(default_factory=Ranks.alone)
-    module: nn.Module | None = None
-    topology: Mapping[str, int] = field(default_factory=dict)
-    names: WholeNames = field(default_factory=WholeNames)
 
 
 class ShardCkptIO(CheckpointIO):
@@ -182,9 +167,8 @@ class ShardCkptIO(CheckpointIO):
             throttle_uploads=throttle_uploads,
             pre_download=pre_download,
         )
-        self._plans, self._history, self._hugging_face = PlanCache(), SaveHistory(), HuggingFace()
-        self._finished = FinishedSaves()
-        self._attached = _Attached()
+        self._saves, self._hugging_face = SaveSeries(self.async_saves), HuggingFace()
+        self._attached = Attached()
         self._fabric: FabricStrategy | None = None  # it asks for Fabric's states
 
     @property
@@ -203,7 +187,7 @@ class ShardCkptIO(CheckpointIO):
 
         On every rank that saves: under ``ShardedStrategy`` all, with Lightning's own strategies rank 0.
         """
-        return self._finished.latest()
+        return self._saves.finished.latest()
 
     # --- who saves ---
 
@@ -214,7 +198,7 @@ class ShardCkptIO(CheckpointIO):
             TypeError: for a strategy that writes and reads checkpoints by itself, saying what to do.
         """
         check_asks(strategy, type(self).__name__)
-        self._attached = _Attached()
+        self._attached = Attached()
         self._fabric = strategy if isinstance(strategy, FabricStrategy) else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -234,7 +218,7 @@ class ShardCkptIO(CheckpointIO):
             topology: the sizes of mesh axes by name, for the root index.
             names: of the whole model, where ``module`` is a part of it.
         """
-        self._attached = _Attached(ranks, module, topology, names or WholeNames())
+        self._attached = Attached(ranks, module, topology, names or WholeNames())
 
     def teardown(self) -> None:
         """Wait for asynchronous saves, as ``wait`` does, and free their memory.
@@ -275,81 +259,20 @@ class ShardCkptIO(CheckpointIO):
         """
         where, attached = os.fspath(path), self._attached
         storage = self._storage_for(where, storage_options)
-        self._check_can_save(where)
-        taken: list[Snapshot] = []
-
-        def describe() -> Snapshot:
-            taken.append(self._described(checkpoint))
-            return taken[0]
-
+        only, of_fabric = self.adapters_only, self._fabric is not None
+        saving = LightningSave(checkpoint, attached, self._hugging_face, adapters_only=only, of_fabric=of_fabric)
+        check_place(where, self.save_options.also)
         if self.async_saves.background is None and attached.module is None:  # else the strategy has said when
             self.async_saves.enable(Ranks.alone(), overlap_copy=False)
-        about, options, plans = about_of(checkpoint, dict(attached.topology)), self.save_options, self._plans
-        ranks, background = attached.ranks, self.async_saves.background
-        waiting = background.waiting_saves if background is not None else lambda: 0
-        with self._finished.measured(where, about.step, waiting) as complete:
-            if background is None:
-                notes = engine.save(
-                    where,
-                    describe,
-                    ranks=ranks,
-                    about=about,
-                    options=options,
-                    storage=storage,
-                    plans=plans,
-                    history=self._history,
-                    on_complete=complete,
-                )
-                notes = ["\n".join(notes)] if notes else []
-            else:
-                engine.save_async(
-                    where,
-                    describe,
-                    ranks=ranks,
-                    about=about,
-                    options=options,
-                    background=background,
-                    storage=storage,
-                    plans=plans,
-                    history=self._history,
-                    overlap_copy=self.async_saves.overlaps_copies,
-                    on_complete=complete,
-                )
-                notes = self.async_saves.notes()
-        self._warn([*taken[0].notes, *notes])
-
-    def _check_can_save(self, path: str) -> None:
-        if self.adapters_only and self._attached.module is None:
-            raise StateError(
-                "ShardCkptIO(adapters_only=True) must know the module to tell what is frozen, which Lightning's own "
-                "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
-            )
-        if self.save_options.also is not None and is_url(path):
-            raise ValueError(
-                f"also={self.save_options.also!r} needs a file system, where ranks can write parts of one file; "
-                f"{path!r} is a URL. Leave it out, and export the checkpoint with "
-                "`python -m lightning_shardckpt.consolidate`"
-            )
-
-    def _described(self, checkpoint: dict[str, Any]) -> Snapshot:
-        """Return what this rank contributes to a save."""
-        module = self._attached.module
-        given = checkpoint if module is not None else self._lightnings(checkpoint)
-        rest = {k: v for k, v in given.items() if k != RANK_STATE}
-        rank_state = checkpoint.get(RANK_STATE)
-        found = snapshot(rest, module, rank_state, self.names, adapters_only=self.adapters_only)
-        if module is None or self._attached.ranks.rank != 0 or "model" not in found.leaves:
-            return found
-        document, notes = self._hugging_face.document(module, self.names.state)
-        documents = found.documents if document is None else {**found.documents, "huggingface": document}
-        return replace(found, documents=documents, notes=(*found.notes, *notes))
-
-    def _lightnings(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return what another strategy gave as Lightning's checkpoint dict: Fabric's has state dicts of objects."""
-        if is_lightnings(checkpoint) and not (self._fabric is not None and _VERSION not in checkpoint):
-            return checkpoint
-        found = checkpoint_of_states(checkpoint, nested=False)
-        return checkpoint if found is None else found
+        notes = self._saves.save(
+            where,
+            saving.describe,
+            ranks=attached.ranks,
+            about=saving.about,
+            options=self.save_options,
+            storage=storage,
+        )
+        self._warn([*saving.notes, *notes])
 
     def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
         if options is None:
@@ -437,7 +360,7 @@ class ShardCkptIO(CheckpointIO):
         path, safe = file_path(path), weights_only is not False
         verify, storage = self.load_options.verify, self.storage
         found = load_whole(path, map_location, verify=verify, weights_only=safe, storage=storage)
-        self._history.loaded(path)
+        self._saves.loaded(path)
         if not is_torch_file(path) and (frozen := found.pop(FROZEN, None)):
             self._warn([f"{path!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
         return found
@@ -482,7 +405,7 @@ class ShardCkptIO(CheckpointIO):
             pick_rank=pick_rank,
             storage=self.storage,
         )
-        self._history.loaded(os.fspath(path))
+        self._saves.loaded(os.fspath(path))
         self._warn(loaded.notes)
         return loaded
 
@@ -510,8 +433,8 @@ def as_of_a_trainer(checkpoint: dict[str, Any], path: str, *, fitting: bool = Tr
         path: of the checkpoint, for the warning.
         fitting: whether training is about to begin, of which the warning tells.
     """
-    if _VERSION not in checkpoint:
-        checkpoint = {"epoch": 0, "global_step": 0, "lr_schedulers": [], **checkpoint, _VERSION: lightning.__version__}
+    if VERSION not in checkpoint:
+        checkpoint = {"epoch": 0, "global_step": 0, "lr_schedulers": [], **checkpoint, VERSION: lightning.__version__}
         if fitting:
             rank_zero_warn(
                 f"{path!r} is not of Lightning's Trainer: it has no loops and no learning rate schedulers. Training "

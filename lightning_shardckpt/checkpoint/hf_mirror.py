@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lightning_shardckpt.checkpoint.checkpoint_options import ExtraFormat
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
@@ -26,9 +27,27 @@ from lightning_shardckpt.format.safetensors_files import (
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.hf_directory import Model, pick
 from lightning_shardckpt.storage.protocol import Draft
+from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.transfer.writer import Stage
 
 INDEX_NAME = "model.safetensors.index.json"
+
+
+def check_place(path: str, also: ExtraFormat | None) -> None:
+    """Refuse an extra format where ranks can't write parts of one file.
+
+    Args:
+        path: of the checkpoint.
+        also: the format.
+
+    Raises:
+        ValueError: for a URL.
+    """
+    if also is not None and is_url(path):
+        raise ValueError(
+            f"also={also!r} needs a file system, where ranks can write parts of one file; {path!r} is a URL. Leave it "
+            "out, and export the checkpoint with `python -m lightning_shardckpt.consolidate`"
+        )
 
 
 def only_model(document: Mapping[str, Any] | None) -> Model:

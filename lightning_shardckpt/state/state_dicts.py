@@ -16,14 +16,15 @@ from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 
-_VERSION = "pytorch-lightning_version"
+VERSION = "pytorch-lightning_version"
+"""Key of a Trainer's checkpoint that Fabric's states don't have."""
 _METADATA = "_metadata"
 _NOTHING = object()
 
 
 def is_lightnings(found: Mapping[str, Any]) -> bool:
     """Return whether a dict has Lightning's keys: a Trainer's, ours, or made by somebody for a Trainer."""
-    if _VERSION in found or KEYS in found:
+    if VERSION in found or KEYS in found:
         return True
     if not isinstance(found.get("state_dict"), Mapping):
         return False
@@ -129,6 +130,23 @@ def _joined(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             )
         joined |= named
     return joined
+
+
+def lightnings_of(given: dict[str, Any], *, of_fabric: bool) -> dict[str, Any]:
+    """Return what one of Lightning's own strategies gave to a CheckpointIO as Lightning's checkpoint dict.
+
+    Args:
+        given: of a Trainer, or the state of Fabric, with state dicts of objects. It is returned as it is where it needs
+            no translation.
+        of_fabric: whether Fabric gave it, whose states may have the keys of a Trainer's checkpoint, but its version.
+
+    Raises:
+        StateError: as ``checkpoint_of_states`` does.
+    """
+    if is_lightnings(given) and (VERSION in given or not of_fabric):
+        return given
+    found = checkpoint_of_states(given, nested=False)
+    return given if found is None else found
 
 
 def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
