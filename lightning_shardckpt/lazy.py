@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
-from lightning_shardckpt.format.index_json import COMPONENTS
+from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint

@@ -10,8 +10,8 @@ from lightning_shardckpt.checkpoint.plan_cache import Tables
 from lightning_shardckpt.checkpoint.save_values import GroupTable
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
-from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import Holders, join_holders, unheld
+from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.state.json_values import references, union
 from lightning_shardckpt.state.trainer import entry_of
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME, Component, TensorSpec
-from lightning_shardckpt.format.index_json import COMPONENTS
 from lightning_shardckpt.format.layout import Holders, Layout, as_holders
 from lightning_shardckpt.format.plan import shared_dim
+from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.tools.explain import explain

@@ -28,14 +28,10 @@ from lightning_shardckpt.format.crc64 import crc64, crc64_text, joined, part, to
 from lightning_shardckpt.format.crc64_arrays import followed
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import Component, RankIndex, RootIndex, ShardEntry, TensorSpec
-from lightning_shardckpt.format.index_json import (
-    rank_index_from_json,
-    rank_index_to_json,
-    root_from_json,
-    root_to_json,
-)
 from lightning_shardckpt.format.layout import REPLICATED, DimShard
 from lightning_shardckpt.format.plan import plan_save
+from lightning_shardckpt.format.rank_index_json import rank_index_from_json, rank_index_to_json
+from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.transfer.digest_parts import DigestParts
 from tests.support import worlds

@@ -14,9 +14,10 @@ from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankIndex, RootIndex, ShardEntry, TensorSpec
-from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
 from lightning_shardckpt.format.index_scan import scan_rank_index
 from lightning_shardckpt.format.layout import MAX_RANKS, REPLICATED, Axis, DimShard, Layout
+from lightning_shardckpt.format.rank_index_json import rank_index_from_json, rank_index_to_json
+from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from tests.support.worlds import mesh
 

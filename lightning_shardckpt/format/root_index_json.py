@@ -1,0 +1,227 @@
+"""The root index as JSON: what is written, and how what others wrote is checked.
+
+See FORMAT.md for the rules. Tensors that are alike share their spec, and the text of all of them is made once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.file_names import (
+    document_name,
+    documents_by_rank,
+    file_info,
+    from_columns,
+    rank_index_name,
+    to_columns,
+)
+from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_envelope import FORMAT, compact, decoded
+from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
+from lightning_shardckpt.format.strict_json import check_json_size, parse_json
+from lightning_shardckpt.format.value_checks import (
+    bytes_in,
+    check_digest,
+    check_dtype,
+    check_save_id,
+    check_shape,
+    check_size,
+    check_text,
+    check_texts,
+    shown,
+)
+
+_NEWEST = 2  # version 3 is of rank indexes alone
+MANY_RANKS = 256
+"""Worlds of more have a root index of version 2, which does not repeat names that follow from the rank."""
+COMPONENTS = ("model", "optimizer", "trainer")
+_SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
+
+
+@dataclass(frozen=True, slots=True)
+class TablesText:
+    """The JSON of the tensors in a root index: the same for all saves of the same tensors."""
+
+    layouts: str
+    components: dict[str, str]
+    """Of each component, all but its indexes."""
+
+
+
+def tables_to_text(components: Mapping[str, Component]) -> TablesText:
+    """The tensors and aliases of components, and the layouts that they have."""
+    layouts: dict[tuple[Layout, Holders], int] = {}
+    specs: dict[int, list[Any]] = {}  # tensors that are alike share their spec
+    texts = {}
+    for name, component in components.items():
+        for spec in component.tensors.values():
+            if id(spec) not in specs:
+                number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
+                specs[id(spec)] = [spec.dtype, list(spec.shape), number] + ([1] if spec.pinned else [])
+        tensors = {key: specs[id(spec)] for key, spec in component.tensors.items()}
+        texts[name] = compact({"tensors": tensors, "aliases": component.aliases})
+    return TablesText(compact([_layout_to_json(layout, holders) for layout, holders in layouts]), texts)
+
+
+
+def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
+    """The bytes of the root index; its first line is the checksum of the rest.
+
+    ``tables``: of its components, where that is known already.
+    """
+    tables = tables or tables_to_text(root.components)
+    head: dict[str, Any] = {
+        "format": FORMAT,
+        "version": 2 if root.world_size > MANY_RANKS else 1,
+        "save_id": root.save_id,
+        "step": root.step,
+        "epoch": root.epoch,
+        "world_size": root.world_size,
+        "topology": root.topology,
+        "software": root.software,
+    }
+    if root.prefix:
+        head["prefix"] = root.prefix
+    components = []
+    for name, component in root.components.items():
+        indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
+        if head["version"] == 2:
+            indexes = to_columns(component.indexes)
+        digest = "" if component.crc64 is None else f',"crc64":"{component.crc64}"'
+        components.append(f'{compact(name)}:{tables.components[name][:-1]},"indexes":{compact(indexes)}{digest}}}')
+    single, by_rank = (root.documents, {}) if head["version"] == 1 else documents_by_rank(root.documents)
+    documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
+    if head["version"] == 2:
+        head["documents_by_rank"] = {stem: to_columns(files) for stem, files in by_rank.items()}
+    if root.mirror:
+        head["mirror"] = {f.name: [f.nbytes, f.checksum] for f in root.mirror.values()}
+    parts = [compact(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
+    body = f'{",".join(parts)},"documents":{compact(documents)}}}'.encode()
+    check_json_size(body, "the root index")
+    return f'{{"checksum":"{checksum(body)}",\n'.encode() + body
+
+
+
+def root_from_json(text: bytes, where: str) -> RootIndex:
+    """The root index in these bytes.
+
+    Raises:
+        CorruptionError: if the checksum on the first line is not that of the rest.
+        FormatError: if it is no root index, or of a newer version.
+    """
+    seal = _SEAL.match(text)
+    if seal is None:
+        raise FormatError(f"{where}: not a root index: the first line holds no checksum")
+    if checksum(text[seal.end() :]) != seal[1].decode():
+        raise CorruptionError(
+            f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
+        )
+    return decoded(parse_json(text, where), where, _root, newest=_NEWEST)
+
+
+
+def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "axes": [[a.name, a.size, a.stride] for a in layout.axes],
+        "cuts": [[c.axis, c.dim, c.blocks] for c in layout.cuts],
+        "holders": [list(h) for h in holders],
+    }
+    return out if layout.order is None else {**out, "order": list(layout.order)}
+
+
+
+def _root(value: dict[str, Any]) -> RootIndex:
+    world = check_size(value["world_size"])
+    if not 1 <= world <= MAX_RANKS:
+        raise FormatError(f"a world of {world} ranks; 1 to {MAX_RANKS} can be")
+    layouts = [_layout(item, world) for item in value["layouts"]]
+    components = {}
+    for name, item in value["components"].items():
+        if name not in COMPONENTS:
+            raise FormatError(f"unknown component {shown(name)}")
+        components[name] = _component(name, item, layouts, world, value["version"])
+    documents = {name: file_info(name, n, c) for name, (n, c) in value["documents"].items()}
+    for stem, columns in value["documents_by_rank"].items() if value["version"] == 2 else ():
+        found = from_columns(columns, partial(document_name, stem), world)
+        documents |= {info.name: info for info in found.values()}
+    return RootIndex(
+        save_id=check_save_id(value["save_id"]),
+        world_size=world,
+        components=components,
+        documents=documents,
+        step=None if value["step"] is None else check_size(value["step"]),
+        epoch=None if value["epoch"] is None else check_size(value["epoch"]),
+        topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
+        software={check_text(k): check_text(v) for k, v in value["software"].items()},
+        mirror={name: file_info(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
+        prefix=_prefix(value.get("prefix", ""), value["save_id"]),
+    )
+
+
+
+def _prefix(value: Any, save_id: str) -> str:
+    if value not in ("", f"{save_id[:16]}-"):
+        raise FormatError(f"prefix {shown(value)}; it is the first 16 digits of the save id and a hyphen, if anything")
+    return str(value)
+
+
+
+def _component(
+    component: str, item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int, version: int
+) -> Component:
+    specs: dict[str, TensorSpec] = {}  # one for all tensors that are alike: what was found of it once need not be again
+    keys = check_texts(list(item["tensors"]))
+    tensors = {key: _spec_once(spec, layouts, specs) for key, spec in zip(keys, item["tensors"].values(), strict=True)}
+    aliases = {check_text(alias): check_text(of) for alias, of in item["aliases"].items()}
+    for alias, of in aliases.items():
+        if of not in tensors or alias in tensors:
+            raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
+    digest = check_digest(item["crc64"]) if "crc64" in item else None
+    if version == 2:
+        columns = from_columns(item["indexes"], partial(rank_index_name, component), world)
+        return Component(tensors, aliases, columns, digest)
+    indexes = {}
+    for rank, (name, nbytes, sums) in item["indexes"].items():
+        number = int(rank)
+        if str(number) != rank or not 0 <= number < world:
+            raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
+        indexes[number] = file_info(name, nbytes, sums)
+    return Component(tensors, aliases, indexes, digest)
+
+
+
+def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
+    axes = tuple(Axis(check_text(name), check_size(size), check_size(stride)) for name, size, stride in item["axes"])
+    cuts = tuple(DimShard(check_size(axis), check_size(dim), check_size(blocks)) for axis, dim, blocks in item["cuts"])
+    holders = tuple((check_size(a), check_size(b)) for a, b in item["holders"])
+    edges = [0, *(edge for pair in holders for edge in pair), world]
+    if not holders or edges != sorted(edges) or any(a == b for a, b in holders):
+        raise FormatError(f"holders {shown(holders)} in a world of {world}")
+    order = tuple(check_size(r) for r in item["order"]) if "order" in item else None
+    return Layout(axes, cuts, order), holders
+
+
+
+def _spec_once(item: Any, layouts: list[tuple[Layout, Holders]], known: dict[str, TensorSpec]) -> TensorSpec:
+    text = repr(item)  # tells 1 from 1.0 and true
+    found = known.get(text)
+    if found is None:
+        found = known[text] = _spec(item, layouts)
+    return found
+
+
+
+def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:
+    dtype, shape, (layout, holders) = check_dtype(item[0]), check_shape(item[1]), layouts[check_size(item[2])]
+    if len(item) > 3 and item[3:] != [1]:
+        raise FormatError(f"{shown(item[3:])} after dtype, shape and layout, where only a 1 can be")
+    if any(cut.dim >= len(shape) for cut in layout.cuts):
+        raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
+    bytes_in(shape, dtype)
+    return TensorSpec(dtype, shape, layout, holders, len(item) > 3)
