@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.parallel.pipeline.side_effects import moved_to
+from lightning_shardckpt.parallel.pipeline.portable_values import moved_to
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from torchmetrics import Metric
 
 from lightning_shardckpt.compat.pytree import tree_map
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
-from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory, moved_to, portable
+from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory
 from lightning_shardckpt.parallel.tensors.placeholder import first_unknown, leaked
 from lightning_shardckpt.strategy.recorded_loggers import WrittenCall, recorded_loggers
 
