@@ -33,11 +33,9 @@ from lightning_shardckpt.compat.lightning_fabric import (
     optimizer_to_device,
     reduced,
 )
-from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import meta_slots
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
-from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
@@ -48,11 +46,12 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
-from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForward, record_of
+from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForward
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
 from lightning_shardckpt.strategy.precision_plugin import scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
+from lightning_shardckpt.strategy.set_up_modules import SetUpModules
 from lightning_shardckpt.strategy.user_steps import FunctionStep
 from lightning_shardckpt.system.pending_saves import drain_all
 
@@ -76,7 +75,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def _prepare(self) -> None:
         self._num_nodes = 1  # Fabric's connector overwrites it
-        self._sharded: list[ShardedModule] = []
+        self._sharded = SetUpModules()
         self._running: ShardedModule | None = None
         self._stepped: PipelinedSteps | None = None  # the one whose loss has not gone through a backward yet
         self._deferred: list[DeferredInit] = []
@@ -146,21 +145,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         values = next((d for d in self._deferred if any(d.knows(owner, name) for owner, name in slots)), None)
         wanted, self._pretrained = self._pretrained, None
         record = self._cut(module, values, wanted, is_called=True)
-        self._sharded.append(record)
+        self._sharded.add(record)
         if self._agreement.values is not None:
             self._agreement.values.add(record.root)
         return ShardedForward(record, lambda: self._running)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if not self._sharded:
-            raise TopologyError(
-                f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
-                "fabric.setup_module(model) first"
-            )
-        replaced = {old: new for record in self._sharded for old, new in record.replaced.items()}
-        elsewhere = {old: new for record in self._sharded for old, new in record.elsewhere.items()}
-        rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
+        self._sharded.rebind(optimizer)
         if not self._recipe.cpu_offload:
             optimizer_to_device(optimizer, self.root_device)
         return optimizer
@@ -224,7 +216,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """
         if self.topology.pipeline == 1:
             return step(batch)
-        record = self._record_of(module)
+        record = self._sharded.meant_by(module)
         assert record.pipeline is not None
         pipeline, train = record.pipeline, torch.is_grad_enabled()
 
@@ -249,17 +241,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._stepped = steps
         return output
 
-    def _record_of(self, module: nn.Module | None) -> ShardedModule:
-        if module is None and len(self._sharded) == 1:
-            return self._sharded[0]
-        record = record_of(module)
-        if record is None:
-            raise TopologyError(
-                f"run_step needs to know the module, of the {len(self._sharded)} that were set up: pass module=, what "
-                "fabric.setup returned"
-            )
-        return record
-
     def reshard(self) -> None:
         """Free what FSDP2 has gathered, where a module has applied it by itself. No communication."""
         for record in self._sharded:
@@ -276,7 +257,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     ) -> Tensor:
         """Clip over all ranks, however parameters are sharded. Collective: every rank of the world must call it."""
         self.precision.unscale_gradients(optimizer)
-        holders = {p: ranks for record in self._sharded for p, ranks in record.holders.items()}
+        holders = self._sharded.holders
         return clip_by_norm(
             list(self.precision.main_params(optimizer)),
             max_norm,
@@ -325,8 +306,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def describe() -> str:
             objects = objects_in(state)
-            whole = self._whole(objects)
-            checkpoint = checkpoint_of(state, objects, names_for(objects, self._all, whole), filter)
+            whole = self._sharded.whole_names(objects)
+            checkpoint = checkpoint_of(state, objects, names_for(objects, self._sharded.as_one, whole), filter)
             found.append((objects, whole, checkpoint))
             return os.fspath(path)
 
@@ -355,8 +336,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         drain_all()
         one = state if isinstance(state, dict) else {"state": state}
         objects = objects_in(one)
-        whole, skip = self._whole(objects), io.resume_skip
-        restore = NestedLoad(one, objects, named_by=self._all, whole=whole, skip=skip, cast=io.cast)
+        whole, skip = self._sharded.whole_names(objects), io.resume_skip
+        restore = NestedLoad(one, objects, named_by=self._sharded.as_one, whole=whole, skip=skip, cast=io.cast)
         remainder, loaded = restore.run(
             os.fspath(path),
             self._ranks,
@@ -368,23 +349,3 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for note in loaded.skipped:
             rank_zero_info(note)
         return remainder if isinstance(state, dict) else {}
-
-    @property
-    def _all(self) -> nn.Module:
-        """All modules that were set up, as one."""
-        objects = NestedObjects()
-        objects.modules |= {(number,): record.root for number, record in enumerate(self._sharded)}
-        return objects.root
-
-    def _whole(self, objects: NestedObjects) -> WholeNames:
-        """Names of the whole modules, also on a stage that has parts of them."""
-        records = {id(record.root): record for record in self._sharded}
-        names, ties = set[str](), list[tuple[str, ...]]()
-        for path, prefix in objects.prefixes.items():
-            record = records.get(id(objects.modules[path]))
-            if record is not None:
-                names |= {prefix + name for name in record.state_names}
-                ties += [tuple(prefix + name for name in tie) for tie in record.state_ties]
-            else:
-                names |= {prefix + name for name in objects.modules[path].state_dict()}
-        return WholeNames(frozenset(names), tuple(ties))
