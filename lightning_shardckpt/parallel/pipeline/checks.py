@@ -45,6 +45,7 @@ class StepChecks:
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
         self._root, self._marks = root, Marks([])
+        self._own: list[tuple[str, nn.Parameter]] = []
         self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers = [
             (f"{name}.{key}", module, key)
@@ -148,20 +149,28 @@ class StepChecks:
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
             )
 
+    def begin(self) -> list[tuple[str, nn.Parameter]]:
+        """Begin a step, and return this rank's parameters, by name as registered: those that are looked at in it."""
+        self._own = list(own_parameters(self._root))
+        return self._own
+
     def notes(self) -> list[tuple[Tensor | None, dict[str, Any]]]:
         """The gradient of each of this rank's parameters, and what somebody has written onto it."""
         with without_torch_function():
-            return [(_grad.__get__(p), _notes_on(p)) for _, p in own_parameters(self._root)]
+            return [(_grad.__get__(p), _notes_on(p)) for _, p in self._own]
 
     def check_notes(self, state: StepState, before: list[tuple[Tensor | None, dict[str, Any]]]) -> None:
         """Check after forward passes what `notes` gave before.
 
         Raises:
-            TopologyError: for a gradient that the step itself changes, and for notes that follow from how often a
-                module ran.
+            TopologyError: for a parameter that the step puts elsewhere, for a gradient that it changes, and for notes
+                that follow from how often a module ran.
         """
-        after = self.notes()
-        for (name, _), (gradient, notes), (then, now) in zip(own_parameters(self._root), before, after, strict=True):
+        here = dict(own_parameters(self._root))
+        others = [name for name, parameter in self._own if here.get(name) is not parameter]
+        if others or len(here) != len(self._own):
+            raise _changes(state, [*others, *(here.keys() - dict(self._own))][0])
+        for (name, _), (gradient, notes), (then, now) in zip(self._own, before, self.notes(), strict=True):
             if then is not gradient:
                 raise TopologyError(
                     f"{state.step.name} changes the gradient of {name} (zero_grad, grad = …). In a pipeline only the "
@@ -188,22 +197,26 @@ class StepChecks:
         """
         name = self.changed_parameter()
         if name:
-            raise TopologyError(
-                f"{state.step.name} changes {name}. In a pipeline, parts of a step run once for each microbatch, "
-                "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
-                "on_train_batch_start."
-            )
+            raise _changes(state, name)
 
     def changed_parameter(self) -> str | None:
         """Return the name of a parameter that has changed since it was marked."""
         changed = self._marks.changed(self._parameter_marks())
-        return [name for name, _ in own_parameters(self._root)][changed[0]] if changed else None
+        return self._own[changed[0]][0] if changed else None
 
     def _parameter_marks(self) -> Marks:
-        return Marks([local_tensor(parameter) for _, parameter in own_parameters(self._root)])
+        return Marks([local_tensor(parameter) for _, parameter in self._own])
 
     def _sees_whole(self, name: str) -> bool:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)
+
+
+def _changes(state: StepState, name: str) -> TopologyError:
+    return TopologyError(
+        f"{state.step.name} changes {name}. In a pipeline, parts of a step run once for each microbatch, "
+        "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
+        "on_train_batch_start."
+    )
 
 
 def _notes_on(parameter: Tensor) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Every message begins with a part of fixed size, with a header, so shapes may change from one microbatch to the next, and
 a stage that failed can say so in place of what is waited for. Small tensors in host memory are in that part, too.
-Sends never block; receives do.
+Sends never block; receives do, unless what they wait for was expected early.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _DTYPES = (
 )
 
 Direction = Literal["forward", "backward"]
+_Place = tuple[Direction, int, int]
+"""Direction, boundary and microbatch of a message."""
 
 
 class PeerFailed(Exception):
@@ -64,7 +66,8 @@ class Transport:
     rank: int
     device: torch.device
     _pending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
-    _local: dict[tuple[Direction, int, int], Message | None] = field(default_factory=dict)
+    _local: dict[_Place, Message | None] = field(default_factory=dict)
+    _expected: dict[_Place, tuple[dist.Work, Tensor]] = field(default_factory=dict)
 
     def send(self, direction: Direction, boundary: int, microbatch: int, message: Message | None) -> None:
         """Send over the boundary between stages ``boundary`` and ``boundary + 1``; None: this side failed."""
@@ -94,23 +97,34 @@ class Transport:
                 assert work is not None
                 self._pending.append((work, tensor))
 
+    def expect(self, direction: Direction, boundary: int, microbatch: int) -> None:
+        """Let a message arrive while this rank computes; `receive` must be called for it."""
+        source = self._source(direction, boundary)
+        if source is None:
+            return
+        first = torch.empty(_FIRST_PART, dtype=torch.int64, device=self.device)
+        work = dist.irecv(first, source, group=self.group, tag=self._tag(direction, boundary, microbatch))
+        assert work is not None
+        self._expected[direction, boundary, microbatch] = work, first
+
     def receive(self, direction: Direction, boundary: int, microbatch: int) -> Message:
         """Wait for the message that the other side of the boundary sends.
 
         Raises:
             PeerFailed: if it failed instead.
         """
-        origin = boundary if direction == "forward" else boundary + 1
-        peer = self.schedule.rank_of(origin)
-        if peer == self.rank:
-            message = self._local.pop((direction, boundary, microbatch))
+        place = direction, boundary, microbatch
+        source = self._source(direction, boundary)
+        if source is None:
+            message = self._local.pop(place)
             if message is None:
                 raise PeerFailed
             return message
-        source = dist.get_global_rank(self.group, peer)
         tag = self._tag(direction, boundary, microbatch)
-        first = torch.empty(_FIRST_PART, dtype=torch.int64, device=self.device)
-        dist.recv(first, source, group=self.group, tag=tag)
+        if place not in self._expected:
+            self.expect(direction, boundary, microbatch)
+        work, first = self._expected.pop(place)
+        work.wait()
         facts, parts = _parsed(first[:_HEADER].tolist())
         found = [torch.empty(shape, dtype=dtype, device=self.device) for _, _, dtype, shape in parts]
         places = self._places_inside([tensor.nbytes for tensor in found])
@@ -122,6 +136,11 @@ class Transport:
                 dist.recv(tensor, source, group=self.group, tag=tag + 1 + part)
         tensors = {position: (tensor, flag) for tensor, (position, flag, _, _) in zip(found, parts, strict=True)}
         return Message(tensors, facts)
+
+    def _source(self, direction: Direction, boundary: int) -> int | None:
+        """Return the global rank from which messages over a boundary come; None if that is this one."""
+        peer = self.schedule.rank_of(boundary if direction == "forward" else boundary + 1)
+        return None if peer == self.rank else dist.get_global_rank(self.group, peer)
 
     def _places_inside(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
         """Return where the bytes of tensors are in the first part of a message; None if they come after it."""

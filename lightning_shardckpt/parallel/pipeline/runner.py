@@ -32,7 +32,7 @@ from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.consistency import fingerprint
-from lightning_shardckpt.parallel.sharding.fqn import named_modules, own_parameters
+from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
@@ -209,6 +209,8 @@ class Pipeline:
     # --- before the first stage run ---
 
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
+        own = self._checks.begin()
+
         def measure() -> tuple[int, int, int]:
             self.absent.check_own()
             self._checks.check_calls()
@@ -235,7 +237,7 @@ class Pipeline:
             )
 
         whole_steps = self._loss_of == "microbatch" and step.train
-        hooks = ParameterHooks(dict(own_parameters(self._root)))
+        hooks = ParameterHooks(dict(own))
         return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks)
 
     def _check_cut(self, state: StepState) -> None:

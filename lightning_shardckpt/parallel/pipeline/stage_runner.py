@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import copied
-from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
+from lightning_shardckpt.parallel.pipeline.p2p import Direction, Message, PeerFailed, Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Schedule
 from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
@@ -73,6 +73,9 @@ class StageRunner:
         Raises:
             Exception: the first failure, when all operations are done or discarded.
         """
+        for op in operations:
+            if (boundary := self._boundary_before(op)) is not None:
+                self._transport.expect(*boundary, op.microbatch)
         try:
             if first is not None:
                 first(state)
@@ -97,12 +100,16 @@ class StageRunner:
             raise failure
         self._finish_weights(state, list(state.rests))
 
+    def _boundary_before(self, op: Op) -> tuple[Direction, int] | None:
+        """Return over which boundary, and in which direction, an operation gets what it begins with."""
+        if op.kind == "forward":
+            return ("forward", op.stage - 1) if op.stage > 0 else None
+        return ("backward", op.stage) if op.kind != "backward_weight" and op.stage < self._last else None
+
     def _discard(self, op: Op) -> None:
-        with suppress(PeerFailed):
-            if op.kind == "forward" and op.stage > 0:
-                self._transport.receive("forward", op.stage - 1, op.microbatch)
-            elif op.kind in ("backward", "backward_input") and op.stage < self._last:
-                self._transport.receive("backward", op.stage, op.microbatch)
+        if (boundary := self._boundary_before(op)) is not None:
+            with suppress(PeerFailed):
+                self._transport.receive(*boundary, op.microbatch)
         self._send(op, None)
 
     def _send(self, op: Op, message: Message | None) -> None:
