@@ -7,6 +7,7 @@ from layouts, so that a rank sends a digest, and what it wrote.
 from __future__ import annotations
 
 import json
+import random
 import time
 from argparse import Namespace
 from math import prod
@@ -89,8 +90,13 @@ def _facts(world: int, layout: Layout) -> Facts:
     wish = {"path": "/checkpoints/step-100000.ckpt", "step": 100000, "digest": digest}
     wrote = {"indexes": files, "documents": [], "elements": 1 << 40}
     sent = len(json.dumps(wish)) + len(json.dumps(wrote))
-    infos = {name: {r: FileInfo(rank_index_name(name, r), 123456, "0" * 16) for r in range(world)} for name in tables}
-    states = [FileInfo(document_name("trainer-state", r), 34567, "0" * 16) for r in range(world)]
+    drawn = random.Random(world)  # sizes as of ranks that wrote anything from one tensor to all: they are never alike
+
+    def info(name: str, most: int) -> FileInfo:
+        return FileInfo(name, drawn.randrange(500, most), f"{drawn.getrandbits(64):016x}")
+
+    infos = {name: {r: info(rank_index_name(name, r), 600_000) for r in range(world)} for name in tables}
+    states = [info(document_name("trainer-state", r), 100_000) for r in range(world)]
     components = {n: Component(t, {}, infos[n]) for n, t in tables.items()}
     root = RootIndex("0" * 32, world, components, {info.name: info for info in states})
     return {"save_s": save_s, "load_s": load_s, "sent_b": sent, "root_mb": len(root_to_json(root)) / MB}

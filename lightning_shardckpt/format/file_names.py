@@ -1,25 +1,13 @@
-"""Names, sizes and checksums of a checkpoint's files, and how they are written down for many ranks. Pure.
-
-In large worlds nearly all of the root index would be the names of files that every rank has one of. They follow from
-the rank, so a list of sizes and checksums says as much: about half of the bytes.
-"""
+"""Names, sizes and checksums of a checkpoint's files. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_shardckpt.format.layout import as_holders
-from lightning_shardckpt.format.value_checks import (
-    check_digest,
-    check_digests,
-    check_file_name,
-    check_save_id,
-    check_size,
-    shown,
-)
+from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_save_id, check_size
 
 _BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
@@ -80,35 +68,3 @@ def documents_by_rank(documents: Mapping[str, FileInfo]) -> tuple[dict[str, File
         else:
             single[name] = info
     return single, ranked
-
-
-def to_columns(files: Mapping[int, FileInfo]) -> dict[str, Any]:
-    """Files of ranks, whose names follow from the rank, as JSON.
-
-    >>> to_columns({0: FileInfo("a-0", 7, "00ff"), 1: FileInfo("a-1", 9, "11ff"), 5: FileInfo("a-5", 7, "22ff")})
-    {'ranks': [[0, 2], [5, 6]], 'sizes': [7, 9, 7], 'checksums': '00ff11ff22ff'}
-    """
-    ranks = sorted(files)
-    return {
-        "ranks": [list(pair) for pair in as_holders(ranks)],
-        "sizes": [files[rank].nbytes for rank in ranks],
-        "checksums": "".join(files[rank].checksum for rank in ranks),
-    }
-
-
-def from_columns(value: Any, name_of: Callable[[int], str], world: int) -> dict[int, FileInfo]:
-    """Return what ``to_columns`` was given. Raises ValueError for anything else."""
-    edges = [check_size(edge) for pair in value["ranks"] for edge in (*pair,)]
-    if edges != sorted(set(edges)) or len(edges) % 2 or (edges and edges[-1] > world):
-        raise ValueError(f"ranks {shown(value['ranks'])} in a world of {world}")
-    ranks = [rank for low, high in zip(edges[::2], edges[1::2], strict=True) for rank in range(low, high)]
-    sizes, text = value["sizes"], value["checksums"]
-    if not isinstance(text, str) or len(text) != 16 * len(ranks) or len(sizes) != len(ranks):
-        raise ValueError(f"{len(sizes)} sizes and {len(text)} digits of checksums for {len(ranks)} ranks")
-    digests = check_digests([text[at : at + 16] for at in range(0, len(text), 16)])
-    for rank in ranks[-1:]:
-        check_file_name(name_of(rank))  # no other name is longer, or has more than other digits
-    return {
-        rank: FileInfo(name_of(rank), check_size(nbytes), digest)
-        for rank, nbytes, digest in zip(ranks, sizes, digests, strict=True)
-    }

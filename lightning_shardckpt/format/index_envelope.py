@@ -13,7 +13,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import shown
 
 FORMAT = "lightning-shardckpt"
-VERSION = 3
+VERSION = 4
 """The highest that is read. What has the same words in version 1 is written as that."""
 _T = TypeVar("_T")
 
@@ -23,14 +23,14 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], *, newest: int = VERSION) -> _T:
-    """Return what ``decode`` makes of a JSON object of our format and version.
+def decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], versions: tuple[int, ...]) -> _T:
+    """Return what ``decode`` makes of a JSON object of our format.
 
     Args:
         value: the JSON.
         where: the file, for errors.
         decode: makes the index of the object.
-        newest: the highest version that can be.
+        versions: those that it can have, in ascending order.
 
     Raises:
         FormatError: for everything that ``decode`` trips over, too.
@@ -38,10 +38,11 @@ def decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], *, n
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise FormatError(f"{where}: not an index of {FORMAT}")
     version = value.get("version")
-    if type(version) is not int or not 1 <= version <= newest:
+    if type(version) is not int or version not in versions:
+        *others, newest = versions
         raise FormatError(
-            f"{where}: format version {shown(version)}, this package reads 1 to {newest}; use a newer "
-            "lightning-shardckpt"
+            f"{where}: format version {shown(version)}, this package reads {', '.join(map(str, others))} and "
+            f"{newest}; use a newer lightning-shardckpt"
         )
     try:
         return decode(value)

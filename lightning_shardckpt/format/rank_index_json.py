@@ -31,6 +31,7 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 
+_VERSIONS = (1, 2, 3)  # none was ever written as 2
 _DIGITS = 16  # of a digest
 _Extent = tuple[Box, Shape, str, str, int, int]
 _EXTENT = ("offsets", "lengths", "global_shape", "dtype", "file", "block")
@@ -85,9 +86,9 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     """
     scanned = scan_rank_index(text, where)
     if scanned is None:
-        return decoded(parse_json(text, where), where, _rank_index)
+        return decoded(parse_json(text, where), where, _rank_index, _VERSIONS)
     value, entries = scanned
-    return decoded(value, where, partial(_scanned_index, entries))
+    return decoded(value, where, partial(_scanned_index, entries), _VERSIONS)
 
 
 

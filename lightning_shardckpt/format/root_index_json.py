@@ -13,14 +13,8 @@ from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import (
-    document_name,
-    documents_by_rank,
-    file_info,
-    from_columns,
-    rank_index_name,
-    to_columns,
-)
+from lightning_shardckpt.format.file_columns import from_packed_columns, from_text_columns, to_packed_columns
+from lightning_shardckpt.format.file_names import document_name, documents_by_rank, file_info, rank_index_name
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_envelope import FORMAT, compact, decoded
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
@@ -37,9 +31,10 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 
-_NEWEST = 2  # version 3 is of rank indexes alone
+_VERSIONS = (1, 2, 4)
+_COLUMNS = {2: from_text_columns, 4: from_packed_columns}
 MANY_RANKS = 256
-"""Worlds of more have a root index of version 2, which does not repeat names that follow from the rank."""
+"""Worlds of more have a root index of version 4, which does not repeat names that follow from the rank."""
 COMPONENTS = ("model", "optimizer", "trainer")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
@@ -78,7 +73,7 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     tables = tables or tables_to_text(root.components)
     head: dict[str, Any] = {
         "format": FORMAT,
-        "version": 2 if root.world_size > MANY_RANKS else 1,
+        "version": 4 if root.world_size > MANY_RANKS else 1,
         "save_id": root.save_id,
         "step": root.step,
         "epoch": root.epoch,
@@ -91,14 +86,14 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     components = []
     for name, component in root.components.items():
         indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
-        if head["version"] == 2:
-            indexes = to_columns(component.indexes)
+        if head["version"] != 1:
+            indexes = to_packed_columns(component.indexes)
         digest = "" if component.crc64 is None else f',"crc64":"{component.crc64}"'
         components.append(f'{compact(name)}:{tables.components[name][:-1]},"indexes":{compact(indexes)}{digest}}}')
     single, by_rank = (root.documents, {}) if head["version"] == 1 else documents_by_rank(root.documents)
     documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
-    if head["version"] == 2:
-        head["documents_by_rank"] = {stem: to_columns(files) for stem, files in by_rank.items()}
+    if head["version"] != 1:
+        head["documents_by_rank"] = {stem: to_packed_columns(files) for stem, files in by_rank.items()}
     if root.mirror:
         head["mirror"] = {f.name: [f.nbytes, f.checksum] for f in root.mirror.values()}
     parts = [compact(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
@@ -122,7 +117,7 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         raise CorruptionError(
             f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
         )
-    return decoded(parse_json(text, where), where, _root, newest=_NEWEST)
+    return decoded(parse_json(text, where), where, _root, _VERSIONS)
 
 
 
@@ -147,8 +142,8 @@ def _root(value: dict[str, Any]) -> RootIndex:
             raise FormatError(f"unknown component {shown(name)}")
         components[name] = _component(name, item, layouts, world, value["version"])
     documents = {name: file_info(name, n, c) for name, (n, c) in value["documents"].items()}
-    for stem, columns in value["documents_by_rank"].items() if value["version"] == 2 else ():
-        found = from_columns(columns, partial(document_name, stem), world)
+    for stem, columns in value["documents_by_rank"].items() if value["version"] in _COLUMNS else ():
+        found = _COLUMNS[value["version"]](columns, partial(document_name, stem), world)
         documents |= {info.name: info for info in found.values()}
     return RootIndex(
         save_id=check_save_id(value["save_id"]),
@@ -183,8 +178,8 @@ def _component(
         if of not in tensors or alias in tensors:
             raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
     digest = check_digest(item["crc64"]) if "crc64" in item else None
-    if version == 2:
-        columns = from_columns(item["indexes"], partial(rank_index_name, component), world)
+    if version in _COLUMNS:
+        columns = _COLUMNS[version](item["indexes"], partial(rank_index_name, component), world)
         return Component(tensors, aliases, columns, digest)
     indexes = {}
     for rank, (name, nbytes, sums) in item["indexes"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,15 @@ from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name, shard_file_name
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankIndex, RootIndex, ShardEntry, TensorSpec
+from lightning_shardckpt.format.index import (
+    MAX_BLOCK_BYTES,
+    ROOT_NAME,
+    Component,
+    RankIndex,
+    RootIndex,
+    ShardEntry,
+    TensorSpec,
+)
 from lightning_shardckpt.format.index_scan import scan_rank_index
 from lightning_shardckpt.format.layout import MAX_RANKS, REPLICATED, Axis, DimShard, Layout
 from lightning_shardckpt.format.rank_index_json import rank_index_from_json, rank_index_to_json
@@ -165,6 +174,7 @@ def test_an_index_that_no_reader_would_accept_is_not_written() -> None:
 
 # ── what an edited index may say: every one of these is refused, with words that tell what is wrong ──────────────────
 
+
 class Deleted(Enum):
     """What an edited index lacks; an enum, whose members have names that are the same in every process."""
 
@@ -196,7 +206,8 @@ def sealed(value: dict[str, Any]) -> bytes:
 
 ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("format", "other", "not an index of lightning-shardckpt"),
-    ("version", 3, "newer lightning-shardckpt"),
+    ("version", 3, "this package reads 1, 2 and 4; use a newer lightning-shardckpt"),
+    ("version", 5, "newer lightning-shardckpt"),
     ("version", True, "version True"),
     ("version", 0, "version 0"),
     ("version", DELETED, "version None"),
@@ -255,7 +266,7 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
 ]
 RANK_EDITS: list[tuple[str, Any, str]] = [
     ("format", None, "not an index"),
-    ("version", 4, "newer"),
+    ("version", 4, "this package reads 1, 2 and 3; use a newer"),
     ("rank", -1, "-1 is not a size"),
     ("files", [], "AttributeError"),
     ("files", {"../x": [1, SUM]}, "not a file name"),
@@ -314,32 +325,67 @@ def a_large_root() -> RootIndex:
     return RootIndex("5afe" * 8, 300, {"model": Component(tensors, {}, indexes)}, {d.name: d for d in documents})
 
 
-def test_a_large_world_comes_back_as_it_was_with_half_of_the_bytes_for_each_file() -> None:
+def test_a_large_world_comes_back_as_it_was_with_a_third_of_the_bytes_for_each_file() -> None:
     root = a_large_root()
     content = root_to_json(root)
     assert root_from_json(content, "x") == root
     count = len(root.documents) + len(root.components["model"].indexes)
-    assert len(content) < 26 * count, f"{len(content)} bytes for {count} files"
+    assert len(content) < 17 * count, f"{len(content)} bytes for {count} files"
+
+
+@pytest.mark.parametrize("largest", [0, 255, 256, (1 << 24) - 1, 1 << 24, (1 << 63) - 1])
+def test_sizes_of_any_length_come_back(largest: int) -> None:
+    indexes = {r: FileInfo(rank_index_name("model", r), largest * (r % 3 == 1), SUM) for r in range(1, 300, 2)}
+    root = replace(a_large_root(), components={"model": Component({}, {}, indexes), "optimizer": Component({})})
+    assert root_from_json(root_to_json(root), "x") == root
+
+
+COLUMN_EDITS: list[tuple[str, Any, str]] = [
+    ("components/model/indexes/ranks", [[0, 7], [5, 9]], "ranks .* in a world of 300"),
+    ("components/model/indexes/ranks", [[0, 7, 9]], "ranks .* in a world of 300"),
+    ("components/model/indexes/ranks", [[0, 301]], "ranks .* in a world of 300"),
+    ("components/model/indexes/ranks", [[0, 1 << 62]], "ranks .* in a world of 300"),
+    ("components/model/indexes", {"0": ["x.json", 1, SUM]}, "part is missing or malformed"),
+    ("documents_by_rank", DELETED, "part is missing or malformed"),
+]
 
 
 @pytest.mark.parametrize(
     ("path", "new", "words"),
     [
-        ("components/model/indexes/ranks", [[0, 7], [5, 9]], "ranks .* in a world of 300"),
-        ("components/model/indexes/ranks", [[0, 7, 9]], "ranks .* in a world of 300"),
-        ("components/model/indexes/ranks", [[0, 301]], "ranks .* in a world of 300"),
-        ("components/model/indexes/ranks", [[0, 1 << 62]], "ranks .* in a world of 300"),
-        ("components/model/indexes/ranks", [[0, 7]], "sizes and .* digits of checksums for 7 ranks"),
-        ("components/model/indexes/sizes", [], "0 sizes"),
-        ("components/model/indexes/sizes/0", -1, "-1 is not a size"),
-        ("components/model/indexes/checksums", 7, "part is missing or malformed"),
-        ("components/model/indexes/checksums", "x" * 104 * 16, "is not a checksum"),
-        ("components/model/indexes", {"0": ["x.json", 1, SUM]}, "part is missing or malformed"),
-        ("documents_by_rank", DELETED, "part is missing or malformed"),
-        ("documents_by_rank", {"../x": {"ranks": [[0, 1]], "sizes": [1], "checksums": SUM}}, "is not a file name"),
+        *COLUMN_EDITS,
+        ("components/model/indexes/ranks", [[0, 7]], "checksums of 1112 characters, more than 7 ranks can have"),
+        ("components/model/indexes/ranks", [[0, 300]], "checksums of 832 bytes for 300 ranks"),
+        (
+            "documents_by_rank",
+            {"../x": {"ranks": [[0, 1]], "sizes": "AQ==", "checksums": "AAAAAAAAAAA="}},
+            "is not a file name",
+        ),
     ],
 )
 def test_edited_columns_are_refused(path: str, new: Any, words: str) -> None:
     value = json.loads(root_to_json(a_large_root()))
+    with pytest.raises(FormatError, match=words):
+        root_from_json(sealed(edited(value, path, new)), "x")
+
+
+VERSION_2 = Path(__file__).parents[2] / "golden" / "v2" / ROOT_NAME
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "words"),
+    [
+        *COLUMN_EDITS,
+        ("components/model/indexes/ranks", [[0, 7]], "sizes and .* digits of checksums for 7 ranks"),
+        ("components/model/indexes/sizes", [], "0 sizes"),
+        ("components/model/indexes/sizes/0", -1, "-1 is not a size"),
+        ("components/model/indexes/checksums", 7, "part is missing or malformed"),
+        ("components/model/indexes/checksums", "x" * 300 * 16, "is not a checksum"),
+        ("documents_by_rank", {"../x": {"ranks": [[0, 1]], "sizes": [1], "checksums": SUM}}, "is not a file name"),
+    ],
+)
+def test_edited_columns_of_version_2_are_refused(path: str, new: Any, words: str) -> None:
+    value = json.loads(VERSION_2.read_bytes())
+    assert value["version"] == 2
     with pytest.raises(FormatError, match=words):
         root_from_json(sealed(edited(value, path, new)), "x")
