@@ -5,6 +5,7 @@ And where it runs: files of tests run side by side, see support/lanes.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from _pytest.doctest import DoctestModule  # not exported
 
 from tests.support import lanes, pool, stores
 
@@ -34,6 +36,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return lanes.worker_count(config.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import everything without collections of garbage, which look through all modules each time, then and later on."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Iterator[list[pytest.Collector]]:
+    """Look for no doctests in tests: there are none, and it takes each worker as long as to find the tests."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
