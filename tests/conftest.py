@@ -1,6 +1,6 @@
 """What every test is held to: no thread, process or environment variable of the pytest process outlives it.
 
-And where it runs: files of tests run side by side, see support/lanes.py.
+And where it runs: files of tests run side by side, see support/lanes.py, in workers of support/forked_workers.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.doctest import DoctestModule  # not exported
 
-from tests.support import lanes, pool, stores
+from tests.support import forked_workers, lanes, pool, stores
 
 # pytest's own, and what importing torch or Lightning sets for good.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
@@ -36,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return lanes.worker_count(config.args)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    running = ExitStack()
+    command = running.enter_context(forked_workers.forking())
+    config.add_cleanup(running.close)
+    for spec in specs:
+        spec.python = command
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,7 +3,7 @@
 One fork server imports torch and Lightning once, starts no thread and computes nothing, and forks a fresh child per
 rank and call; a fork of it that has imported lightning_shardckpt, too, does so for most calls. The server alone
 supervises the children; results, output and stack dumps come back through files. The side that pytest runs imports
-neither torch nor lightning_shardckpt.
+neither torch nor lightning_shardckpt. Under xdist, forked_workers.py makes the server along with the worker.
 """
 
 from __future__ import annotations
@@ -175,7 +175,41 @@ def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -
 
 # ── the pytest process ──────────────────────────────────────────────────────────────────────────────────────────────
 
-_server: subprocess.Popen[str] | None = None
+class _ForkedServer:
+    """A server that this process has forked, with what `subprocess.Popen` has of one that it has started."""
+
+    def __init__(self, pid: int, line: IO[str]) -> None:
+        self.pid, self.stdin, self.stdout = pid, line, line
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it ended, or None."""
+        return self._waited(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Return how it ended, once it has."""
+        return self._waited(0)
+
+    def kill(self) -> None:
+        """Have it end."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> _ForkedServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdin.close()
+        self.wait()
+
+    def _waited(self, options: int) -> int | None:
+        if self._status is None:
+            done, status = os.waitpid(self.pid, options)
+            self._status = os.waitstatus_to_exitcode(status) if done else None
+        return self._status
+
+
+_server: subprocess.Popen[str] | _ForkedServer | None = None
 
 
 def server_pid() -> int | None:
@@ -256,16 +290,46 @@ def _describe(outcome: Outcome) -> str:
 
 def serve(parent: int) -> None:
     """Answer one job per line of stdin until it ends. Runs in the server process only."""
-    _die_with(parent)
+    die_with(parent)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an import prints must not end up among the replies
+    preload()
+    be_ready_to_fork()
+    _serve(sys.stdin, replies)
+
+
+def preload() -> None:
+    """Import what ranks need, and have transformers make its table of conversions, which takes a rank 0.1 s."""
     for module in PRELOADED:
         importlib.import_module(module)
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+
+
+def fork_server() -> None:
+    """Make the server of this process, which has done `preload` and nothing else, by a fork."""
+    global _server
+    ours, theirs = socket.socketpair()
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        ours.close()
+        os.setsid()
+        die_with(parent)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)  # stdout may be for another protocol
+        with theirs.makefile("r") as jobs, theirs.makefile("w") as replies:
+            _serve(jobs, replies)
+        os._exit(0)
+    theirs.close()
+    _server = _ForkedServer(pid, ours.makefile("rw"))
+    ours.close()
+
+
+def _serve(jobs: IO[str], replies: IO[str]) -> None:
     _give_gloo_one_worker()
-    _be_ready_to_fork()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
     other = _server_with_package()
-    for line in sys.stdin:
+    for line in jobs:
         if json.loads(line)["bare"]:
             reply = _answer(line)
         else:
@@ -282,12 +346,12 @@ def _server_with_package() -> IO[str]:
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     if os.fork() == 0:
-        _die_with(parent)
+        die_with(parent)
         ours.close()
         for module in pkgutil.walk_packages([str(ROOT / PACKAGE)], f"{PACKAGE}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-        _be_ready_to_fork()
+        be_ready_to_fork()
         _use_huge_pages()
         with theirs.makefile("rw") as jobs:
             for line in jobs:
@@ -298,7 +362,8 @@ def _server_with_package() -> IO[str]:
     return ours.makefile("rw")
 
 
-def _be_ready_to_fork() -> None:
+def be_ready_to_fork() -> None:
+    """Leave nothing for collections of garbage, which would copy pages, and nothing that a fork would break."""
     gc.collect()
     gc.freeze()  # a rank's collections neither look through all modules nor copy their pages
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "only a process with one thread can be forked safely"
@@ -357,7 +422,7 @@ def _give_gloo_one_worker() -> None:
     gloo.__init__ = initialise
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when `parent` dies, however it dies."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -410,7 +475,7 @@ def _supervise(pids: list[int], *, timeout_s: float, grace_s: float) -> _Ended:
 
 def _child(rank: int, job: _Job, server: int, exit_door: tuple[int, int]) -> NoReturn:
     os.setpgid(0, 0)
-    _die_with(server)
+    die_with(server)
     folder = Path(job["folder"])
     _redirect(folder / f"{rank}.out")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
