@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.pool import ROOT
+from tests.support.warm_python import Run
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +30,14 @@ OPTIONAL = {"torchsnapshot", "torch_checkpointing", "Megatron-Core", "OLMo-core"
 @pytest.fixture(
     scope="module", params=["small", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("remote", "training"))]
 )
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python: Run
+) -> tuple[str, dict[str, Any]]:
     """The name of a section, and what was found there."""
     section = str(request.param)
     folder: Path = tmp_path_factory.mktemp("benchmarks")
     command = [
-        *(sys.executable, "-c", COMMAND),
+        *("-c", COMMAND),
         "--gb=0.02",
         "--rounds=1",
         "--tensors=100",
@@ -45,9 +46,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         *("--only", section),
     ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, f"--dir={folder}"], env=env, capture_output=True, text=True, timeout=900, check=False
-    )
+    done = python([*command, f"--dir={folder}"], env=env, timeout_s=900)
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert "results.png" in done.stdout or "matplotlib" in done.stdout

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from tests.support.pool import ROOT, run_ranks
+from tests.support.warm_python import Run
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
+INSPECT = ("-m", "lightning_shardckpt", "inspect", "--json")
 STEPS = 12
 ENV = os.environ | {"PYTHONPATH": str(ROOT)}
 TOPOLOGIES = {"first": (4, 1, 2, 2), "second": (4, 2, 2, 1), "third": (1, 1, 1, 1)}  # world, pipeline, shard, tensor
@@ -49,7 +51,7 @@ class Job:
         return self.losses("first") | self.losses("second") | self.losses("third")
 
 
-def python(*arguments: str | Path) -> str:
+def new_python(*arguments: str | Path) -> str:
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,14 +59,16 @@ def python(*arguments: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory, python: Run) -> Job:
     folder = tmp_path_factory.mktemp("examples") / "job"
-    return Job(folder, python(EXAMPLES / "main_job.py", "--steps", str(STEPS), "--dir", folder))
+    done = python([EXAMPLES / "main_job.py", "--steps", str(STEPS), "--dir", folder], env=ENV, timeout_s=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Job(folder, done.stdout)
 
 
 @pytest.mark.parametrize("leg", TOPOLOGIES)
 def test_each_leg_ran_on_the_topology_that_is_claimed(leg: str, job: Job) -> None:
-    facts: dict[str, Any] = json.loads(python("-m", "lightning_shardckpt", "inspect", "--json", job.checkpoint(leg)))
+    facts: dict[str, Any] = json.loads(new_python(*INSPECT, job.checkpoint(leg)))
     mesh = facts["topology"]
     assert (facts["world_size"], mesh["pipeline"], mesh["shard"], mesh["tensor"]) == TOPOLOGIES[leg]
     assert facts["step"] == job.steps(leg)
@@ -152,7 +156,7 @@ def test_the_output_has_both_curves_the_verdicts_and_the_seconds(job: Job) -> No
 
 def test_the_losses_are_drawn_with_a_curve_for_each_leg(job: Job, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")  # of the extra bench, which the tests do without
-    python(EXAMPLES / "losses.py", job.folder, tmp_path / "losses.svg")
+    new_python(EXAMPLES / "losses.py", job.folder, tmp_path / "losses.svg")
     drawn = (tmp_path / "losses.svg").read_text()
     assert re.findall(r">(\w+) leg<", drawn) == list(TOPOLOGIES)
 
@@ -160,7 +164,7 @@ def test_the_losses_are_drawn_with_a_curve_for_each_leg(job: Job, tmp_path: Path
 @pytest.mark.sweep
 def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule() -> None:
     size = ["--rounds=1", "--steps=1", "--layers=4", "--width=16", "--length=8", "--batch=8"]
-    lines = python(
+    lines = new_python(
         EXAMPLES / "benchmarks" / "pipeline.py", *size, "--schedules", "1f1b", "zbv_zero_bubble"
     ).splitlines()
     head, alone, *rows = lines[2:6]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.pool import ROOT
+from tests.support.warm_python import Run
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
@@ -49,14 +48,15 @@ def sources(kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_notebook_goes_on_on_other_processes_with_the_losses_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_the_notebook_goes_on_on_other_processes_with_the_losses_of_an_uninterrupted_run(
+    tmp_path: Path, python: Run
+) -> None:
     code = "\n".join([KERNEL, *sources("code"), JUDGE])
     short = re.sub(r"^STEPS = \d+", "STEPS = 4", code, flags=re.MULTILINE)
     assert short != code
     (tmp_path / "cells.py").write_text(short)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (EXAMPLES, ROOT))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "cells.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = python(["cells.py"], env=env, folder=tmp_path, timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'pipeline': 2" in done.stdout and 'The "assert" statement' in done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -17,6 +18,7 @@ from lightning_shardckpt.tools.run_records import RunPlan, Setting, ended_line, 
 from tests.support import planted_faults
 from tests.support.pages import DOCS
 from tests.support.pool import ROOT, run_ranks
+from tests.support.warm_python import Run
 from tests.sweeps.twins.proved import proof
 
 SCRIPT = '''"""An ordinary script: a Trainer of its own, with Lightning's own strategy, in its first fit."""
@@ -86,14 +88,13 @@ def test_what_lightning_does_not_save_is_named(found: dict[str, list[str]]) -> N
 
 
 @pytest.mark.slow
-def test_a_script_whose_strategy_does_not_go_on_in_the_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_whose_strategy_does_not_go_on_in_the_data(tmp_path: Path, python: Run) -> None:
     script, own, proof = tmp_path / "train.py", tmp_path / "own", tmp_path / "proof"
     script.write_text(SCRIPT)
-    status = main(["prove-resume", "--steps", "5", "-o", str(proof), "--", str(script), str(own)])
-    printed = capsys.readouterr().out
-    assert status == 1, printed
+    command = ["-m", "lightning_shardckpt", "prove-resume", "--steps", "5", "-o", proof, "--", script, own]
+    done = python(command, env=os.environ)
+    printed = done.stdout
+    assert done.returncode == 1, printed + done.stderr
     assert re.search(r"^  step 3, at its start: batch\[0\] on rank 0: .* \(that of step 1\)$", printed, re.MULTILINE)
     assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof, its logger nowhere
     assert len(list((proof / "straight" / "own_saves").rglob("*.ckpt"))) == 5

@@ -1,0 +1,69 @@
+"""Forks that stand for new interpreters do what these do. Oracle: a new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm_python
+from tests.support.pool import ROOT
+
+ENV = os.environ | {"PYTHONPATH": str(ROOT)}
+ENDS = """
+import atexit, sys, threading, time, warnings
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.1), print("a thread ended"))).start()
+warnings.warn("as filters say")
+print(__name__, __spec__, sys.argv, sys.path[0], "lightning_shardckpt" in sys.modules)
+raise {raised}
+"""
+STARTS = """
+import os, signal, subprocess, sys, time
+echo = "import sys; print(sys.stdin.read(), sys.argv, flush=True); sys.exit(3)"
+print(subprocess.run([sys.executable, "-c", echo, "a b"], input="given", stdout=-1, text=True))
+for way in ("os._exit(5)", "os.kill(os.getpid(), 15)", "1 / 0"):
+    done = subprocess.run([sys.executable, "-c", f"import os; {way}"], cwd="/", env={}, capture_output=True)
+    print(done.returncode, done.stderr.splitlines()[-1:])
+waits = f"import time; print('begun', flush=True); time.sleep(60)"
+starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}])"
+for code, number, alone in ((waits, 15, False), (waits, 9, False), (starts, 9, True)):
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=-1, start_new_session=alone) as process:
+        process.stdout.readline()
+        os.killpg(process.pid, number) if alone else process.send_signal(number)
+    print(process.returncode)
+print(subprocess.run([sys.executable, "-X", "utf8", "-c", "import sys; print(sys.flags.utf8_mode)"], stdout=-1))
+"""
+
+
+def both(command: Sequence[str], folder: Path) -> list[tuple[int, str, str]]:
+    ways = (warm_python.run_new, warm_python.run)
+    ended = [run(command, env=ENV, folder=folder, timeout_s=60) for run in ways]
+    return [(done.returncode, done.stdout.replace(done.args[0], "python"), done.stderr) for done in ended]
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"), [("script", "SystemExit"), ("module", "SystemExit(4)"), ("code", "SystemExit('a reason')")]
+)
+def test_a_command_ends_as_in_a_new_interpreter(kind: str, raised: str, tmp_path: Path) -> None:
+    code = ENDS.format(raised=raised)
+    (tmp_path / "ends.py").write_text(code)
+    command = {"script": ["ends.py", "--a"], "module": ["-m", "ends", "--a"], "code": ["-c", code, "--a"]}[kind]
+    expected, found = both(command, tmp_path)
+    if kind == "module":  # which finds its own spec: a fact with an address
+        expected, found = ((status, "".join(out.partition(" [")[1:]), err) for status, out, err in (expected, found))
+    assert found == expected
+
+
+def test_an_error_is_shown_with_its_traceback(tmp_path: Path) -> None:
+    (expected, _, new), (found, _, forked) = both(["-c", "def f(): 1 / 0\nf()"], tmp_path)
+    assert (found, forked.splitlines()[-3:]) == (expected, new.splitlines()[-3:])
+
+
+def test_what_a_command_starts_is_passed_on_and_ends_with_it(tmp_path: Path) -> None:
+    (expected, shown, _), (found, printed, said) = both(["-c", STARTS], tmp_path)
+    lines = [[line.partition("returncode")[2] or line for line in text.splitlines()] for text in (printed, shown)]
+    assert (found, lines[0]) == (expected, lines[1]), said
