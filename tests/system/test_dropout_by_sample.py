@@ -107,7 +107,8 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2, checkpointed": (2, {}),
     "pp2, checkpointed": (2, PP2 | {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}),
 }
-QUICK = {"fsdp4", "fsdp2 x tp2", "pp2"}
+QUICK = {"pp2"}
+SLOW = {"fsdp4", "fsdp2 x tp2"}
 RESUMED: dict[str, tuple[str, str]] = {"on stages": ("fsdp4", "pp2"), "on 4 ranks": ("pp2", "fsdp2 x tp2")}
 """The topology whose checkpoint, of the middle of an epoch, is resumed; the one that goes on."""
 
@@ -169,23 +170,27 @@ def alone() -> dict[str, Tensor]:
 def seen(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Tensor]]]:
-    """The weights of each rank, by topology; those on as many ranks run in the same processes."""
+    """The weights of each rank, by selected topology; those on as many ranks run in the same processes."""
     directory, found = str(tmp_path_factory.mktemp("runs")), {}
-    wanted = TOPOLOGIES if request.config.getoption("sweeps") else QUICK
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {item.callspec.params.get("name") for item in items}
+    resumed = {name: TOPOLOGIES[onto][0] for name, (_, onto) in RESUMED.items() if name in wanted}
+    wanted |= {RESUMED[name][0] for name in resumed}
     topologies = {name: world for name, (world, _) in TOPOLOGIES.items() if name in wanted}
-    resumed = {name: topologies[onto] for name, (_, onto) in RESUMED.items()}
     for job, worlds in (run_all, topologies), (resume_all, resumed):
-        for world in (2, 4):
+        for world in sorted(set(worlds.values())):
             names = [name for name, ranks in worlds.items() if ranks == world]
             every = run_ranks(world, job, names, directory)
             found |= {name: [rank[name] for rank in every] for name in names}
     return found
 
 
-SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in TOPOLOGIES.keys() - QUICK]
+def marked(name: str) -> Any:
+    marks = [] if name in QUICK else [pytest.mark.slow] if name in SLOW | RESUMED.keys() else [pytest.mark.sweep]
+    return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", [*sorted(QUICK), *RESUMED, *sorted(SWEPT, key=str)])
+@pytest.mark.parametrize("name", [marked(name) for name in (*TOPOLOGIES, *RESUMED)])
 def test_a_topology_drops_what_one_process_does(
     name: str, seen: dict[str, list[dict[str, Tensor]]], alone: dict[str, Tensor]
 ) -> None:

@@ -27,6 +27,8 @@ from torch.utils.data import (
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SEED = 7
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"layers.0": "colwise", "layers.2": "rowwise"}}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
