@@ -223,13 +223,15 @@ def write_changed(
         name = shard_file_name(mine.component, mine.rank, len(files) + 1)
         if (error := draft.link(name, *where)) is None:
             files.append(file.linked_as(name, pieces))
+            if digests is not None:
+                digests.expect(pieces)
             for piece in pieces:
                 if digests is not None:
                     part = known.get((piece.key, piece.part.box, piece.spec.shape))
                     if part is None:
                         digests.add(piece, stage(piece))
                     else:
-                        digests.add_known(piece.key, part)
+                        digests.add_known(part)
                 del left[piece.key, piece.part.box]
                 history.stayed[piece.key, piece.part.box] = True
         elif error.errno not in _OF_ONE_FILE:

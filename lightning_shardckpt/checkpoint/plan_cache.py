@@ -20,7 +20,7 @@ from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTenso
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files
 
 if TYPE_CHECKING:
-    from lightning_shardckpt.format.component_digest import ComponentString  # awscrt: saves without digests need none
+    from lightning_shardckpt.transfer.digest_parts import DigestPlan  # awscrt: saves without digests need none
 
 Tables = dict[str, Component]
 """The tensors of every component, and the names that share one; without files."""
@@ -49,12 +49,12 @@ class LastResult(Generic[K, V]):
 class SavePlan:
     """The plan of what a rank writes for some tables, and what rank 0 says of them in the root index.
 
-    ``elements`` are those of this rank and of all ranks. ``strings`` are for digests, if they are recorded.
+    ``elements`` are those of this rank and of all ranks. ``digests`` are there if they are recorded.
     """
 
     tables: Tables = field(default_factory=dict)
     files: dict[str, list[FilePlan]] = field(default_factory=dict)
-    strings: dict[str, ComponentString] = field(default_factory=dict)
+    digests: dict[str, DigestPlan] = field(default_factory=dict)
     elements: int = 0
     all_elements: int = 0
     text: TablesText | None = None
@@ -79,16 +79,16 @@ def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float, dige
     for component in filter(tables.__contains__, COMPONENTS):
         pieces = plan_save(tables[component].tensors, rank)
         files[component] = plan_files(component, rank, pieces, size_per_shard)
-    strings = _strings(tables) if digest else {}
+    digests = _digest_plans(tables, files) if digest else {}
     here = sum(p.part.box.numel for planned in files.values() for file in planned for p in file.pieces)
     if rank != 0:
-        return SavePlan(tables, files, strings, here)
+        return SavePlan(tables, files, digests, here)
     for name, table in tables.items():
         check_cover(name, table.tensors)
     everywhere = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
     text = tables_to_text(tables)
     _check(RootIndex("0" * 32, world, {n: replace(t, indexes={}) for n, t in tables.items()}, {}), text)
-    return SavePlan(tables, files, strings, here, everywhere, text)
+    return SavePlan(tables, files, digests, here, everywhere, text)
 
 
 def check_new_parts(root: RootIndex) -> None:
@@ -99,10 +99,15 @@ def check_new_parts(root: RootIndex) -> None:
     _check(replace(root, components={n: Component({}, {}, c.indexes) for n, c in root.components.items()}))
 
 
-def _strings(tables: Tables) -> dict[str, ComponentString]:
+def _digest_plans(tables: Tables, files: dict[str, list[FilePlan]]) -> dict[str, DigestPlan]:
     from lightning_shardckpt.format.component_digest import ComponentString
+    from lightning_shardckpt.transfer.digest_parts import DigestPlan
 
-    return {name: ComponentString.of(tables[name]) for name in DIGESTED if name in tables}
+    return {
+        name: DigestPlan(ComponentString.of(tables[name]), [piece for file in files[name] for piece in file.pieces])
+        for name in DIGESTED
+        if name in tables
+    }
 
 
 def _check(root: RootIndex, text: TablesText | None = None) -> None:

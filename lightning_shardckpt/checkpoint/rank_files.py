@@ -10,7 +10,6 @@ from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.incremental import Indexes, RankPieces, SaveHistory, write_changed
 from lightning_shardckpt.checkpoint.plan_cache import SavePlan
 from lightning_shardckpt.format.file_names import FileInfo
-from lightning_shardckpt.format.index import DIGESTED
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.transfer.writer import Stage, write_component, write_index
 
@@ -66,11 +65,11 @@ class RankWriter:
             return self._write_changed(draft, plan, frozen, stage, save_id)
         written = RankFiles()
         for name, files in plan.files.items():
-            digests = self._digests_of(name)
+            digests = self._digests_of(plan, name)
             info = write_component(draft, name, self._rank, save_id, files, stage, digests=digests)
             if info is not None:
                 written.indexes[name] = info
-            _add_digest(written, plan, name, digests)
+            _add_digest(written, name, digests)
         written.nbytes = sum(file.nbytes for files in plan.files.values() for file in files)
         return written
 
@@ -85,22 +84,22 @@ class RankWriter:
                 if not pieces:
                     continue
                 mine = RankPieces(name, self._rank, pieces, frozen.get(name, frozenset()), self._options.size_per_shard)
-                known, digests = self._history.component(name), self._digests_of(name)
+                known, digests = self._history.component(name), self._digests_of(plan, name)
                 index, linked = write_changed(draft, mine, save_id, stage, base, known, digests)
                 self._indexes[name] = index
                 written.indexes[name] = write_index(draft, index)
                 written.nbytes += sum(file.nbytes for file in index.files.values())
                 written.linked_nbytes += linked
-                _add_digest(written, plan, name, digests)
+                _add_digest(written, name, digests)
         return written
 
-    def _digests_of(self, component: str) -> DigestParts | None:
+    def _digests_of(self, plan: SavePlan, component: str) -> DigestParts | None:
         """Return what takes the boxes of a component, if digests are recorded."""
-        if not self._options.digest or component not in DIGESTED:
+        if component not in plan.digests:
             return None
         from lightning_shardckpt.transfer.digest_parts import DigestParts
 
-        return DigestParts()
+        return DigestParts(plan.digests[component])
 
     def completed(self) -> None:
         """Let later saves link the files of this one: it is complete on all ranks."""
@@ -108,6 +107,6 @@ class RankWriter:
             self._history.saved(self._path, self._prefix, self._indexes)
 
 
-def _add_digest(written: RankFiles, plan: SavePlan, component: str, digests: DigestParts | None) -> None:
+def _add_digest(written: RankFiles, component: str, digests: DigestParts | None) -> None:
     if digests is not None:
-        written.digests[component] = plan.strings[component].part(digests.of_tensors())
+        written.digests[component] = digests.of_component()

@@ -330,10 +330,10 @@ class SaveJob:
 
     def _digest_of(self, component: str, reports: list[Written]) -> str | None:
         """Return the digest of a component; None if it has none, or if some rank recorded none."""
-        string = self._plan.strings.get(component)
+        planned = self._plan.digests.get(component)
         found = [report["digests"].get(component) for report in reports if component in report["indexes"]]
         parts = [int(part, 16) for part in found if part is not None]
-        return None if string is None or len(parts) < len(found) else f"{string.digest(parts):016x}"
+        return None if planned is None or len(parts) < len(found) else f"{planned.string.digest(parts):016x}"
 
     def _begin(self, save_id: str) -> None:
         draft = self._storage.draft(self.path, save_id)

@@ -69,9 +69,13 @@ class ComponentString:
         words = _words([zeros(bytes_in(spec.shape, spec.dtype)) for spec in specs])
         return cls(tuple(key for _, key in names), crc64(b"".join(lines) + words))
 
-    def part(self, tensors: Mapping[str, int]) -> int:
-        """Return the part that boxes have in the component's digest, from those that they have in their tensors'."""
-        return part(_words([tensors.get(key, 0) for key in self.keys]))
+    def part(self, words: bytes) -> int:
+        """Return the part that boxes have in the component's digest.
+
+        Args:
+            words: the parts that they have in the digests of their tensors, big-endian, in the order of ``keys``.
+        """
+        return part(words)
 
     def digest(self, parts: Iterable[int]) -> int:
         """Return the component's digest, from the parts that all boxes have in it."""

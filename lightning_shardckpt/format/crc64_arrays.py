@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from lightning_shardckpt.format.crc64 import ONES, joined, part
 
 Parts: TypeAlias = NDArray[numpy.uint64]
+Steps: TypeAlias = list[tuple[int, NDArray[numpy.intp]]]
+"""How many bytes follow, and which pieces they follow."""
 
 _FEW = 32  # parts: a call to join each of them costs less than a pass of numpy over all
 _WORD = 8  # bytes
@@ -30,24 +32,39 @@ def part_of_pieces(data: memoryview, nbytes: int, pitch: int) -> int:
     pieces = numpy.frombuffer(data, numpy.uint8).reshape(-1, nbytes)
     if pitch <= _SHORT_PITCH:
         return _part_of_rows(pieces, pitch)
-    parts = _parts_of_short(pieces) if nbytes <= _SHORT_BYTES else ~_parts([crc64nvme(piece, ONES) for piece in pieces])
+    if nbytes <= _SHORT_BYTES:
+        parts = _parts_of_short(pieces)
+    else:
+        parts = ~parts_of([crc64nvme(piece, ONES) for piece in pieces])
     found = 0
     for one in _folded(parts, pitch, _FEW).tolist():
         found = joined(found, one, pitch)
     return found
 
 
-def followed(parts: Sequence[int], nbytes: Sequence[int]) -> list[int]:
-    """Return the parts of pieces if so many bytes more follow each of them."""
-    found, after = _parts(parts), numpy.array(nbytes, numpy.uint64)
-    for bit in range(int(after.max(initial=0)).bit_length()):
-        chosen = numpy.flatnonzero(after & numpy.uint64(1 << bit))
-        found[chosen] = _followed(found[chosen], 1 << bit)
-    values: list[int] = found.tolist()
-    return values
+def steps_of(nbytes: Sequence[int]) -> Steps:
+    """Return the steps in which pieces are followed by so many bytes each, for ``followed``.
+
+    Where many pieces have as many as others, those of each number at once; else the powers of two that add up to it.
+    """
+    after = numpy.array(nbytes, "<u8")
+    powers = numpy.array([1 << bit for bit in range(int(after.max(initial=0)).bit_length())], "<u8")
+    values = numpy.unique(after[after > 0])
+    if len(values) <= len(powers):
+        return [(int(value), numpy.flatnonzero(after == value)) for value in values]
+    return [(int(power), numpy.flatnonzero(after & power)) for power in powers]
 
 
-def _parts(values: Sequence[int]) -> Parts:
+def followed(parts: Parts, steps: Steps) -> Parts:
+    """Return the parts of pieces if as many bytes more follow each of them as ``steps`` were made of."""
+    found = parts.copy()
+    for nbytes, chosen in steps:
+        found[chosen] = _followed(found[chosen], nbytes)
+    return found
+
+
+def parts_of(values: Sequence[int]) -> Parts:
+    """Return parts as an array."""
     return numpy.array(values, "<u8")
 
 
@@ -92,7 +109,7 @@ def _followed(parts: Parts, nbytes: int) -> Parts:
 @lru_cache(maxsize=256)
 def _tables(nbytes: int) -> Parts:
     """Return what each value of each byte of a part becomes: 8 × 256."""
-    bits = _parts([joined(1 << bit, 0, nbytes) for bit in range(64)]).reshape(_WORD, 8)
+    bits = parts_of([joined(1 << bit, 0, nbytes) for bit in range(64)]).reshape(_WORD, 8)
     tables = numpy.zeros((_WORD, 256), "<u8")
     for bit in range(8):
         tables[:, 1 << bit : 2 << bit] = tables[:, : 1 << bit] ^ bits[:, bit, None]

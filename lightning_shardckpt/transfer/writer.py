@@ -106,6 +106,8 @@ def write_file(
 ) -> WrittenFile:
     """Write a shard file. ``digests`` and ``advance``: see ``write_component``."""
     header = file.header.of(save_id)
+    if digests is not None:
+        digests.expect(file.pieces)
     written: list[ShardEntry] = []
     draft.write(file.name, _content(header, file, stage, written, digests, advance))
     info = FileInfo(file.name, file.nbytes, checksum(header))
@@ -122,7 +124,7 @@ def index_of(
         infos[file.info.name] = file.info
         for key, entry in file.entries:
             shards[key] = (*shards[key], entry) if key in shards else (entry,)
-    return RankIndex(save_id, component, rank, infos, shards, "" if digests is None else digests.text(shards))
+    return RankIndex(save_id, component, rank, infos, shards, "" if digests is None else digests.text([*shards]))
 
 
 def write_index(draft: Draft, index: RankIndex) -> FileInfo:

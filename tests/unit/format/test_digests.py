@@ -25,7 +25,7 @@ from lightning_shardckpt.format.component_digest import (
     whole_digest,
 )
 from lightning_shardckpt.format.crc64 import crc64, crc64_text, joined, part, total, zeros
-from lightning_shardckpt.format.crc64_arrays import followed
+from lightning_shardckpt.format.crc64_arrays import followed, parts_of, steps_of
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import Component, RankIndex, RootIndex, ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, DimShard
@@ -33,7 +33,7 @@ from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.rank_index_json import rank_index_from_json, rank_index_to_json
 from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.transfer.digest_parts import DigestParts
+from lightning_shardckpt.transfer.digest_parts import DigestParts, DigestPlan
 from tests.support import worlds
 from tests.support.worlds import mesh
 from tests.unit.format.test_plan import TOPOLOGIES, table
@@ -69,7 +69,12 @@ def tilings(shape: Shape, draw: random.Random) -> Iterator[Box]:
 
 def component_of(table: Component, parts: Mapping[str, int]) -> int:
     string = ComponentString.of(table)
-    return string.of_zeros ^ string.part(parts)
+    return string.of_zeros ^ part_in(string, parts)
+
+
+def part_in(string: ComponentString, parts: Mapping[str, int]) -> int:
+    """The part in a component's digest of boxes that have these in those of their tensors."""
+    return string.part(b"".join(parts.get(key, 0).to_bytes(8, "big") for key in string.keys))
 
 
 # ── what is defined ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,8 +147,12 @@ def test_many_parts_are_followed_at_once() -> None:
     draw = random.Random(3)
     parts = [draw.getrandbits(64) for _ in range(300)]
     nbytes = [0, 1, 2**63 - 1, *(draw.getrandbits(draw.randrange(64)) for _ in range(297))]
-    assert followed(parts, nbytes) == [joined(one, 0, after) for one, after in zip(parts, nbytes, strict=True)]
-    assert followed([], []) == [] and followed([7, 8], [0, 0]) == [7, 8]
+    few = [draw.choice([0, 3, 4096]) for _ in parts]  # of a few lengths, each of which is a step
+    for after, most in ((nbytes, 63), (few, 2), ([0] * 300, 0)):
+        expected = [joined(one, 0, bytes_after) for one, bytes_after in zip(parts, after, strict=True)]
+        assert followed(parts_of(parts), steps := steps_of(after)).tolist() == expected
+        assert len(steps) <= most
+    assert followed(parts_of([]), steps_of([])).tolist() == []
 
 
 def test_the_polynomial_is_primitive() -> None:
@@ -194,16 +203,23 @@ def test_a_large_box_is_followed_piece_by_piece() -> None:
     data, cuts = random.Random(5).randbytes(96), [0, 1, 40, 96]
     runs = TensorSpec("U8", (3, 4, 12), mesh(2, cuts=(DimShard(0, 1),)), ((0, 2),))
     whole = TensorSpec("U8", (8, 12), REPLICATED, ((0, 1),))
+    described = Component({"runs": runs, "whole": whole})
     for rank in range(2):
-        digests, expected = DigestParts(), DigestParts()
-        for piece in plan_save({"runs": runs, "whole": whole}, rank):
+        pieces = plan_save(described.tensors, rank)
+        plan = DigestPlan(ComponentString.of(described), pieces)
+        digests, expected = DigestParts(plan), DigestParts(plan)
+        digests.expect(pieces)
+        expected.expect(pieces)
+        for piece in pieces:
             content = memoryview(data)[: prod(piece.part.box.shape)]
             expected.add(piece, content)
             follow = digests.begin(piece, content)
             assert (follow is None) == (piece.key == "runs")
             for first, stop in pairwise(cuts) if follow is not None else ():
                 follow(content[first:stop])
-        assert digests.of_tensors() == expected.of_tensors() != {}
+        keys = [piece.key for piece in pieces]
+        assert digests.text(keys) == expected.text(keys) != ""
+        assert digests.of_component() == expected.of_component() != 0
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -213,19 +229,30 @@ def test_one_state_has_one_digest_on_every_topology(topology: str) -> None:
     string = ComponentString.of(described)
     ranks = []
     for rank in range(world):
-        digests, pieces = DigestParts(), plan_save(described.tensors, rank)
-        expected: dict[str, list[str]] = {piece.key: [] for piece in pieces}
-        for piece in random.Random(rank).sample(pieces, len(pieces)):
-            data = worlds.content(worlds.local(piece.key, piece.spec, rank)[worlds.at(piece.part.local)])
-            digests.add(piece, data)
-            runs = RunsOfBox.of(piece.part.box, piece.spec.shape, DTYPE_BYTES[piece.spec.dtype])
-            expected[piece.key].append(crc64_text(runs.part(data)))
-        assert digests.text(expected) == "".join(digits for of in expected.values() for digits in of)
-        ranks.append(digests.of_tensors())
+        pieces = plan_save(described.tensors, rank)
+        plan = DigestPlan(string, pieces)
+        for seed in range(3):  # one plan, however often and in whatever order it is written
+            digests, expected = DigestParts(plan), dict[str, list[int]]()
+            order = random.Random(seed % 2).sample(pieces, len(pieces))
+            digests.expect(order)
+            for place, piece in enumerate(order):
+                data = worlds.content(worlds.local(piece.key, piece.spec, rank)[worlds.at(piece.part.local)])
+                runs = RunsOfBox.of(piece.part.box, piece.spec.shape, DTYPE_BYTES[piece.spec.dtype])
+                expected.setdefault(piece.key, []).append(of_box := runs.part(data))
+                if seed and place % 3 == 0:
+                    digests.add_known(of_box)
+                else:
+                    digests.add(piece, data)
+            assert digests.text([*expected]) == "".join(crc64_text(of_box) for of in expected.values() for of_box in of)
+            of_tensors = {key: total(of) for key, of in expected.items()}
+            assert digests.of_component() == part_in(string, of_tensors)
+        with pytest.raises(ValueError, match="an index has other tensors"):
+            digests.text([*expected, "another"])
+        ranks.append(of_tensors)
     whole = {key: worlds.whole(key, spec).tobytes() for key, spec in described.tensors.items()}
     for key, data in whole.items():
         assert total(parts.get(key, 0) for parts in ranks) ^ zeros(len(data)) == crc64(data)
-    found = total(map(string.part, ranks)) ^ string.of_zeros
+    found = total(part_in(string, of) for of in ranks) ^ string.of_zeros
     names = [*((key, key) for key in described.tensors), *described.aliases.items()]
     of_names = [(name, key, described.tensors[key]) for name, key in names]
     rows = [NamedDigest(name, spec.dtype, spec.shape, crc64(whole[key])) for name, key, spec in of_names]
@@ -288,7 +315,7 @@ def test_ten_thousand_single_changes_give_as_many_digests() -> None:
     known = {name: part(array.tobytes()) for name, array in state.items()}
     string = ComponentString.of(described)
     swapped = {**known, "a": known["b"], "b": known["a"]}
-    changes, found = set[tuple[str, bytes]](), [string.part(known), string.part(swapped)]
+    changes, found = set[tuple[str, bytes]](), [part_in(string, known), part_in(string, swapped)]
     while len(changes) < 10_000:
         name, kind = draw.choice(list(shapes)), draw.choice(["bit", "bit", "signs", "elements", "rows", "rotation"])
         changed = state[name].copy().reshape(shapes[name])
@@ -307,7 +334,7 @@ def test_ten_thousand_single_changes_give_as_many_digests() -> None:
         content = changed.tobytes()
         if content != state[name].tobytes() and (name, content) not in changes:
             changes.add((name, content))
-            found.append(string.part({**known, name: part(content)}))
+            found.append(part_in(string, {**known, name: part(content)}))
     assert len(set(found)) == len(found) == 10_002
 
 
