@@ -15,13 +15,13 @@ Strided: TypeAlias = tuple[memoryview, int, Shape]
 def pitches_of(shape: Shape, size: int) -> Shape:
     """Return the bytes between neighbours along each dim of a row-major array, whose elements have ``size`` bytes.
 
-    >>> pitches_of((2, 3), 4)
-    (12, 4)
+    >>> pitches_of((2, 3), 4), pitches_of((), 4)
+    ((12, 4), ())
     """
     pitches = [size]
     for n in shape[:0:-1]:
         pitches.append(pitches[-1] * n)
-    return tuple(pitches[::-1])
+    return tuple(pitches[::-1]) if shape else ()
 
 
 def copy_strided(shape: Shape, size: int, source: Strided, target: Strided) -> None:
