@@ -1,0 +1,178 @@
+"""One state has one digest, on every topology and in every format. Oracle: a line of CRC-64 for whole tensors."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from awscrt.checksums import crc64nvme
+
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.format.index import TensorSpec
+from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.tools.digest import digest
+from tests.support import worlds
+from tests.support.worlds import mesh
+
+STATE: dict[str, tuple[str, Shape]] = {
+    "embed.weight": ("F32", (257, 96)),  # large enough to be shared by its replicas
+    "layers.0.qkv.weight": ("BF16", (9, 7)),
+    "layers.0.down.weight": ("F64", (2, 5)),  # fewer rows than ranks
+    "layers.0.norm.weight": ("F16", (3,)),  # pinned, as buffers are
+    "layers.1.qkv.weight": ("BF16", (9, 7)),
+    "layers.1.conv.weight": ("F32", (6, 3, 2)),
+    "layers.1.mask": ("U8", (1, 1)),
+    "layers.1.steps": ("I64", ()),
+    "head.weight": ("F8_E4M3", (40_000,)),
+}
+Place = tuple[Layout, tuple[tuple[int, int], ...]]
+"""A layout, and who holds it."""
+
+
+def everywhere(world: int, layout: Layout, others: Layout = REPLICATED) -> Callable[[str, int], Place]:
+    """Matrices sharded by one layout and vectors by another one, over all ranks."""
+    return lambda key, ndim: (layout if ndim > 1 else others if ndim else REPLICATED, ((0, world),))
+
+
+def stages(count: int, of: int, layout: Layout, others: Layout = REPLICATED) -> Callable[[str, int], Place]:
+    """The same on the ranks of pipeline stages, which have neighbours in the state; the last one has what is left."""
+    stage_of = {key: min(place * count // len(STATE), count - 1) for place, key in enumerate(STATE)}
+
+    def place(key: str, ndim: int) -> Place:
+        return layout if ndim > 1 else others if ndim else REPLICATED, ((stage_of[key] * of, (stage_of[key] + 1) * of),)
+
+    return place
+
+
+def rows(axis: int = 0) -> DimShard:
+    return DimShard(axis, 0)
+
+
+def columns(axis: int = 0) -> DimShard:
+    return DimShard(axis, 1)
+
+
+PACKED = DimShard(0, 0, 3)  # query, key and value in one
+FSDP = {n: mesh(n, cuts=(rows(),)) for n in range(2, 9)}
+TOPOLOGIES: dict[str, tuple[int, Callable[[str, int], Place]]] = {
+    "single": (1, everywhere(1, REPLICATED)),
+    "replicas 3": (3, everywhere(3, REPLICATED)),
+    "replicas 8": (8, everywhere(8, REPLICATED)),
+    **{f"FSDP {n}": (n, everywhere(n, FSDP[n], FSDP[n])) for n in FSDP},  # uneven: 257, 9, 3 and 2 rows
+    "FSDP 4, dim 1": (4, everywhere(4, mesh(4, cuts=(columns(),)))),
+    "HSDP 2 x 2": (4, everywhere(4, *[mesh(2, 2, cuts=(rows(1),))] * 2)),
+    "HSDP 3 x 2": (6, everywhere(6, *[mesh(3, 2, cuts=(rows(1),))] * 2)),
+    "TP 2 columns": (2, everywhere(2, mesh(2, cuts=(rows(),)))),
+    "TP 3 rows": (3, everywhere(3, mesh(3, cuts=(columns(),)))),
+    "TP 2 packed": (2, everywhere(2, mesh(2, cuts=(PACKED,)))),
+    "TP 3 packed": (3, everywhere(3, mesh(3, cuts=(PACKED,)))),
+    "FSDP 2 x TP 2 strided": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows())), mesh(2, 2, cuts=(rows(),)))),
+    "FSDP 3 x TP 2 rows": (6, everywhere(6, mesh(3, 2, cuts=(rows(), columns(1))), mesh(3, 2, cuts=(rows(),)))),
+    "FSDP 2 x TP 2 packed": (4, everywhere(4, mesh(2, 2, cuts=(DimShard(1, 0, 3), rows())))),
+    "HSDP 2 x 2 x TP 2": (8, everywhere(8, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
+    "ranks in another order": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows()), order=(3, 1, 0, 2)))),
+    "PP 2": (2, stages(2, 1, REPLICATED)),
+    "PP 3": (3, stages(3, 1, REPLICATED)),
+    "PP 2 x replicas 2": (4, stages(2, 2, REPLICATED)),
+    "PP 2 x FSDP 3": (6, stages(2, 3, *[mesh(2, 3, cuts=(rows(1),))] * 2)),
+    "PP 3 x TP 2 rows": (6, stages(3, 2, mesh(3, 2, cuts=(columns(1),)))),
+    "PP 2 x FSDP 2 x TP 2": (8, stages(2, 4, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
+}
+MODEL = {"prefix": "", "class": "Net", "adapter": None, "ties": [], "ignored": [], "names": {}}
+HUGGING_FACE = {"models": [{**MODEL, "files": {"config.json": '{"model_type": "net"}'}}], "files": {}}
+
+
+def table(place: Callable[[str, int], Place]) -> dict[str, TensorSpec]:
+    return {
+        key: TensorSpec(dtype, shape, *place(key, len(shape)), "norm" in key) for key, (dtype, shape) in STATE.items()
+    }
+
+
+WHOLE = {key: worlds.whole(key, spec).tobytes() for key, spec in table(everywhere(1, REPLICATED)).items()}
+
+
+def live() -> dict[str, torch.Tensor]:
+    """The state as tensors of one process."""
+    return {
+        key: torch.frombuffer(bytearray(WHOLE[key]), dtype=TORCH_DTYPES[dtype]).reshape(shape)
+        for key, (dtype, shape) in STATE.items()
+    }
+
+
+def expected() -> tuple[dict[str, str], str]:
+    """The digest of each tensor, and of the component, as FORMAT.md defines them."""
+    of = {key: crc64nvme(data) for key, data in WHOLE.items()}
+    lines = [json.dumps([key, *STATE[key]], separators=(",", ":")) + "\n" for key in sorted(STATE)]
+    words = [of[key].to_bytes(8, "big") for key in sorted(STATE)]
+    component = crc64nvme("".join(lines).encode() + b"".join(words))
+    return {key: f"{one:016x}" for key, one in of.items()}, f"{component:016x}"
+
+
+def found(path: Path, **options: Any) -> tuple[dict[str, str], str]:
+    value = digest(path, **options)
+    assert [tensor["component"] for tensor in value["tensors"]] == ["model"] * len(STATE)
+    return {tensor["name"]: tensor["digest"] for tensor in value["tensors"]}, value["components"]["model"]
+
+
+def test_there_are_enough_topologies_that_shard_otherwise() -> None:
+    assert len(TOPOLOGIES) >= 20
+    assert sum(prod(shape) for _, shape in STATE.values()) < 1 << 17
+    kinds = {str(sorted((k, str(s.layout), s.holders) for k, s in table(of).items())) for _, of in TOPOLOGIES.values()}
+    assert len(kinds) == len(TOPOLOGIES)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_it_has_this_digest_on_every_topology_and_in_what_is_exported_from_it(topology: str, tmp_path: Path) -> None:
+    world, place = TOPOLOGIES[topology]
+    path = tmp_path / "a.ckpt"
+    documents = {"huggingface.json": json.dumps(HUGGING_FACE).encode()}
+    storage = LocalStorage(sync_files=False)
+    worlds.save(storage, {"model": table(place)}, world, path=str(path), digest=True, documents=documents)
+    assert digest(path)["recorded"]
+    assert found(path) == found(path, recompute=True) == expected()
+    assert found(path, names="huggingface") == expected()
+    assert found(Path(consolidate(path, tmp_path / "a.pt"))) == expected()
+    assert found(Path(consolidate(path, tmp_path / "a.safetensors", format="safetensors"))) == expected()
+    assert found(Path(consolidate(path, tmp_path / "hf", format="huggingface"))) == expected()
+
+
+def test_other_programs_files_of_it_have_this_digest(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # of one process
+        dcp.save({"model": live()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    lightnings = {"state_dict": live(), "epoch": 1, "global_step": 2, "pytorch-lightning_version": "2.6.0"}
+    torch.save(lightnings, tmp_path / "lightning.ckpt")
+    assert found(tmp_path / "dcp") == found(tmp_path / "lightning.ckpt") == expected()
+
+
+@pytest.mark.parametrize("topology", ["FSDP 5", "TP 3 packed", "PP 2 x FSDP 2 x TP 2"])
+def test_one_other_bit_gives_another_one(topology: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, place = TOPOLOGIES[topology]
+    changed = {"layers.1.qkv.weight": 77, "head.weight": 0}
+    digests = set()
+    whole = worlds.whole
+    for key, at in changed.items():
+
+        def other(name: str, spec: TensorSpec, key: str = key, at: int = at) -> worlds.Array:
+            value = whole(name, spec).copy()
+            if name == key:
+                value.reshape(-1).view("u1")[at] ^= 4
+            return value
+
+        monkeypatch.setattr(worlds, "whole", other)
+        path = tmp_path / key
+        worlds.save(LocalStorage(sync_files=False), {"model": table(place)}, world, path=str(path), digest=True)
+        tensors, component = found(path)
+        differing = {name for name, one in tensors.items() if one != expected()[0][name]}
+        assert differing == {key}
+        digests.add(component)
+    assert len(digests | {expected()[1]}) == 3
