@@ -127,7 +127,7 @@ class _Forks:
         """Returns the process."""
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
-            pool._die_with(parent)
+            pool.die_with(parent)
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
             for key in [*self.selector.get_map().values()]:
