@@ -230,7 +230,9 @@ def _be_as_new(env: dict[str, str], folder: str) -> None:
     threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
     faulthandler.unregister(signal.SIGUSR2)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (for as long as the interpreter is there)
-    sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]
+    # Those of the pool know whether they could be sought in, which these can't tell.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     random.seed()
     numpy.random.seed()
 
