@@ -60,7 +60,6 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     return text
 
 
-
 def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, str, str], str]) -> str:
     kind = id(entry.box), entry.global_shape, entry.dtype, entry.file
     if kind not in kinds:
@@ -77,7 +76,6 @@ def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, s
     return f'{kinds[kind]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
 
 
-
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     """The index in these bytes.
 
@@ -91,7 +89,6 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     return decoded(value, where, partial(_scanned_index, entries), _VERSIONS)
 
 
-
 def _rank_index(value: dict[str, Any]) -> RankIndex:
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     extents: dict[str, _Extent] = {}
@@ -99,7 +96,6 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
         items = (first, *first["more"]) if "more" in first else (first,)
         shards[check_text(key)] = tuple([_entry(item, extents) for item in items])
     return _with_shards(value, shards)
-
 
 
 def _scanned_index(entries: list[ScannedEntry], value: dict[str, Any]) -> RankIndex:
@@ -115,7 +111,6 @@ def _scanned_index(entries: list[ScannedEntry], value: dict[str, Any]) -> RankIn
             raise _wrong_count(sums, block, nbytes)
         shards[key] = (ShardEntry(box, shape, dtype, file, begin, block, nbytes, sums),)
     return _with_shards(value, shards)
-
 
 
 def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]]) -> RankIndex:
@@ -137,7 +132,6 @@ def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]
     return RankIndex(save_id, check_text(value["component"]), rank, files, shards, parts)
 
 
-
 def _parts(text: Any, shards: dict[str, tuple[ShardEntry, ...]]) -> str:
     """Return the digits that there are for boxes, which are all or none."""
     count = sum(map(len, shards.values()))
@@ -151,10 +145,8 @@ def _parts(text: Any, shards: dict[str, tuple[ShardEntry, ...]]) -> str:
     return text
 
 
-
 def _wrong_count(sums: str, block: int, nbytes: int) -> FormatError:
     return FormatError(f"{count_of(sums)} checksums of {block} bytes each for {nbytes} bytes")
-
 
 
 def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
@@ -168,7 +160,6 @@ def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
     if count_of(sums) != -(-nbytes // block):
         raise _wrong_count(sums, block, nbytes)
     return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
-
 
 
 def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any, block: Any) -> _Extent:

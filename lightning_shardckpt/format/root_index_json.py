@@ -48,7 +48,6 @@ class TablesText:
     """Of each component, all but its indexes."""
 
 
-
 def tables_to_text(components: Mapping[str, Component]) -> TablesText:
     """The tensors and aliases of components, and the layouts that they have."""
     layouts: dict[tuple[Layout, Holders], int] = {}
@@ -62,7 +61,6 @@ def tables_to_text(components: Mapping[str, Component]) -> TablesText:
         tensors = {key: specs[id(spec)] for key, spec in component.tensors.items()}
         texts[name] = compact({"tensors": tensors, "aliases": component.aliases})
     return TablesText(compact([_layout_to_json(layout, holders) for layout, holders in layouts]), texts)
-
 
 
 def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
@@ -102,7 +100,6 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     return f'{{"checksum":"{checksum(body)}",\n'.encode() + body
 
 
-
 def root_from_json(text: bytes, where: str) -> RootIndex:
     """The root index in these bytes.
 
@@ -120,7 +117,6 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
     return decoded(parse_json(text, where), where, _root, _VERSIONS)
 
 
-
 def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
     out: dict[str, Any] = {
         "axes": [[a.name, a.size, a.stride] for a in layout.axes],
@@ -128,7 +124,6 @@ def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
         "holders": [list(h) for h in holders],
     }
     return out if layout.order is None else {**out, "order": list(layout.order)}
-
 
 
 def _root(value: dict[str, Any]) -> RootIndex:
@@ -159,12 +154,10 @@ def _root(value: dict[str, Any]) -> RootIndex:
     )
 
 
-
 def _prefix(value: Any, save_id: str) -> str:
     if value not in ("", f"{save_id[:16]}-"):
         raise FormatError(f"prefix {shown(value)}; it is the first 16 digits of the save id and a hyphen, if anything")
     return str(value)
-
 
 
 def _component(
@@ -190,7 +183,6 @@ def _component(
     return Component(tensors, aliases, indexes, digest)
 
 
-
 def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
     axes = tuple(Axis(check_text(name), check_size(size), check_size(stride)) for name, size, stride in item["axes"])
     cuts = tuple(DimShard(check_size(axis), check_size(dim), check_size(blocks)) for axis, dim, blocks in item["cuts"])
@@ -202,14 +194,12 @@ def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
     return Layout(axes, cuts, order), holders
 
 
-
 def _spec_once(item: Any, layouts: list[tuple[Layout, Holders]], known: dict[str, TensorSpec]) -> TensorSpec:
     text = repr(item)  # tells 1 from 1.0 and true
     found = known.get(text)
     if found is None:
         found = known[text] = _spec(item, layouts)
     return found
-
 
 
 def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:

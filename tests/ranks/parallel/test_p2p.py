@@ -109,6 +109,23 @@ def receive_in_another_order(this: Transport) -> list[float]:
     return found
 
 
+def expect_before_it_is_sent(this: Transport) -> list[float]:
+    """Rank 1 expects messages twice, as after a step that was interrupted before they came."""
+    if this.rank == 1:
+        for microbatch in (2, 0, 1, 1, 2, 0):
+            this.expect("forward", 0, microbatch)
+    dist.barrier()
+    found = []
+    for step in range(2):
+        for microbatch in range(3):
+            if this.rank == 0:
+                this.send("forward", 0, microbatch, Message({0: (torch.tensor(10.0 * step + microbatch), False)}))
+            else:
+                found.append(this.receive("forward", 0, microbatch).tensors[0][0].item())
+    this.flush()
+    return found
+
+
 def send_a_failure(this: Transport) -> str:
     """A failed stage says so in place of one message; those around it arrive."""
     seen = []
@@ -143,6 +160,7 @@ def use_a_pair() -> dict[str, Any]:
     return {
         "lost": send_all(this),
         "order": receive_in_another_order(this),
+        "expected": expect_before_it_is_sent(this),
         "failure": send_a_failure(this),
         "refused": send_what_cannot_be(this),
         "after": send_a_failure(this),
@@ -195,6 +213,10 @@ def test_what_torch_conjugates_lazily_arrives_conjugated() -> None:
 
 def test_messages_are_told_apart_by_microbatch(pair: list[dict[str, Any]]) -> None:
     assert [one["order"] for one in pair] == [[3, 0, 4, 1, 2]] * 2
+
+
+def test_a_message_that_was_expected_more_than_once_is_received_once(pair: list[dict[str, Any]]) -> None:
+    assert pair[1]["expected"] == [0, 1, 2, 10, 11, 12]
 
 
 def test_a_failure_takes_the_place_of_one_message_and_leaves_the_others(pair: list[dict[str, Any]]) -> None:
