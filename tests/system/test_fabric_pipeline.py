@@ -126,6 +126,47 @@ def test_an_optimizer_that_joins_parameters_is_refused_on_every_stage() -> None:
     run_ranks(2, step_by_a_norm)
 
 
+class Stopping(nets.Block):
+    """Is interrupted, as by Ctrl-C, when it has run as often as `left` says."""
+
+    left = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Stopping.left == 0:
+            Stopping.left = -1
+            raise KeyboardInterrupt
+        Stopping.left -= 1
+        return super().forward(x)
+
+
+def interrupt_a_step() -> str:
+    """Interrupt the second step: rank 0 when it has sent two microbatches, rank 1 when it has taken one."""
+    fabric = fabric_of("64-true", **PIPELINE)
+    torch.manual_seed(3)
+    module = Language("net")
+    for block in module.net.blocks:
+        block.__class__ = Stopping
+    model, optimizer = fabric.setup(module, optimizer_of(module))
+    first, second, third, *_ = DataLoader(dataset(), batch_size=GLOBAL_BATCH)
+    step = partial(fabric.strategy.run_step, model)
+    fabric.backward(step(first))
+    optimizer.step()
+    optimizer.zero_grad()
+    Stopping.left = 5 if fabric.global_rank == 0 else 0
+    with pytest.raises(KeyboardInterrupt):
+        step(second)
+    fabric.barrier()
+    with pytest.raises(TopologyError, match=r"an earlier step was interrupted.* of ranks \[0, 1\]") as refused:
+        step(third)
+    return str(refused.value)
+
+
+def test_after_a_step_that_was_interrupted_none_runs() -> None:
+    """What rank 1 has not taken would come to it in the next step: a loss of other samples."""
+    one, other = run_ranks(2, interrupt_a_step)
+    assert one == other
+
+
 def load_without(path: str, file: str) -> None:
     fabric = fabric_of("64-true")
     module, optimizer = built(fabric, HARD)

@@ -5,8 +5,10 @@ A stage that fails must not leave the others waiting, and its error must be the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,31 @@ from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 T = TypeVar("T")
 _FINE, _FAILED, _PEER_FAILED = 0, 1, 2
 _INLINE = 512  # int64 numbers of a report that travel with the agreement on whether there is one
+_interrupted = WeakSet[dist.ProcessGroup]()
+
+
+@contextmanager
+def uninterrupted(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Surround what the ranks of ``group`` do together; what Ctrl-C or an exit left half done, none goes on from.
+
+    The ranks are then at different places, and what they sent each other would be taken for that of their next step.
+
+    Raises:
+        TopologyError: if something was interrupted before.
+    """
+    if group in _interrupted:
+        raise TopologyError(
+            f"{what} cannot run: an earlier step was interrupted, and messages between the pipeline stages of ranks "
+            f"{dist.get_process_group_ranks(group)} may still be on their way. Start the processes again, from the "
+            "last checkpoint"
+        )
+    try:
+        yield
+    except Exception:  # all ranks have heard of it
+        raise
+    except BaseException:
+        _interrupted.add(group)
+        raise
 
 
 def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup, device: torch.device) -> T:

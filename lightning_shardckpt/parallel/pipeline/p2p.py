@@ -100,7 +100,7 @@ class Transport:
     def expect(self, direction: Direction, boundary: int, microbatch: int) -> None:
         """Let a message arrive while this rank computes; `receive` must be called for it."""
         source = self._source(direction, boundary)
-        if source is None or (direction, boundary, microbatch) in self._expected:  # of a step that was interrupted
+        if source is None or (direction, boundary, microbatch) in self._expected:
             return
         first = torch.empty(_FIRST_PART, dtype=torch.int64, device=self.device)
         work = dist.irecv(first, source, group=self.group, tag=self._tag(direction, boundary, microbatch))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
-from lightning_shardckpt.parallel.pipeline.agree import Packed, agree_on_numbers, agree_on_report, packed
+from lightning_shardckpt.parallel.pipeline.agree import Packed, agree_on_numbers, agree_on_report, packed, uninterrupted
 from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guarded_hooks
 from lightning_shardckpt.parallel.pipeline.cut_check import NOTHING_TO_COMPARE, SIZES, CutCheck
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
@@ -112,6 +112,10 @@ class Pipeline:
         Raises:
             Exception: the first failure of any stage, on every rank of the pipeline.
         """
+        with uninterrupted(step.name, self._group):
+            return self._forward(step, scale)
+
+    def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
         if self._cut.is_due(state):
@@ -154,6 +158,10 @@ class Pipeline:
         state, self._state = self._state, None
         if state is None:
             raise TopologyError("there is no pipelined training step to go back through: one backward for each step")
+        with uninterrupted(f"the backward of {state.step.name}", self._group):
+            self._backward(state, scale)
+
+    def _backward(self, state: StepState, scale: Tensor) -> None:
         operations = self._schedule.operations(self._rank, len(state.batches))
 
         state.scale = scale
@@ -185,10 +193,11 @@ class Pipeline:
 
         Collective: every rank of the world must call it.
         """
-        self._gradients.begin_passes()
-        with self._gradients.no_sync():
-            accumulate(found)
-        self._finish_gradients()
+        with uninterrupted("a backward", self._group):
+            self._gradients.begin_passes()
+            with self._gradients.no_sync():
+                accumulate(found)
+            self._finish_gradients()
 
     def _finish_gradients(self) -> None:
         self._gradients.finish_kept(self._kept)
