@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.compat.custom_functions import change_arguments
-from lightning_shardckpt.compat.dtensor import local_tensor, spec_of, tell_nan_of_rows
+from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of, tell_nan_of_rows
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights
 from lightning_shardckpt.compat.tensor_subclass import (
     accumulation_hooks,
@@ -130,7 +130,7 @@ def _sharded(
             local = torch.empty(part.shape, dtype=part.dtype, device=device)
         else:
             local = part.to(device, copy=True, memory_format=torch.contiguous_format)
-        made = sharded(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]  # torch's
+        made = sharded(new_dtensor(local, spec))
     leaf: Any = made.requires_grad_(old.requires_grad)
     mark_as_parameter(leaf)
     return leaf  # type: ignore[no-any-return]  # nn.Parameter by what it says of itself

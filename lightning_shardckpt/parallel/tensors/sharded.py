@@ -27,6 +27,7 @@ from lightning_shardckpt.compat.dtensor import (
     DTensorSpec,
     TensorMeta,
     local_tensor,
+    new_dtensor,
     replace_local,
     spec_of,
 )
@@ -166,7 +167,7 @@ def like(tensor: DTensor, local: Tensor) -> ShardedTensor:
     assert meta is not None
     if meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    return sharded(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]  # torch's
+    return sharded(new_dtensor(local, spec))
 
 
 def is_sharded(value: object) -> bool:
