@@ -16,6 +16,7 @@ import builtins
 import ctypes
 import faulthandler
 import json
+import linecache
 import os
 import random
 import re
@@ -262,6 +263,8 @@ def _run_main(command: list[str]) -> None:
     elif command[0] == "-c":
         sys.argv = ["-c", *command[2:]]
         sys.path.insert(0, "")
+        if sys.version_info >= (3, 13):  # which shows lines of such code in tracebacks
+            linecache.cache["<string>"] = (len(command[1]), None, command[1].splitlines(keepends=True), "<string>")
         exec(compile(command[1], "<string>", "exec"), vars(main))
     else:
         sys.argv, script = command, os.path.abspath(command[0])
