@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +48,55 @@ def terminated(strategy: dict[str, Any], directory: str, ranks: list[int]) -> tu
     return run.global_step, module.losses
 
 
-def straight_and_resumed(strategy: dict[str, Any], directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return tiny.fit(strategy, 6), tiny.fit(strategy, 6, resume=f"{directory}/ended.ckpt", seed=5)
+STRATEGIES: dict[str, dict[str, Any]] = {"fsdp2": {}, "pp2": {"pipeline_parallel_size": 2}}
+CHOICES = {"rank 0": [0], "rank 1": [1], "both ranks": [0, 1]}
+Seen = tuple[dict[str, tuple[int, list[float]]], dict[str, Any], dict[str, dict[str, Any]]]
+
+
+def all_terminated(strategy: dict[str, Any], directory: str, names: list[str]) -> dict[str, tuple[int, list[float]]]:
+    return {name: terminated(strategy, f"{directory}/{name}", CHOICES[name]) for name in names}
+
+
+def straight_and_resumed(
+    strategy: dict[str, Any], directory: str, names: list[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    straight = tiny.fit(strategy, 6)
+    return straight, {n: tiny.fit(strategy, 6, resume=f"{directory}/{n}/ended.ckpt", seed=5) for n in names}
+
+
+@pytest.fixture(scope="module")
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Seen]]:
+    """What each rank saw under a strategy: how the selected runs ended; one that did not; how each continued."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    params = [item.callspec.params for item in items if "who" in item.callspec.params]
+
+    @cache
+    def find(name: str) -> list[Seen]:
+        names = [p["who"] for p in params if p["strategy"] == name]
+        strategy, directory = STRATEGIES[name], str(tmp_path_factory.mktemp("runs"))
+        ends = run_ranks(2, all_terminated, strategy, directory, names)
+        continued = run_ranks(2, straight_and_resumed, strategy, directory, names)
+        return [(ended, *rest) for ended, rest in zip(ends, continued, strict=True)]
+
+    return find
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
+    ("who", "strategy"),
     [
-        pytest.param({}, [0], id="rank 0 of fsdp2", marks=pytest.mark.slow),
-        pytest.param({}, [1], id="rank 1 of fsdp2"),
-        pytest.param({}, [0, 1], id="both ranks of fsdp2", marks=pytest.mark.slow),
-        pytest.param({"pipeline_parallel_size": 2}, [0], id="rank 0 of pp2", marks=pytest.mark.slow),
-        pytest.param({"pipeline_parallel_size": 2}, [1], id="rank 1 of pp2"),
-        pytest.param({"pipeline_parallel_size": 2}, [0, 1], id="both ranks of pp2", marks=pytest.mark.slow),
+        pytest.param(who, strategy, id=f"{who} of {strategy}", marks=[pytest.mark.slow] * (who != "rank 1"))
+        for strategy in STRATEGIES
+        for who in CHOICES
     ],
 )
 def test_all_ranks_save_at_the_same_step_and_the_run_continues_exactly(
-    strategy: dict[str, Any], ranks: list[int], tmp_path: Path
+    who: str, strategy: str, seen: Callable[[str], list[Seen]]
 ) -> None:
-    ends = run_ranks(2, terminated, strategy, str(tmp_path), ranks)
-    steps = {step for step, _ in ends}
+    ranks = seen(strategy)
+    steps = {ended[who][0] for ended, _, _ in ranks}
     assert len(steps) == 1 and steps <= {3, 4}  # the step of the signal or the next one
-    continued = run_ranks(2, straight_and_resumed, strategy, str(tmp_path))
-    for (step, losses), (whole, rest) in zip(ends, continued, strict=True):
+    for ended, whole, continued in ranks:
+        (step, losses), rest = ended[who], continued[who]
         assert losses == whole["losses"][:step]
         assert rest["losses"] == whole["losses"][step:]
         assert tiny.differences(whole["state"], rest["state"]) == []

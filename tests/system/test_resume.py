@@ -43,14 +43,14 @@ def straight_and_resumed(
 RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
     4: {
         "fsdp4 in the middle of an epoch": ({}, 6, 3, {}, {}),
-        "fsdp2 x tp2, layers built in configure_model": (TP2, 6, 3, {"build_late": True}, {}),
-        "pp2 x fsdp2 in the second epoch": (PP2, 8, 6, {"optimizer": "momentum"}, {"count": 16}),
-        "pp2 x tp2": ({**PP2, **TP2}, 5, 2, {"build_late": True}, {"workers": 2}),
+        "fsdp2 x tp2, layers built in configure_model": (TP2, 4, 2, {"build_late": True}, {}),
+        "pp2 x fsdp2 in the second epoch": (PP2, 6, 4, {"optimizer": "momentum"}, {"count": 12}),
+        "pp2 x tp2": ({**PP2, **TP2}, 4, 2, {"build_late": True}, {"workers": 2}),
     },
     2: {
-        "in the second epoch": ({}, 8, 6, {}, {"count": 16}),
-        "at the end of an epoch": ({}, 8, 4, {}, {"count": 16}),
-        "with worker processes": ({}, 5, 2, {}, {"workers": 2}),
+        "in the second epoch": ({}, 6, 4, {}, {"count": 12}),
+        "at the end of an epoch": ({}, 5, 3, {}, {"count": 12}),
+        "with worker processes": ({}, 4, 2, {}, {"workers": 2}),
         "pp2": (PP2, 6, 3, {}, {}),
     },
     1: {"one process, random sampler": ({}, 6, 3, {"optimizer": "momentum"}, {"count": 20})},
@@ -270,13 +270,25 @@ def counted(directory: str, kind: type[tiny.TinyLM], stop: int) -> list[tuple[in
     return found
 
 
-def all_counted(directory: str) -> list[list[tuple[int, int]]]:
-    kinds = (tiny.TinyLM, Estimating)
-    return [counted(f"{directory}/{kind.__name__}", kind, stop) for kind in kinds for stop in (4, 2)]
+def each_counted(directory: str, runs: list[tuple[type[tiny.TinyLM], int]]) -> list[list[tuple[int, int]]]:
+    return [counted(f"{directory}/{number}", *run) for number, run in enumerate(runs)]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_no_batch_of_a_stream_is_lost_by_a_resume(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "runs"),
+    [
+        pytest.param(1, [(kind, stop) for kind in (tiny.TinyLM, Estimating) for stop in (4, 2)], id="1"),
+        pytest.param(2, [(Estimating, 2)], id="2", marks=pytest.mark.slow),
+        pytest.param(
+            *(2, [(tiny.TinyLM, 4), (tiny.TinyLM, 2), (Estimating, 4)]),
+            id="2, more",
+            marks=[pytest.mark.slow, pytest.mark.sweep],
+        ),
+    ],
+)
+def test_no_batch_of_a_stream_is_lost_by_a_resume(
+    world: int, runs: list[tuple[type[tiny.TinyLM], int]], tmp_path: Path
+) -> None:
     """In the middle of an epoch the batches that were used are given again, and one is drawn ahead of its step."""
-    at_the_end, in_the_middle = [(8, 4), (8, 4)], [(6, 2), (16, 6)]
-    assert run_ranks(world, all_counted, str(tmp_path)) == [[at_the_end, in_the_middle] * 2] * world
+    expected = {4: [(8, 4), (8, 4)], 2: [(6, 2), (16, 6)]}  # at the end of an epoch, and in the middle
+    assert run_ranks(world, each_counted, str(tmp_path), runs) == [[expected[stop] for _, stop in runs]] * world

@@ -123,22 +123,29 @@ def fit(data: dict[str, Any], resume: str | None = None, **options: Any) -> dict
 Row = tuple[str, str, dict[str, Any], dict[str, Any]]
 
 
-def all_three(rows: list[Row], directory: str) -> list[list[dict[str, Any]]]:
-    """Of every row: the run that never stops, the one that does, and what continues it."""
-    found = []
+def all_three(rows: list[Row], directory: str, steps: int = STEPS) -> list[list[dict[str, Any]]]:
+    """Of every row: the run that never stops, the one that does, and what continues it.
+
+    The first is the same run for all rows with the same loader and options.
+    """
+    found, straight = [], dict[str, dict[str, Any]]()
     for number, (kind, saver, data, options) in enumerate(rows):
         path, before = f"{directory}/{number}", options.get("before", {})
         options = {key: value for key, value in options.items() if key != "before"}
         limits, callbacks = ended(kind)
-        runs, rest = [fit(data, max_steps=STEPS, **options)], []
+        key, rest = repr((data, options)), []
+        if key not in straight:
+            straight[key] = fit(data, max_steps=steps, **options)
+            del straight[key]["run"]
+        runs = [straight[key]]
         if saver == "epoch end":
             first, then = (ModelCheckpoint(path, name, save_on_train_epoch_end=True) for name in "ab")
             callbacks, rest, options = [*callbacks, first], [then], options | {"enable_checkpointing": True}
         runs.append(fit(data, callbacks=callbacks, **options | before | limits))
         if saver == "after":
             runs[-1]["run"].save_checkpoint(f"{path}/a.ckpt")
-        runs.append(fit(data, f"{path}/a.ckpt", max_steps=STEPS, callbacks=rest, **options))
-        for run in runs:
+        runs.append(fit(data, f"{path}/a.ckpt", max_steps=steps, callbacks=rest, **options))
+        for run in runs[1:]:
             del run["run"]
         found.append(runs)
     return found
@@ -238,7 +245,7 @@ SHORTER: list[Row] = [
 
 def test_an_epoch_that_is_over_by_the_limit_of_either_run_is_followed_by_the_next_one(tmp_path: Path) -> None:
     """Oracle: the second epoch of the run that never stopped, whose DistributedSampler shuffles by the epoch."""
-    for below, raised in run_ranks(2, all_three, SHORTER, str(tmp_path)):
+    for below, raised in run_ranks(2, all_three, SHORTER, str(tmp_path), 2 * PER_EPOCH):
         for (straight, _, rest), length in ((below, 3), (raised, 6)):
             where = [step[:3] for step in rest["steps"][:length]]
             assert where == [step[:3] for step in straight["steps"] if step[0] == 1]

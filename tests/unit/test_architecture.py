@@ -65,14 +65,24 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+def nodes(path: Path) -> list[ast.AST]:
+    """Return every node of a file: to find them takes longer than to look at them."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def part(module: str) -> str:
     """Return the room of a module: `lightning_shardckpt.state.model` is in `state`."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield what a file imports, in functions and under TYPE_CHECKING, too; a module of ours by its dotted name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Return what a file imports, in functions and under TYPE_CHECKING, too; a module of ours by its dotted name."""
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -166,26 +176,35 @@ def test_nobody_imports(where: set[str], what: set[str]) -> None:
 @cache
 def our_names() -> frozenset[str]:
     """Return every name that the package defines."""
-    return frozenset().union(*(own_names(ast.parse(path.read_text())) for path in MODULES.values()))
+    return frozenset().union(*(own_names(nodes(path)) for path in MODULES.values()))
 
 
-def own_names(tree: ast.Module) -> set[str]:
+def own_names(nodes: list[ast.AST]) -> set[str]:
     """Return every name that a module defines: functions, classes, variables, attributes of ``self``."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
             found.add(node.attr)
     return found
 
 
-def private_names_of_others(tree: ast.Module, own: frozenset[str]) -> Iterator[str]:
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def last_word(node: ast.expr) -> str:
+    """Return what a name or an attribute ends with, else nothing."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def private_names_of_others(nodes: list[ast.AST], own: frozenset[str]) -> Iterator[str]:
     """Yield the private names of other packages that a module imports, or asks an object for."""
     known = own | PUBLIC_UNDERSCORES | OVERRIDDEN
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OTHERS:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name for name in names if any(word.startswith("_") for word in name.split(".")))
@@ -196,21 +215,21 @@ def private_names_of_others(tree: ast.Module, own: frozenset[str]) -> Iterator[s
 def test_private_names_of_torch_and_lightning_are_used_in_compat_alone() -> None:
     own, found = our_names(), dict[str, list[str]]()
     for module, path in MODULES.items():
-        if names := sorted(private_names_of_others(ast.parse(path.read_text()), own)):
+        if names := sorted(private_names_of_others(nodes(path), own)):
             found.setdefault(part(module), []).extend(f"{module}: {name}" for name in names)
     assert len(found.pop("compat")) > 30  # so that the search is seen to find
     assert found == {}
 
 
-def private_names(tree: ast.Module) -> Iterator[str]:
+def private_names(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield the names with an underscore that a module imports from the package, asks an object for, or patches."""
-    for node in ast.walk(tree):
+    for node in nodes:
         found = list[str]()
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith(PACKAGE.name):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute):
             found = [node.attr]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):  # getattr, monkeypatch.setattr, …
+        elif isinstance(node, ast.Call) and last_word(node.func).endswith("attr"):  # getattr, monkeypatch.setattr, …
             texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             found = [text.rpartition(".")[2] for text in texts]
         yield from (name for name in found if re.match("_[^_]", name))
@@ -218,11 +237,11 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 def test_tests_use_no_private_name_of_the_package() -> None:
     uses = f"from {PACKAGE.name}.a import _b; x._c; y.setattr('{PACKAGE.name}.a._d', 1); getattr(x, '_e'); x.__f__"
-    assert [*private_names(ast.parse(uses))] == ["_b", "_c", "_d", "_e"]  # the search is seen to find
+    assert [*private_names([*ast.walk(ast.parse(uses))])] == ["_b", "_c", "_d", "_e"]  # the search is seen to find
     ours, found = our_names() - NAMESAKES, list[str]()
     for path in sorted(PACKAGE.with_name("tests").rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        found += [f"{path.name}: {name}" for name in sorted({*private_names(tree)} & ours - own_names(tree))]
+        here = nodes(path)
+        found += [f"{path.name}: {name}" for name in sorted({*private_names(here)} & ours - own_names(here))]
     assert found == []
 
 

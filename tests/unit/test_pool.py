@@ -50,7 +50,7 @@ def gathered(times: int) -> list[str]:
 
 
 def test_no_two_threads_work_for_one_group_of_gloo() -> None:
-    for names in run_ranks(2, gathered, 10):
+    for names in run_ranks(2, gathered, 3):
         assert names.count("pt_gloo_runloop") == 2  # of the world, and of the other group
 
 

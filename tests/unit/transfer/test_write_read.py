@@ -219,11 +219,21 @@ def test_a_column_is_read_in_a_few_large_reads() -> None:
         assert len(of_data) == 4
 
 
-@pytest.mark.parametrize("how", get_args(worlds.How))
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 40))])
-def test_regions_windows_blocks_and_gaps_of_any_size_meet(
-    seed: int, how: worlds.How
-) -> None:
+WAYS: tuple[worlds.How, ...] = get_args(worlds.How)
+
+
+@pytest.mark.parametrize(
+    ("seed", "how"),
+    [
+        *((seed, how) for seed in range(12) for how in WAYS),
+        *(
+            pytest.param(seed, how, marks=[pytest.mark.slow, *([pytest.mark.sweep] if (seed + n) % len(WAYS) else [])])
+            for seed in range(12, 40)
+            for n, how in enumerate(WAYS)
+        ),
+    ],
+)
+def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds.How) -> None:
     draw = random.Random(seed)
     tuning = replace(
         TUNING,
