@@ -50,7 +50,8 @@ DEFAULT_FILTERS: list[tuple[Any, Any, type[Warning], Any, int]] = [
 _SHIM_CODE = """#!{real} -IS
 import json, os, signal, socket, sys
 
-if sys.argv[1:2] in ([], ["-"]) or sys.argv[1][:1] == "-" and sys.argv[1] not in ("-c", "-m"):
+main = sys.argv[2:3] if sys.argv[1:2] == ["-u"] else sys.argv[1:2]
+if main in ([], ["-"]) or main[0][:1] == "-" and main[0] not in ("-c", "-m"):
     os.execv({real!r}, [{real!r}, *sys.argv[1:]])
 forks = socket.socket(socket.AF_UNIX)
 forks.connect({path!r})
@@ -256,6 +257,9 @@ def _status_of(fn: Any, *args: Any) -> int:
 def _run_main(command: list[str]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = builtins  # type: ignore[attr-defined]
+    if command[0] == "-u":  # as torchrun starts ranks
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # of `_be_as_new`
+        command = command[1:]
     if command[0] == "-m":
         sys.argv = command[1:]
         sys.path.insert(0, os.getcwd())

@@ -35,6 +35,7 @@ for code, number, alone in ((waits, 15, False), (waits, 9, False), (starts, 9, T
         process.stdout.readline()
         os.killpg(process.pid, number) if alone else process.send_signal(number)
     print(process.returncode)
+print(subprocess.run([sys.executable, "-u", "-c", "import os; print('said', end=''); os._exit(0)"], stdout=-1))
 print(subprocess.run([sys.executable, "-X", "utf8", "-c", "import sys; print(sys.flags.utf8_mode)"], stdout=-1))
 """
 
