@@ -15,6 +15,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import faulthandler
+import io
 import json
 import linecache
 import os
@@ -258,7 +259,7 @@ def _run_main(command: list[str]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = builtins  # type: ignore[attr-defined]
     if command[0] == "-u":  # as torchrun starts ranks
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # of `_be_as_new`
+        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
         command = command[1:]
     if command[0] == "-m":
         sys.argv = command[1:]
