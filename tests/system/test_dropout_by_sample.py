@@ -22,7 +22,7 @@ from tests.support.pool import run_ranks
 
 SEED = 5
 TIMED = {"timed": 1}
-SAMPLES, HEADS, LENGTH, WIDTH = 44, 2, 3, 8
+SAMPLES, HEADS, LENGTH, WIDTH = 20, 2, 3, 8
 
 
 class Attention(nn.Module):
@@ -145,7 +145,7 @@ def run_one(name: str, **options: Any) -> dict[str, Tensor]:
 
 
 def run_all(names: list[str], directory: str) -> dict[str, Any]:
-    return {name: run_one(name, callbacks=[tiny.SaveAt(3, f"{directory}/{name}.ckpt")]) for name in names}
+    return {name: run_one(name, callbacks=[tiny.SaveAt(2, f"{directory}/{name}.ckpt")]) for name in names}
 
 
 def resume_all(names: list[str], directory: str) -> dict[str, Any]:
