@@ -22,7 +22,7 @@ from tests.support.pool import run_ranks
 
 SEED = 5
 TIMED = {"timed": 1}
-SAMPLES, HEADS, LENGTH, WIDTH = 44, 2, 3, 8
+SAMPLES, HEADS, LENGTH, WIDTH = 20, 2, 3, 8
 
 
 class Attention(nn.Module):
@@ -67,7 +67,7 @@ class Net(pl.LightningModule):
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.shared = nn.Dropout(0.2)
         self.timed = nn.Dropout(0.2)
         self.head = nn.Linear(WIDTH, 1)
@@ -144,16 +144,12 @@ def run_one(name: str, **options: Any) -> dict[str, Tensor]:
     return train(strategy, ranks, Net("checkpointed" in name), dropout(), **options)
 
 
-def run_all(names: list[str], directory: str) -> dict[str, Any]:
-    return {name: run_one(name, callbacks=[tiny.SaveAt(3, f"{directory}/{name}.ckpt")]) for name in names}
-
-
-def resume_all(names: list[str], directory: str) -> dict[str, Any]:
-    return {
-        name: run_one(onto, ckpt_path=f"{directory}/{saved}.ckpt")
-        for name, (saved, onto) in RESUMED.items()
-        if name in names
-    }
+def run_all(names: list[str], resumed: list[str], directory: str) -> dict[str, Any]:
+    found = {name: run_one(name, callbacks=[tiny.SaveAt(2, f"{directory}/{name}.ckpt")]) for name in names}
+    for name in resumed:
+        saved, onto = RESUMED[name]
+        found[name] = run_one(onto, ckpt_path=f"{directory}/{saved}.ckpt")
+    return found
 
 
 def run_alone() -> dict[str, Tensor]:
@@ -174,14 +170,14 @@ def seen(
     directory, found = str(tmp_path_factory.mktemp("runs")), {}
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {item.callspec.params.get("name") for item in items}
-    resumed = {name: TOPOLOGIES[onto][0] for name, (_, onto) in RESUMED.items() if name in wanted}
-    wanted |= {RESUMED[name][0] for name in resumed}
-    topologies = {name: world for name, (world, _) in TOPOLOGIES.items() if name in wanted}
-    for job, worlds in (run_all, topologies), (resume_all, resumed):
-        for world in sorted(set(worlds.values())):
-            names = [name for name, ranks in worlds.items() if ranks == world]
-            every = run_ranks(world, job, names, directory)
-            found |= {name: [rank[name] for rank in every] for name in names}
+    targets = {name: TOPOLOGIES[onto][0] for name, (_, onto) in RESUMED.items() if name in wanted}
+    wanted |= {RESUMED[name][0] for name in targets}
+    for world, begins, goes_on in (2, True, False), (4, True, True), (2, False, True):
+        names = [name for name, (ranks, _) in TOPOLOGIES.items() if begins and ranks == world and name in wanted]
+        resumed = [name for name, ranks in targets.items() if goes_on and ranks == world]
+        if names or resumed:
+            every = run_ranks(world, run_all, names, resumed, directory)
+            found |= {name: [rank[name] for rank in every] for name in (*names, *resumed)}
     return found
 
 
@@ -248,7 +244,7 @@ REFUSED: dict[str, tuple[Any, str, Any, str]] = {
     ),
     "a part that is not declared": (Net, "tp2, undeclared", {}, "ShardedDropout(dim=-1)"),
     "a call that is repeated and not known": (
-        lambda: again(Net()), "fsdp2", {}, "blocks.3.attention.drop was called 2 times for a sample",
+        lambda: again(Net()), "fsdp2", {}, "blocks.2.attention.drop was called 2 times for a sample",
     ),
     "a pattern that matches nothing": (Net, "fsdp2", {"samples_dim": {"absent": 1}}, "'absent' matches none of"),
 }  # fmt: skip

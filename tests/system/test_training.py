@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -47,7 +46,8 @@ from tests.support.nets import (
     optimizer_of,
     trainer_for,
 )
-from tests.support.pool import run_ranks
+from tests.support.pool import ROOT, run_ranks
+from tests.support.warm_python import Run
 
 TOLERANCE = 1e-12  # sums of float64 in another order
 State = dict[str, Tensor]
@@ -96,7 +96,7 @@ def train_with_options() -> list[tuple[list[str], State]]:
     for options in OPTIONS:
         pl.seed_everything(3, verbose=False)
         module = Module(Case(late=True))
-        fit(module, ShardedStrategy(**options), accumulate_grad_batches=2)
+        fit(module, ShardedStrategy(**options), accumulate_grad_batches=2, limit_val_batches=1)
         out.append((list(module.state_dict()), full_state(module)))
         assert sum(map(is_unit, module.modules())) > 3
     return out
@@ -160,7 +160,7 @@ def train_with_optimizers() -> list[State]:
         pl.seed_everything(3, verbose=False)
         module = Module(Case("qwen3"))
         module.configure_optimizers = partial(adamw, module, flags)  # type: ignore[method-assign]
-        fit(module, ShardedStrategy(tensor_parallel_size=2))
+        fit(module, ShardedStrategy(tensor_parallel_size=2), limit_train_batches=2, limit_val_batches=0)
         out.append(full_state(module))
     return out
 
@@ -635,13 +635,10 @@ print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.strategy.to
 
 
 @pytest.mark.slow
-def test_the_trainer_starts_the_processes_of_a_script(tmp_path: Path) -> None:
+def test_the_trainer_starts_the_processes_of_a_script(python: Run, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, script], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True
-    )
+    done = python([script], env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "rank" in line and "of 2" in line) == [
         f"rank {rank} of 2: (1, 1, 2, 1)" for rank in range(2)

@@ -30,6 +30,8 @@ TOGETHER = 24  # so many cases run in the same processes, one after the other
 # `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
 ONE_OF = {"one": 16, "fsdp2": 12, "replicas": 24, "tp2": 24, "pp2": 12, "hsdp": 48, "fsdp2 x tp2": 48}
 ONE_RESUMED_OF = 24
+# Of these, every second one runs only with --sweeps, from the first or the second on, but for those of GUARDED.
+SWEPT_FROM = {"fsdp2": 1, "pp2": 0, "pp2 x fsdp2": 1, "pp2 x replicas": 0}
 
 GUARDED = {
     "fsdp2": ("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
@@ -120,6 +122,14 @@ def _chosen(topology: str) -> list[str]:
     return names[list(TOPOLOGIES).index(topology) % every :: every] + guarded
 
 
+@cache
+def _drawn(topology: str, swept: bool) -> list[str]:
+    """The chosen ones that run without --sweeps, or the others."""
+    names, guarded = _chosen(topology), GUARDED.get(topology, ())
+    left = [name for name in names if name not in guarded][SWEPT_FROM[topology] :: 2] if topology in SWEPT_FROM else []
+    return left if swept else [name for name in names if name not in left]
+
+
 def _parts(names: list[str]) -> Iterator[tuple[str, ...]]:
     return (tuple(names[start : start + TOGETHER]) for start in range(0, len(names), TOGETHER))
 
@@ -127,7 +137,9 @@ def _parts(names: list[str]) -> Iterator[tuple[str, ...]]:
 @cache
 def _twinned() -> list[tuple[str, ...]]:
     """The cases of all topologies, each once, in parts whose twins are trained together."""
-    return list(_parts([name for name in CASES if any(name in _chosen(topology) for topology in TOPOLOGIES)]))
+    suite = [name for name in CASES if any(name in _drawn(topology, False) for topology in TOPOLOGIES)]
+    rest = [name for name in CASES if any(name in _drawn(topology, True) for topology in TOPOLOGIES)]
+    return [*_parts(suite), *_parts([name for name in rest if name not in suite])]
 
 
 def _expected(name: str) -> Found:
@@ -150,9 +162,10 @@ def _found(topology: str, names: tuple[str, ...]) -> list[dict[str, Found]]:
 @pytest.mark.parametrize(
     ("topology", "names", "name"),
     [
-        pytest.param(topology, names, name, id=f"{topology}-{name}")
+        pytest.param(topology, names, name, id=f"{topology}-{name}", marks=[pytest.mark.sweep] if swept else [])
         for topology in TOPOLOGIES
-        for names in _parts(_chosen(topology))
+        for swept in (False, True)
+        for names in _parts(_drawn(topology, swept))
         for name in names
     ],
 )
@@ -175,6 +188,12 @@ REFUSED = [
     ),
     *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items() if name in CASES),  # Lightning 2.5 lacks one
 ]
+LIKE_OTHERS = [
+    *(("tp2", name) for name in ("Maml", "PenaltyOnGradients", "ReparametrizedByHooks")),
+    *(("pp2", name) for name in ("ClampsInStep", "IsWatched", "DecidesByValues", "KeepsShadowInBuffers")),
+]
+"""Of every second one that the suite has, those that are refused for the same reason as another one of it."""
+SUITE = [one for one in REFUSED[::2] if one[:2] not in LIKE_OTHERS]
 
 
 @pytest.mark.slow
@@ -189,8 +208,8 @@ REFUSED = [
         ("pp2", "NormalizesByAllRanks", "is a buffer that a step changes before the layers of a pipeline"),
         ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
         ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),
-        *REFUSED[::2],
-        *(pytest.param(*one, marks=pytest.mark.sweep) for one in REFUSED[1::2]),
+        *SUITE,
+        *(pytest.param(*one, marks=pytest.mark.sweep) for one in REFUSED if one not in SUITE),
     ],
 )
 def test_code_that_cannot_train_so_is_refused_by_name(topology: str, name: str, said: str) -> None:
