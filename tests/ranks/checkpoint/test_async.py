@@ -9,7 +9,6 @@ import errno
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -42,7 +41,7 @@ from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
-from tests.support import tiny
+from tests.support import tiny, warm_python
 from tests.support.pool import ROOT, run_ranks
 
 TIMEOUT_S = 20.0
@@ -433,12 +432,11 @@ threading.Thread(target=lambda: (main.join(), storage.gate.set())).start()
     "fault", [pytest.param([], id="", marks=pytest.mark.sweep), pytest.param(["fault"], id="with an error")]
 )
 def test_a_process_that_ends_without_a_teardown_finishes_its_save_or_shows_its_error(
-    fault: list[str], tmp_path: Path
+    fault: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     path = str(tmp_path / "a.ckpt")
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT, path, *fault], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    python = warm_python.run_new if request.config.getoption("sweeps") else warm_python.run
+    done = python(["-c", EXIT, path, *fault], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout_s=100)
     if fault:
         assert "Input/output error" in done.stderr and os.listdir(tmp_path) == []
     else:
@@ -545,7 +543,7 @@ def _held_out() -> Any:
 @pytest.mark.parametrize(
     ("strategy", "world", "timed"),
     [
-        pytest.param({}, 2, False, marks=pytest.mark.slow),
+        pytest.param({}, 2, False, marks=[pytest.mark.slow, pytest.mark.sweep]),
         ("auto", 1, False),
         pytest.param({}, 2, True, marks=pytest.mark.slow),
     ],

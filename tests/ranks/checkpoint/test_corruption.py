@@ -132,7 +132,9 @@ def half(sweep: Callable[[Path, int, int], int], saved: Path, folder: Path) -> i
     return sweep(shutil.copytree(saved, folder / rank / "a.ckpt"), int(rank), EACH)
 
 
-@pytest.mark.parametrize(("step", "least"), [(111, 66), pytest.param(37, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("step", "least"), [(111, 66), pytest.param(37, 200, marks=[pytest.mark.slow, pytest.mark.sweep])]
+)
 def test_a_flipped_bit_in_any_file_is_found(copy: Path, step: int, least: int) -> None:
     assert with_flips(copy, 0, step) > least
     assert refusal(copy) is None and not verify(copy).findings
@@ -151,7 +153,7 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_filled(copy: Path
     assert refusal(copy, tuning) is None
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.sweep])])
 def test_runs_of_other_bytes_are_found(copy: Path, count: int) -> None:
     draw = random.Random(1)
     for _ in range(count):
@@ -162,7 +164,7 @@ def test_runs_of_other_bytes_are_found(copy: Path, count: int) -> None:
         with_content(copy, name, content[:at] + draw.randbytes(length) + content[at + length :])
 
 
-@pytest.mark.parametrize("length", [pytest.param(64, marks=pytest.mark.slow), 512, 4096])
+@pytest.mark.parametrize("length", [pytest.param(64, marks=[pytest.mark.slow, pytest.mark.sweep]), 512, 4096])
 def test_zeroed_ranges_are_found(copy: Path, length: int) -> None:
     for name in names(copy):
         content = (copy / name).read_bytes()

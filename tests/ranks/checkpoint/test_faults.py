@@ -12,20 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from tests.support.pool import run_ranks
-from tests.sweeps.faults import dcp, saves
+from tests.sweeps.faults import dcp, run, saves
 from tests.sweeps.faults.disk import full_disks
 from tests.sweeps.faults.flips import FORMATS, Noticed, flips, summary
 from tests.sweeps.faults.inject import NO_FAULT, Change, Fault, Interposer
 from tests.sweeps.faults.kill import ERRNOS, errors, kills, problems, sweep
 from tests.sweeps.faults.powerloss import losses
-from tests.sweeps.faults.run import FULL_DISKS, everything
-from tests.sweeps.faults.trial import Found, Outcome, Scenario, action, prepared, scratch
+from tests.sweeps.faults.trial import Found, Outcome, Scenario, action, prepared, repeated, scratch
 
 ALONE = [each.name for each in saves.scenarios(1)]
 TWO, FOUR = ([each.name for each in saves.scenarios(world) if each.world == world] for world in (2, 4))
@@ -51,9 +51,22 @@ def in_a_fork(fn: Callable[..., Any], *args: Any, timeout_s: float = 300) -> Any
     return run_ranks(1, fn, *args, init_process_group=False, timeout_s=timeout_s)[0]
 
 
+def warm() -> None:
+    """Do once here what every rank of every trial, a fork of this process, would do for the first time."""
+    alone = saves.scenario("save over an older one, 1 rank")
+    with scratch() as folder:
+        template, _ = prepared(alone, folder)
+        assert list(repeated(alone, template)) == []
+    one_of_two: Any = SimpleNamespace(world=2, rank=0)
+    saves.of_rank(saves.NEW, one_of_two)
+
+
 def swept(name: str, what: str, every: int = 1, codes: Sequence[int] = ERRNOS) -> tuple[set[Found], int, list[str]]:
+    scenario = saves.scenario(name)
+    if scenario.world > 1:
+        warm()
     faults_of = kills if what == "kills" else partial(errors, codes=codes)
-    outcomes = sweep(saves.scenario(name), faults_of, every=every)
+    outcomes = sweep(scenario, faults_of, every=every)
     return {o.found for o in outcomes}, len(outcomes), problems(outcomes)
 
 
@@ -74,7 +87,7 @@ def without_names(wrong: list[str]) -> list[str]:
     return [said for said in wrong if ": message: " not in said]
 
 
-@pytest.mark.parametrize("name", [LINKING[0], pytest.param(LINKING[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [LINKING[0], pytest.param(LINKING[1], marks=[pytest.mark.slow, pytest.mark.sweep])])
 def test_a_save_that_links_files_survives_deaths_errors_and_losses_of_power(name: str) -> None:
     linked, found, wrong = in_a_fork(survived, f"{name}, 1 rank")
     assert linked == [1] and found == {"old", "new"} and wrong == []
@@ -90,7 +103,7 @@ def test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state(name
     assert "old" in found and found <= {"old", "new"} and trials > 2
 
 
-@pytest.mark.parametrize("name", [pytest.param(SAMPLED[0], marks=pytest.mark.slow), SAMPLED[1]])
+@pytest.mark.parametrize("name", [pytest.param(SAMPLED[0], marks=[pytest.mark.slow, pytest.mark.sweep]), SAMPLED[1]])
 def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_and_leaves_the_old_or_the_new_state(name: str) -> None:
     found, trials, wrong = in_a_fork(swept, name, "kills", 3)
     assert wrong == []
@@ -139,7 +152,7 @@ def test_any_error_at_some_call_is_raised_or_overcome(name: str) -> None:
     assert without_names(wrong) == [] and trials > 7
 
 
-@pytest.mark.parametrize("name", FULL_DISKS)
+@pytest.mark.parametrize("name", run.FULL_DISKS)
 def test_a_disk_of_any_size_that_is_too_small_keeps_the_old_state(name: str) -> None:
     outcomes = in_a_fork(disks, name)
     if isinstance(outcomes, str):
@@ -177,8 +190,9 @@ def test_each_sync_is_needed(unsynced: str) -> None:
 
 
 @pytest.mark.slow
-def test_without_syncs_a_loss_of_power_may_leave_nothing_but_never_a_mix() -> None:
-    _, wrong = in_a_fork(lost, "save without syncs over an older one, 1 rank", None, 27)
+@pytest.mark.parametrize("every", [243, pytest.param(27, marks=pytest.mark.sweep)])
+def test_without_syncs_a_loss_of_power_may_leave_nothing_but_never_a_mix(every: int) -> None:
+    _, wrong = in_a_fork(lost, "save without syncs over an older one, 1 rank", None, every)
     assert any(": lost in " in said for said in wrong)
     assert not any(": mixed in " in said for said in wrong)
 
@@ -187,7 +201,8 @@ def test_without_syncs_a_loss_of_power_may_leave_nothing_but_never_a_mix() -> No
 
 
 def flipped(every: int) -> list[Counter[Noticed]]:
-    return [summary(flips(kind, every=every)) for kind in FORMATS]
+    """Of torch's DCP, whose loads take longest, a fifth will do."""
+    return [summary(flips(kind, every=5 * every if "DCP" in kind.name else every)) for kind in FORMATS]
 
 
 def test_a_flipped_bit_is_never_loaded_silently() -> None:
@@ -199,9 +214,16 @@ def test_a_flipped_bit_is_never_loaded_silently() -> None:
 # ── everything ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def short_form(names: Sequence[str]) -> str:
+    """Of the scenarios with these names."""
+    run.scenarios = lambda *worlds: map(saves.scenario, names)  # type: ignore[assignment]
+    return run.everything(True)
+
+
 @pytest.mark.slow
-def test_the_short_form_of_all_sweeps_has_tables() -> None:
-    report = in_a_fork(everything, True)
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.sweep)])
+def test_the_short_form_of_all_sweeps_has_tables(every: int) -> None:
+    report = in_a_fork(short_form, ALONE[::every])
     assert "| SIGKILL before a call |" in report and "| torch DCP |" in report
 
 
@@ -209,7 +231,7 @@ def test_the_short_form_of_all_sweeps_has_tables() -> None:
 
 
 def damaged() -> dict[str, set[Found]]:
-    return {each.name: {o.found for o in sweep(each, kills)} for each in dcp.SCENARIOS}
+    return {each.name: {o.found for o in sweep(each, kills, every=2)} for each in dcp.SCENARIOS[:2]}
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ CASES = [
     Case("duplicate keys", raw_root(lambda t: t.replace(b'"step":', b'"step":1,"step":')), "duplicate key 'step'"),
     Case(
         "many keys, the last one twice",
-        raw(INDEX, lambda _: json.dumps({str(i): 0 for i in range(200_000)}).encode()[:-1] + b',"1":0}'),
+        raw(INDEX, lambda _: json.dumps({str(i): 0 for i in range(60_000)}).encode()[:-1] + b',"1":0}'),
         "duplicate key '1'",
     ),
     Case("NaN", raw_root(lambda t: t.replace(b'"step":2', b'"step":NaN')), "NaN is not JSON"),
@@ -514,8 +514,8 @@ def _too_slow(number: int, frame: Any) -> None:
 # ── the tests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# Of those that take longest, each with a quick one of the same kind: dims, entries, keys, a set with such items.
-HEAVY = {"100,000 axes", "a million checksums", "many keys, the last one twice"}
+# Of those that take longest, each with a quick one of the same kind: dims, entries, a set with such items.
+HEAVY = {"100,000 axes", "a million checksums"}
 HEAVY |= {case.name for case in CASES if case.name.startswith("tagged 19 ")}
 
 
@@ -523,7 +523,7 @@ HEAVY |= {case.name for case in CASES if case.name.startswith("tagged 19 ")}
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of the cases that are selected."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = {item.callspec.params["case"].name for item in items}
+    names = {item.callspec.params["case"].name for item in items if "case" in item.callspec.params}
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "work").mkdir()
     good = str(folder / "good.ckpt")
@@ -542,7 +542,10 @@ def test_there_are_many_cases_and_the_untouched_one_is_accepted(outcomes: dict[s
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.name in HEAVY else []) for case in CASES],
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow, pytest.mark.sweep] if case.name in HEAVY else [])
+        for case in CASES
+    ],
 )
 def test_a_hostile_checkpoint_is_refused(case: Case, outcomes: dict[str, dict[str, Any]]) -> None:
     found = outcomes[case.name]
@@ -556,15 +559,17 @@ def test_a_hostile_checkpoint_is_refused(case: Case, outcomes: dict[str, dict[st
     assert found["watch"] == [] and found["left"] == ["hostile.ckpt"]
 
 
-def mutated(files: fuzz.Files) -> Counter[str]:
-    return fuzz.run(10_000, int(os.environ["RANK"]), files=files)
+def mutated(count: int, files: fuzz.Files) -> Counter[str]:
+    return fuzz.run(count, int(os.environ["RANK"]), files=files)
 
 
 @pytest.mark.slow
-def test_a_mutated_checkpoint_is_refused_or_right() -> None:
-    one, other = run_ranks(2, mutated, fuzz.good_files(), timeout_s=300, init_process_group=False)
+@pytest.mark.parametrize("count", [4000, pytest.param(10_000, marks=pytest.mark.sweep)])
+def test_a_mutated_checkpoint_is_refused_or_right(count: int) -> None:
+    one, other = run_ranks(2, mutated, count, fuzz.good_files(), timeout_s=300, init_process_group=False)
     counts = one + other
     ends = Counter(kind.rpartition(": ")[2] for kind in counts.elements())
     whole = Counter(kind.rpartition(": ")[2] for kind in counts.elements() if "loaded whole" in kind)
-    assert ends["FormatError"] > 10_000 and ends["accepted"] > 2000
-    assert whole["FormatError"] > 200 and whole["CorruptionError"] > 2 and whole["accepted"] > 40
+    assert ends["FormatError"] > count and ends["accepted"] > count / 5
+    assert whole["FormatError"] > count / 50 and whole["accepted"] > count / 250
+    assert whole["CorruptionError"] > count / 5000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,26 +70,40 @@ def trained(
     watch = Watch(4)
     keeps = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     options |= {"num_nodes": nodes, "callbacks": [watch, keeps, *more], "enable_checkpointing": True}
-    warnings.filterwarnings("ignore", "removed the leftover of an unfinished save")
+    for known in ("removed the leftover of an unfinished save", "The dirpath has changed"):
+        warnings.filterwarnings("ignore", known)
     found = tiny.fit(strategy, steps, resume=resume, seed=9 if resume else 1, **options)
     return found["losses"], found["state"], watch.at_start, watch.then
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Two ranks on one host, uninterrupted."""
-    return run_ranks(2, trained, 1, str(tmp_path_factory.mktemp("straight")), {}, 6)
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The checkpoints of two ranks on one host, uninterrupted, and what these were; tests must not change them."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, run_ranks(2, trained, 1, str(folder), {}, 6)
+
+
+@pytest.fixture(scope="module")
+def straight(saved: tuple[Path, list[Any]]) -> list[Any]:
+    return saved[1]
 
 
 @pytest.mark.parametrize(
-    "from_two", [pytest.param(True, id="two to one"), pytest.param(False, id="one to two", marks=pytest.mark.slow)]
+    "from_two",
+    [
+        pytest.param(True, id="two to one", marks=[pytest.mark.slow, pytest.mark.sweep]),  # so is what a lost host left
+        pytest.param(False, id="one to two"),
+    ],
 )
-def test_what_one_set_of_hosts_saved_another_one_resumes(from_two: bool, hosts: Hosts, tmp_path: Path) -> None:
-    def run(two: bool, *args: Any) -> Any:
-        return run_hosts(hosts, 1, trained, 2, *args) if two else run_ranks(2, trained, 1, *args)
-
-    first = run(from_two, str(tmp_path), {}, 6)
-    resumed = run(not from_two, str(tmp_path), {}, 6, str(tmp_path / "step=4.ckpt"))
+def test_what_one_set_of_hosts_saved_another_one_resumes(
+    from_two: bool, hosts: Hosts, tmp_path: Path, saved: tuple[Path, list[Any]]
+) -> None:
+    if from_two:
+        folder, first = tmp_path, run_hosts(hosts, 1, trained, 2, str(tmp_path), {}, 6)
+    else:
+        folder, first = saved
+    more = str(tmp_path), {}, 6, str(folder / "step=4.ckpt")
+    resumed = run_ranks(2, trained, 1, *more) if from_two else run_hosts(hosts, 1, trained, 2, *more)
     for (losses, end, _, then), (rest, end_resumed, loaded, _) in zip(first, resumed, strict=True):
         assert rest == losses[4:]
         assert tiny.differences(then, loaded) == tiny.differences(end, end_resumed) == []
@@ -179,7 +194,7 @@ def seen_late(directory: str, late: int, visible_within_s: float) -> tuple[Any, 
         return first, trained(2, directory, {}, 6, "last", plugins=[io]), lag.missed
 
 
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=[pytest.mark.slow, pytest.mark.sweep]), 1])
 def test_what_a_host_sees_late_is_waited_for(late: int, hosts: Hosts, tmp_path: Path, straight: list[Any]) -> None:
     found = run_hosts(hosts, 1, seen_late, str(tmp_path), late, 60.0)
     for (losses, end, *_), (first, resumed, _) in zip(straight, found, strict=True):
@@ -235,9 +250,14 @@ def test_a_directory_with_another_path_on_each_host_is_an_error_on_all_ranks(hos
     assert [path for path in tmp_path.rglob("*") if not path.is_dir() or path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("seen_by", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "word", [pytest.param(True, id="last"), pytest.param(False, id="path", marks=pytest.mark.slow)]
+    ("word", "seen_by"),
+    [
+        pytest.param(True, 0, id="last-0"),
+        pytest.param(True, 1, id="last-1", marks=[pytest.mark.slow, pytest.mark.sweep]),
+        pytest.param(False, 0, id="path-0", marks=[pytest.mark.slow, pytest.mark.sweep]),
+        pytest.param(False, 1, id="path-1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_that_one_host_sees_is_an_error_on_all_ranks(
     word: bool, seen_by: int, hosts: Hosts, tmp_path: Path
@@ -275,8 +295,10 @@ def resumed_elsewhere(directory: str) -> None:
         trained_impatiently(directory, f"{directory}/step=4.ckpt")
 
 
-def test_a_file_that_a_host_does_not_see_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    run_ranks(2, trained, 1, str(tmp_path), {}, 4)
+def test_a_file_that_a_host_does_not_see_is_named(
+    hosts: Hosts, tmp_path: Path, saved: tuple[Path, list[Any]]
+) -> None:
+    shutil.copytree(saved[0] / "step=4.ckpt", tmp_path / "step=4.ckpt")
     outcomes = run_hosts(hosts, 1, resumed_elsewhere, str(tmp_path), expect_errors=True, grace_s=30)
     for outcome in outcomes:
         assert "rank 0 failed while" in outcome.error.message

@@ -476,7 +476,7 @@ print(grown, "torch" in sys.modules, *status)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_and_torch_is_imported_for_a_conversion_only(tmp_path: Path) -> None:
-    rows = 40 * 1024  # 160 MiB per tensor
+    rows = 32 * 1024  # 128 MiB per tensor
     run_ranks(2, zoo.save_large, str(tmp_path / "a.ckpt"), rows)
     expected = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
     for number, more in enumerate(([], ["--split", "chunks", "--size_per_shard", "100"], ["--dtype", "bfloat16"])):

@@ -58,12 +58,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+LARGE_BYTES = 12_000_000  # three parts
+
+
 def save_large(path: str) -> None:
-    """Two tensors of 12 MB, one in rows and one in columns of two ranks."""
+    """Two tensors of 6 MB, one in rows and one in columns of two ranks."""
     mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(3_000_000, dtype=torch.float32).view(3000, 1000)
+    whole = torch.arange(LARGE_BYTES // 8, dtype=torch.float32).view(-1, 1000)
     state = {f"dim{d}": distribute_tensor(whole + d, mesh, [Shard(d)], src_data_rank=None) for d in (0, 1)}
-    io = zoo.ShardCkptIO(size_per_shard=5)
+    io = zoo.ShardCkptIO(size_per_shard=4)
     io.attach(zoo.Ranks.of_default_group(60), torch.nn.Module(), {})
     io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
 
@@ -128,8 +131,18 @@ def test_a_store_gets_the_bytes_of_the_local_export(
     assert content(url, options).keys() == {f"/out{name}" for name in expected}
 
 
-@pytest.mark.parametrize("nbytes", [pytest.param(400, marks=pytest.mark.slow), 3000, 70_000])
-@pytest.mark.parametrize("kind", ["torch", "torch converted", "chunks with optimizer"])
+@pytest.mark.parametrize(
+    ("kind", "nbytes"),
+    [
+        pytest.param(kind, nbytes, marks=marks if nbytes == 400 else [])
+        for kind, *marks in (
+            ("torch", pytest.mark.slow, pytest.mark.sweep),
+            ("torch converted", pytest.mark.slow),
+            ("chunks with optimizer", pytest.mark.slow, pytest.mark.sweep),
+        )
+        for nbytes in (400, 3000, 70_000)
+    ],
+)
 def test_threads_take_turns_in_windows_of_any_size(
     kind: str, nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,14 +176,16 @@ def test_parts_are_as_large_as_the_size_of_the_object_asks(
 
 
 @pytest.mark.slow
-def test_from_a_store_to_a_store(saved: Path, s3: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="torch"), pytest.param(CHUNKS, id="chunks", marks=pytest.mark.sweep)]
+)
+def test_from_a_store_to_a_store(options: dict[str, Any], saved: Path, s3: Bucket, tmp_path: Path) -> None:
     fs, root = fsspec.core.url_to_fs(s3.url("a.ckpt"), **s3.options)
     for file in saved.iterdir():
         fs.put_file(str(file), f"{root}/{file.name}")
-    for number, options in enumerate(({}, CHUNKS)):
-        expected = content(consolidate(saved, tmp_path / f"out{number}", **options))
-        url = consolidate(s3.url("a.ckpt"), s3.url(f"out{number}"), **options, storage_options=s3.options)
-        assert content(url, s3.options) == expected
+    expected = content(consolidate(saved, tmp_path / "out", **options))
+    url = consolidate(s3.url("a.ckpt"), s3.url("out"), **options, storage_options=s3.options)
+    assert content(url, s3.options) == expected
 
 
 @pytest.mark.parametrize("nbytes", [96, 4 << 20])
@@ -226,12 +241,13 @@ def test_a_url_of_a_file_is_a_path(saved: Path, tmp_path: Path) -> None:
 
 REPLACED = {"file": FILE, "folder": CHUNKS, "torch": {}}
 QUICK_PAIRS = {("s3", "folder"), ("memory", "file"), ("another", "torch")}
+SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 
 
 @pytest.mark.parametrize(
     ("store", "options"),
     [
-        pytest.param(store, REPLACED[kind], id=f"{store}-{kind}", marks=[] if pair in QUICK_PAIRS else pytest.mark.slow)
+        pytest.param(store, REPLACED[kind], id=f"{store}-{kind}", marks=[] if pair in QUICK_PAIRS else SWEPT)
         for pair in itertools.product(("s3", "memory", "another"), REPLACED)
         for store, kind in [pair]
     ],
@@ -277,7 +293,7 @@ def test_a_foreign_object_and_a_checkpoint_are_in_the_way_of_a_directory(
 @pytest.mark.slow
 def test_an_object_that_appears_meanwhile_is_not_replaced(large: Path, s3: Bucket, proxy: Proxy) -> None:
     options = replace(s3, port=proxy.port).options
-    chunks = {"format": "safetensors", "split": "chunks", "size_per_shard": 12}
+    chunks = {"format": "safetensors", "split": "chunks", "size_per_shard": 6}
     for place, key, more in (("a.pt", "a.pt", {}), ("out", "out/model.safetensors.index.json", chunks)):
 
         def harm(asked: Any, key: str = key) -> None:
@@ -301,10 +317,14 @@ LASTING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "something"])
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if "reset" in kind else []) for kind in LASTING]
-)
+def lasting() -> Iterator[Any]:
+    """What fails, and what was there before; a sample of these with nothing."""
+    for kind in LASTING:
+        yield pytest.param(kind, "something", marks=[pytest.mark.slow] if "reset" in kind else [])
+        yield pytest.param(kind, "nothing", marks=[pytest.mark.slow] if "completed" in kind else SWEPT)
+
+
+@pytest.mark.parametrize(("kind", "before"), [*lasting()])
 def test_a_failure_leaves_what_was_there_and_no_upload(
     kind: str, before: str, large: Path, s3: Bucket, proxy: Proxy
 ) -> None:
@@ -322,7 +342,7 @@ def test_a_failure_leaves_what_was_there_and_no_upload(
 def test_a_failure_of_a_later_file_deletes_the_earlier_ones(large: Path, s3: Bucket, proxy: Proxy) -> None:
     proxy.harm = lambda asked: 500 if asked.method == "PUT" and "index.json" in asked.path else None
     options = replace(s3, port=proxy.port).options
-    chunks: dict[str, Any] = {"format": "safetensors", "split": "chunks", "size_per_shard": 12}
+    chunks: dict[str, Any] = {"format": "safetensors", "split": "chunks", "size_per_shard": 6}
     with pytest.raises(OSError, match=r"index\.json: failed 4 times"):
         consolidate(large, s3.url("out"), **chunks, storage_options=options)
     assert any("out/model-00002-of-00002.safetensors" in asked.path for asked in proxy.asked)
@@ -447,4 +467,4 @@ def test_columns_are_read_once_and_what_is_summed_twice(large: Path, s3: Bucket,
     for format, most in (("safetensors", 1.05), ("torch", 2.05)):
         proxy.forget()
         consolidate(s3.url("a.ckpt"), s3.url(format), format=format, storage_options=options)  # type: ignore[arg-type]
-        assert proxy.sent_bytes <= most * 24_000_000
+        assert proxy.sent_bytes <= most * LARGE_BYTES
