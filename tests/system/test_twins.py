@@ -190,7 +190,7 @@ REFUSED = [
 ]
 LIKE_OTHERS = [
     *(("tp2", name) for name in ("Maml", "PenaltyOnGradients", "ReparametrizedByHooks")),
-    *(("pp2", name) for name in ("ClampsInStep", "IsWatched", "DecidesByValues", "KeepsShadowInBuffers")),
+    ("pp2", "IsWatched"),
 ]
 """Of every second one that the suite has, those that are refused for the same reason as another one of it."""
 SUITE = [one for one in REFUSED[::2] if one[:2] not in LIKE_OTHERS]
