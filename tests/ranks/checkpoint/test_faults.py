@@ -19,12 +19,13 @@ import pytest
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from tests.support.pool import run_ranks
-from tests.sweeps.faults import dcp, run, saves
+from tests.sweeps.faults import dcp, saves
 from tests.sweeps.faults.disk import full_disks
 from tests.sweeps.faults.flips import FORMATS, Noticed, flips, summary
 from tests.sweeps.faults.inject import NO_FAULT, Change, Fault, Interposer
 from tests.sweeps.faults.kill import ERRNOS, errors, kills, problems, sweep
 from tests.sweeps.faults.powerloss import losses
+from tests.sweeps.faults.run import FULL_DISKS, everything
 from tests.sweeps.faults.trial import Found, Outcome, Scenario, action, prepared, repeated, scratch
 
 ALONE = [each.name for each in saves.scenarios(1)]
@@ -152,7 +153,7 @@ def test_any_error_at_some_call_is_raised_or_overcome(name: str) -> None:
     assert without_names(wrong) == [] and trials > 7
 
 
-@pytest.mark.parametrize("name", run.FULL_DISKS)
+@pytest.mark.parametrize("name", FULL_DISKS)
 def test_a_disk_of_any_size_that_is_too_small_keeps_the_old_state(name: str) -> None:
     outcomes = in_a_fork(disks, name)
     if isinstance(outcomes, str):
@@ -214,29 +215,24 @@ def test_a_flipped_bit_is_never_loaded_silently() -> None:
 # ── everything ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def short_form(names: Sequence[str]) -> str:
-    """Of the scenarios with these names."""
-    run.scenarios = lambda *worlds: map(saves.scenario, names)  # type: ignore[assignment]
-    return run.everything(True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.sweep)])
 def test_the_short_form_of_all_sweeps_has_tables(every: int) -> None:
-    report = in_a_fork(short_form, ALONE[::every])
+    report = in_a_fork(everything, True, every)
     assert "| SIGKILL before a call |" in report and "| torch DCP |" in report
 
 
 # ── the harness itself ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def damaged() -> dict[str, set[Found]]:
-    return {each.name: {o.found for o in sweep(each, kills, every=2)} for each in dcp.SCENARIOS[:2]}
+def damaged(every: int) -> dict[str, set[Found]]:
+    return {each.name: {o.found for o in sweep(each, kills, every=every)} for each in dcp.SCENARIOS[:2]}
 
 
 @pytest.mark.slow
-def test_the_same_sweep_finds_what_torch_loses() -> None:
-    found = in_a_fork(damaged)
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.sweep)])
+def test_the_same_sweep_finds_what_torch_loses(every: int) -> None:
+    found = in_a_fork(damaged, every)
     assert "lost" in found["DCP, same directory, one file"]
     assert {"lost", "mixed"} <= found["DCP, same directory, several files"]
 

@@ -219,10 +219,13 @@ CASES = [
     ),
     # JSON
     Case("duplicate keys", raw_root(lambda t: t.replace(b'"step":', b'"step":1,"step":')), "duplicate key 'step'"),
-    Case(
-        "many keys, the last one twice",
-        raw(INDEX, lambda _: json.dumps({str(i): 0 for i in range(60_000)}).encode()[:-1] + b',"1":0}'),
-        "duplicate key '1'",
+    *(
+        Case(
+            f"{count} keys, the last one twice",
+            raw(INDEX, lambda _, count=count: json.dumps({str(i): 0 for i in range(count)}).encode()[:-1] + b',"1":0}'),
+            "duplicate key '1'",
+        )
+        for count in (60_000, 200_000)
     ),
     Case("NaN", raw_root(lambda t: t.replace(b'"step":2', b'"step":NaN')), "NaN is not JSON"),
     Case("infinite", raw(INDEX, lambda t: t.replace(b'"rank":0', b'"rank":-Infinity', 1)), "Infinity is not JSON"),
@@ -514,8 +517,8 @@ def _too_slow(number: int, frame: Any) -> None:
 # ── the tests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# Of those that take longest, each with a quick one of the same kind: dims, entries, a set with such items.
-HEAVY = {"100,000 axes", "a million checksums"}
+# Of those that take longest, each with a quick one of the same kind: dims, entries, keys, a set with such items.
+HEAVY = {"100,000 axes", "a million checksums", "200000 keys, the last one twice"}
 HEAVY |= {case.name for case in CASES if case.name.startswith("tagged 19 ")}
 
 

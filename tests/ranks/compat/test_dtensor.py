@@ -35,6 +35,8 @@ def check_parts() -> None:
     assert made.shape == whole.shape and made.placements == (Shard(0),) and made.device_mesh == mesh
     assert local_tensor(made).data_ptr() == local.data_ptr()
     assert not made.requires_grad and torch.equal(made.full_tensor(), whole)
+    other = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+    assert vars(made) == vars(other) and made.stride() == other.stride() and made.dtype == other.dtype  # by __init__
     replace_local(made, distribute_tensor(whole + 1, mesh, [Replicate()]))
     assert made.placements == (Replicate(),) and torch.equal(local_tensor(made), whole + 1)
 

@@ -110,7 +110,7 @@ def receive_in_another_order(this: Transport) -> list[float]:
 
 
 def expect_before_it_is_sent(this: Transport) -> list[float]:
-    """Rank 1 expects messages twice, as after a step that was interrupted before they came."""
+    """Rank 1 expects messages before they are sent, more than once; those of the next step are others."""
     if this.rank == 1:
         for microbatch in (2, 0, 1, 1, 2, 0):
             this.expect("forward", 0, microbatch)

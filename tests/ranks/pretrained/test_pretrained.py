@@ -382,8 +382,8 @@ def begin_in_other_ways(folder: str) -> list[str]:
     whole = {f"model.{name}": value for name, value in expected.items()}
     compare("a model that cuts itself", first_of(CutsItself("llama"), pretrained=path), whole)
     half = {f"model.{name}": value.bfloat16() for name, value in expected.items()}
-    hsdp = {"data_parallel_replicate_size": 2, "precision": "bf16-true"}
-    compare("HSDP with bf16-true", first_of(Causal("llama"), pretrained=path, **hsdp), half)
+    compare("HSDP", first_of(Causal("llama"), pretrained=path, data_parallel_replicate_size=2), whole)
+    compare("bf16-true", first_of(Causal("llama"), pretrained=path, precision="bf16-true"), half)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mapping = "tests.ranks.pretrained.test_pretrained:without_head"
