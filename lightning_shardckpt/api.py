@@ -94,14 +94,14 @@ def save(
         named_by: the module that has the parameters of optimizers, where it is not in the state. Without names they are
             saved by number.
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        sync_files: make the checkpoint durable; see ``ShardCkptIO``.
-        also: see ``ShardCkptIO``.
-        replicas: see ``ShardCkptIO``.
-        digest: see ``ShardCkptIO``.
-        incremental: see ``ShardCkptIO``.
+        sync_files: make the checkpoint durable before this returns; without it only a crash of the machine can spoil it.
+        also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it; see ``ShardCkptIO``.
+        replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
+        digest: record digests of model and optimizer, the same on every topology; by default with ``sync_files``.
+        incremental: hard-link shard files whose content an earlier save into the same directory has already.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
-        storage_options: for URLs, see ``ShardCkptIO``.
-        throttle_uploads: for URLs, see ``ShardCkptIO``.
+        storage_options: for URLs, passed to ``fsspec.filesystem``.
+        throttle_uploads: for URLs, let only one rank of each node upload at a time.
 
     Raises:
         FileExistsError: on every rank, if something is at the path and ``overwrite`` is not set.
@@ -152,17 +152,20 @@ def save_async(
     written. The process does not end before all is written; loads wait for it.
 
     Args:
-        path: as in ``save``, as are all but these two.
-        state: see ``save``.
-        overwrite: see ``save``.
-        prefix: see ``save``.
-        named_by: see ``save``.
-        size_per_shard: see ``save``.
-        sync_files: see ``save``.
-        also: see ``save``.
-        process_group: see ``save``.
-        storage_options: see ``save``.
-        throttle_uploads: see ``save``.
+        path: a directory that does not exist yet or is empty; with ``overwrite``, also a checkpoint.
+        state: what to save, of the kinds that ``save`` takes.
+        overwrite: replace the checkpoint that is there; it can be loaded until the new one is complete.
+        prefix: what is put before the names of parameters and buffers.
+        named_by: the module that has the parameters of optimizers, where it is not in the state.
+        size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
+        sync_files: make the checkpoint durable before it counts as complete.
+        also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it.
+        replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
+        digest: record digests of model and optimizer; by default with ``sync_files``.
+        incremental: hard-link shard files whose content an earlier save into the same directory has already.
+        process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
+        storage_options: for URLs, passed to ``fsspec.filesystem``.
+        throttle_uploads: for URLs, let only one rank of each node upload at a time.
         max_pending: how many saves may wait while another one is being written, when this one is added; see
             ``ShardCkptIO``.
         overlap_copy: return before optimizer state and the parameters of optimizers in ``state`` are copied; the next

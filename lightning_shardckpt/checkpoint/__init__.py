@@ -1,4 +1,5 @@
 """Save and load live state, in call order: `checkpoint.py` is the page that everybody reads.
 
-In come live objects and a place to keep them. Nothing here knows Lightning, or how a model came to be sharded.
+In come live objects, or the dict that Lightning makes of them, and a place to keep them. Nothing here imports
+Lightning, or knows how a model came to be sharded.
 """

@@ -20,7 +20,8 @@ from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_er
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.pending_saves import WRITERS
-from lightning_shardckpt.system.threads import NoThreadError, start
+from lightning_shardckpt.system.threads import NoThreadError
+from lightning_shardckpt.system.workers import Worker
 
 _Failure: TypeAlias = tuple[int, ErrorReport]
 """The number of a save, and its error; a list of two once it has travelled as JSON."""
@@ -70,7 +71,7 @@ class Background:
         self.lock = threading.RLock()  # a signal handler may save, too
         self._changed = threading.Condition(self.lock)  # taken by the lock alone, see ``threads``
         self._jobs: deque[_Job] = deque()
-        self._thread: threading.Thread | None = None
+        self._writer: Worker | None = None
         self._failures: dict[int, Exception] = {}
         self._notes: list[str] = []
 
@@ -174,16 +175,16 @@ class Background:
         return not self._jobs
 
     def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._writer is not None and self._writer.is_running()
 
     def _put(self, job: _Job) -> Future[list[str]]:
         with self.lock:
             self._jobs.append(job)
-            if self._thread is not None:
+            if self._writer is not None:
                 return job.done
-            self._thread = threading.Thread(target=self._run, name="shardckpt-writer")
+            self._writer = Worker(self._run, name="shardckpt-writer")
         try:
-            start(self._thread)
+            self._writer.start()
         except NoThreadError as error:  # then here: other ranks count on it
             self._notes.append(f"training waited for {job.path!r} to be written: {error}")
             self._run()
@@ -193,7 +194,7 @@ class Background:
         while True:
             with self.lock:
                 if not self._jobs:
-                    self._thread = None
+                    self._writer = None
                     return
                 job = self._jobs[0]
             self._do(job)

@@ -1,4 +1,4 @@
-"""Options of a save or a load, as frozen values: every default and every check of them is here.
+"""Options of a save or a load, as frozen values that check themselves.
 
 Knows neither what is saved nor where. Pure.
 """

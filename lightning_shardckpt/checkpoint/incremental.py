@@ -200,7 +200,14 @@ def write_changed(
 ) -> tuple[RankIndex, int]:
     """Link the files of the base that have what is to be saved, and write the rest, in files that may be linked next.
 
-    ``digests``: see ``write_component``; the parts of boxes that are linked are the base's, if it has them.
+    Args:
+        draft: takes the files.
+        mine: what this rank saves of a component.
+        save_id: of this save.
+        stage: gives the bytes of a piece.
+        base: the checkpoint whose files may be linked; None if there is none.
+        history: what earlier saves of the component have seen of its tensors.
+        digests: takes the boxes as they are written; of those that are linked it takes the base's parts, if there.
 
     Returns:
         The index of all of them, which is not written yet, and how many bytes were linked.

@@ -35,14 +35,22 @@ _LISTED = 20
 class LoadTargets:
     """The objects to load into.
 
-    ``extra_state``: canonical names of the model's values. ``optimizers`` None: weights only. ``names``: FQN by ``id``
-    of the parameter. ``whole``: of all pipeline stages. ``adapters``: keys of ``model`` that PEFT made for adapters.
-    ``fitting``: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
-    ``placed``: tensors of the user's to fill, by key of trainer state. ``like``: how such state is laid out that is not
-    there yet. ``remedy``: how to load in spite of differences. ``regroup``: gets the trainer's state, without tensors,
-    before the optimizers are compared, and may change their param groups. ``cast``: whether floating tensors may be
-    read into those of another floating dtype. ``parts``: of ``parts.PARTS``; of those the first three matter here.
-    ``skip``: patterns of names that stay as they are, see ``parts.Skips``.
+    Attributes:
+        model: its tensors, by name.
+        extra_state: canonical names of the model's values that are no tensors.
+        optimizers: to be filled; None loads weights only.
+        names: FQN by ``id`` of the parameter.
+        whole: names of the model over all pipeline stages.
+        adapters: keys of ``model`` that PEFT made for adapters.
+        fitting: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
+        placed: tensors of the user's to fill, by key of trainer state.
+        like: how trainer state is laid out that is not there yet, by its key.
+        remedy: how to load in spite of differences, for messages.
+        regroup: gets the trainer's state, without tensors, before the optimizers are compared, and may change their
+            param groups.
+        cast: whether floating tensors may be read into those of another floating dtype.
+        parts: of ``parts.PARTS``; of those the first three matter here.
+        skip: patterns of names that stay as they are, see ``parts.Skips``.
     """
 
     model: Leaves

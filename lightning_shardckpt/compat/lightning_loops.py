@@ -100,6 +100,14 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
 
 
+def take_back_step(fit_loop: dict[str, Any]) -> None:
+    """Change the state of a fit loop so that the last batch has made no step of the optimizers yet.
+
+    Relies on the key ``_batches_that_stepped`` of the epoch loop's state.
+    """
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+
+
 def logged_in_training(trainer: pl.Trainer) -> list[LoggedMeta]:
     """Return what training steps of this epoch have logged.
 

@@ -26,6 +26,12 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a class: functions act as on Tensors, and return those."""
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return a DTensor's local tensor, and any other tensor itself; without importing DTensor, which takes long."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def mark_as_parameter(tensor: Tensor) -> None:
     """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor of another class."""
     tensor._is_param = True

@@ -58,7 +58,21 @@ def make_options(
     optimizer_keys: OptimizerKeys = "fqn",
     overwrite: bool = False,
 ) -> Options:
-    """The options of ``consolidate``, with the defaults of the format.
+    """Return the options of ``consolidate``, with the defaults of the format.
+
+    Args:
+        format: what to write.
+        split: how safetensors are split into files; by default "chunks" for Hugging Face, else one file.
+        size_per_shard: limit of a file in MB (2^20 bytes), with "chunks".
+        optimizer: whether the optimizer's state is written, too; by default with "torch" alone.
+        dtype: what floating tensors are converted to, such as "bfloat16"; None leaves them.
+        include: patterns of names, of which one must match; without any, all do.
+        exclude: patterns of names that are left out.
+        key_mapping: from stored to new names.
+        strip_prefix: what is taken from the beginning of names, before they are mapped.
+        add_prefix: what is put before them, after that.
+        optimizer_keys: whether the state of a parameter is under its name or its number.
+        overwrite: whether what is at the path may be replaced.
 
     Raises:
         ValueError: saying which do not go together, or what a value may be.

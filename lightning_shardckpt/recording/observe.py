@@ -1,4 +1,7 @@
-"""Records of a live Trainer, by section: see ``tools.run_records.SECTIONS``. Nothing here changes what it looks at."""
+"""Record the state and the steps of a live Trainer, in the sections that ``tools.run_records.SECTIONS`` lists.
+
+Nothing here changes what it looks at.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, Timer
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_shardckpt.compat.lightning_attributes import SET_LATER
 from lightning_shardckpt.compat.lightning_loops import logged_values, train_loaders
 from lightning_shardckpt.compat.lightning_trainer import validated_metrics
 from lightning_shardckpt.errors import StateError
@@ -22,7 +26,7 @@ from lightning_shardckpt.recording.plain_values import ValueRecorder, state_dige
 from lightning_shardckpt.recording.tensor_record import row_digests, tensor_entries
 from lightning_shardckpt.state.model import is_elsewhere
 from lightning_shardckpt.state.module_io import parameter_names
-from lightning_shardckpt.state.rng_state import get_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state
 from lightning_shardckpt.tools.run_records import Entry, RowsRecord, Sections, Setting, ValueRecord
 
 _NOT_HYPER = {"params", "param_names"}
@@ -254,8 +258,4 @@ def _collect_rows(name: str, value: Any, found: dict[str, Entry]) -> None:
 @cache
 def _given_by(kind: type) -> frozenset[str]:
     """Return the attributes that Lightning gives every object of a class."""
-    return frozenset(vars(kind())) | _SET_LATER
-
-
-_SET_LATER = frozenset({"trainer", "_trainer", "_device_mesh", "_log_hyperparams", "_hparams", "_hparams_name"})
-_SET_LATER |= {"_hparams_initial", "_fabric", "_compiler_ctx", "_current_fx_name", "_dtype", "_device"}
+    return frozenset(vars(kind())) | SET_LATER

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.recording.tensor_record import tensor_entries
+from lightning_shardckpt.system.random_generators import GENERATORS, generator_state
 from lightning_shardckpt.tools.run_records import Entry, ValueRecord
 
 _OURS = "lightning_shardckpt."
@@ -71,7 +72,7 @@ class ValueRecorder:
                 self.note(name, str(error))
         elif isinstance(value, _SCALARS):
             yield name, self._scalar(value, shared)
-        elif (state := generator_state(value)) is not None:
+        elif (state := generator_digest(value)) is not None:
             yield name, ValueRecord(state, shared=False)
         elif isinstance(value, np.ndarray | np.generic):
             yield name, ValueRecord(f"{value.dtype} {value.shape} {checksum(np.ascontiguousarray(value).tobytes())}")
@@ -112,22 +113,16 @@ class ValueRecorder:
         return ValueRecord(text if len(text) <= _SHORT else checksum(text.encode()), number, shared)
 
 
-def generator_state(value: object) -> str | None:
+def generator_digest(value: object) -> str | None:
     """Return a digest of the state of a random number generator; None for what is none."""
-    if isinstance(value, torch.Generator):
-        return checksum(value.get_state().numpy().tobytes())
-    if isinstance(value, random.Random):
-        return checksum(repr(value.getstate()).encode())
-    if isinstance(value, np.random.Generator):
-        return checksum(repr(value.bit_generator.state).encode())
-    if isinstance(value, np.random.RandomState):
-        return state_digest(value.get_state())
-    return None
+    return state_digest(generator_state(value)) if isinstance(value, GENERATORS) else None
 
 
 def state_digest(state: Any) -> str:
-    """Return a digest of a generator's state: a tensor, or nested tuples of numbers and arrays."""
+    """Return a digest of a generator's state: a tensor, a dict, or nested tuples of numbers and arrays."""
     if isinstance(state, torch.Tensor):
         return checksum(state.cpu().numpy().tobytes())
+    if isinstance(state, dict):
+        return checksum(repr(state).encode())
     described: Callable[[Any], Any] = lambda x: x.tobytes() if isinstance(x, np.ndarray) else x  # noqa: E731
     return checksum(repr(tuple(map(described, state))).encode())

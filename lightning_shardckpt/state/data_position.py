@@ -32,7 +32,7 @@ from lightning_shardckpt.compat.distributed_sampler import (
     wrapped_sampler,
 )
 from lightning_shardckpt.state.global_batches import GlobalBatches, Place
-from lightning_shardckpt.state.rng_state import get_rng_state, seeded, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, seeded, set_rng_state
 
 _END = object()
 _OTHER_ORDER = (

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_shardckpt.compat.tensor_subclass import local_part
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.json_values import (
     SEQUENCES,
@@ -139,9 +140,8 @@ class Encoder:
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         dtype = dtype_name(value, path)
-        local = getattr(value, "_local_tensor", None)
         limit = self._inline_bytes
-        if local is None and (limit is None or value.numel() * value.element_size() <= limit):
+        if local_part(value) is value and (limit is None or value.numel() * value.element_size() <= limit):
             content = base64.b64encode(host_bytes(value)).decode()
             return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "v": content}
         key, number = path, 1

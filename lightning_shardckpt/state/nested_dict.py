@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.lightning_attributes import fabric_original
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 from lightning_shardckpt.state.model import WholeNames
@@ -25,7 +26,6 @@ from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.system.gc_pause import gc_paused
 
-_FABRIC = "_original_module"  # of what Fabric's setup returns, the module that it was given
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a module that only runs another one: that one."""
 
@@ -122,7 +122,7 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, DistributedDataParallel):
         return value.module
     if isinstance(value, nn.Module):
-        inner = value.__dict__.get(WRAPPED) or value._modules.get(_FABRIC)
+        inner = value.__dict__.get(WRAPPED) or fabric_original(value)
         return value if inner is None else unwrapped(inner)
     return value
 

@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from lightning_shardckpt.compat.tensor_subclass import local_part
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 from lightning_shardckpt.system.page_memory import prefer_huge_pages
@@ -24,7 +25,7 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
     Raises:
         StateError: for a dtype or a tensor layout that the format does not hold.
     """
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = local_part(tensor)
     if hasattr(type(local), "__tensor_flatten__"):  # its values are in other tensors; it has no memory to read
         kind = f"{type(local).__module__}.{type(local).__qualname__}"
         raise StateError(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
@@ -82,7 +83,7 @@ def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -
     states = checkpoint.get("callbacks")
     if not isinstance(states, Mapping):
         return
-    callbacks = getattr(getattr(module, "_trainer", None), "callbacks", ())
+    callbacks = getattr(attached_trainer(module), "callbacks", ())
     lost = []
     for key in (key for key in states if type(key) is not str and not _comes_back(key)):
         owners = [type(callback) for callback in callbacks if callback.state_key == key]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_shardckpt.compat.lightning_attributes import fabric_forward
 from lightning_shardckpt.compat.lightning_fabric import BackwardSyncControl
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -49,7 +50,7 @@ class ShardedForward(nn.Module):
 
 def record_of(module: nn.Module | None) -> ShardedModule | None:
     """Return how a module was sharded, given what ``fabric.setup`` returned or its forward; None for others."""
-    forward = getattr(module, "_forward_module", module)
+    forward = fabric_forward(module)
     record = None if forward is None else forward.__dict__.get("record")
     return record if isinstance(record, ShardedModule) else None
 

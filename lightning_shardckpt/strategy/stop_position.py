@@ -21,13 +21,14 @@ from lightning_shardckpt.compat.lightning_loops import (
     is_accumulating,
     is_last_batch,
     logged_in_training,
+    take_back_step,
     train_loaders,
     would_validate,
     wrap_batch_end,
 )
 from lightning_shardckpt.compat.lightning_trainer import validated_metrics
 from lightning_shardckpt.state.data_position import ResumableLoader
-from lightning_shardckpt.state.rng_state import get_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state
 from lightning_shardckpt.strategy.lightning_callbacks import trained_names
 
 
@@ -127,7 +128,7 @@ class Stopping:
         if self._noted is None and ends_within_epoch(trainer):
             state = trainer.fit_loop.state_dict()
             if not is_accumulating(trainer):  # a run that resumes counts it when it skips the validation
-                state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+                take_back_step(state)
             self._noted = present(trainer, state)
 
 

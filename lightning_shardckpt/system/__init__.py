@@ -1,4 +1,4 @@
-"""Threads, page memory, checksums, garbage collection and text: what the operating system and Python lack.
+"""Threads, page memory, checksums, garbage collection, random generators and text, for everybody.
 
-Nothing here knows checkpoints, torch or Lightning.
+In come plain values and functions. Nothing here knows checkpoints or Lightning; only `random_generators` knows torch.
 """

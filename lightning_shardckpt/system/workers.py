@@ -53,6 +53,10 @@ class Worker:
         except NoThreadError:
             self._run()
 
+    def is_running(self) -> bool:
+        """Return whether the thread was started and has not ended."""
+        return self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until the work is done; for any thread. An interrupt ends the wait and leaves the work going on."""
         self._ended.wait()

@@ -1,4 +1,4 @@
-"""Answers about a checkpoint: inspect, verify, diff, explain, map. No torch.
+"""Answers about checkpoints and runs: inspect, verify, diff, explain, map, digest, prove-resume. No torch.
 
-In come opened checkpoints. Nothing here changes one, or knows live objects.
+In come opened checkpoints, or the command that starts a run. Nothing here changes a checkpoint, or knows live objects.
 """

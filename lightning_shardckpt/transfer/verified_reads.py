@@ -33,7 +33,15 @@ def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> N
 
 
 def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memoryview, low: int) -> None:
-    """Compare whole blocks of a box with its checksums; ``data`` begins at ``low`` in the file, where a block begins.
+    """Compare whole blocks of a box with its checksums.
+
+    Args:
+        path: of the checkpoint, for the message.
+        key: of the tensor, for the message.
+        writer: the rank that wrote the box, for the message.
+        entry: the box, with its checksums.
+        data: bytes of the file from ``low`` on; it ends with a block, or with the box.
+        low: where ``data`` begins in the file, in bytes; a block begins there.
 
     Raises:
         CorruptionError: naming the checkpoint, the tensor, the file, the rank that wrote it and the bytes.

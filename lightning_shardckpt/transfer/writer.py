@@ -85,10 +85,23 @@ def write_component(
     advance: Callable[[int], Any] = lambda nbytes: None,
     digests: DigestParts | None = None,
 ) -> FileInfo | None:
-    """Write a rank's shard files, then their index; None if it has no files.
+    """Write a rank's shard files, then their index.
 
-    ``digests`` takes the boxes as they are written, for the index. ``advance`` is told of the bytes as they are handed
-    to the storage.
+    Args:
+        draft: takes the files.
+        component: whose files they are, such as "model".
+        rank: that writes them.
+        save_id: of the save, in the header of every file.
+        files: what to write, from ``plan_files``.
+        stage: gives the bytes of a piece.
+        advance: told of the number of bytes, as they are handed to the storage.
+        digests: takes the boxes as they are written, for the index.
+
+    Returns:
+        The index's name, size and checksum; None if there are no files.
+
+    Raises:
+        StateError: if a piece has another number of bytes than was planned.
     """
     if not files:
         return None
@@ -104,7 +117,7 @@ def write_file(
     digests: DigestParts | None = None,
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> WrittenFile:
-    """Write a shard file. ``digests`` and ``advance``: see ``write_component``."""
+    """Write a shard file, with the arguments of ``write_component``; return what the index says of it."""
     header = file.header.of(save_id)
     if digests is not None:
         digests.expect(file.pieces)

@@ -70,7 +70,18 @@ def agree_on_numbers(
 ) -> list[list[int]]:
     """Do ``work``, which gives ``count`` numbers, and return those of every rank of ``group``; as `agree`.
 
-    ``meanwhile`` runs on each rank while the numbers are on their way; it must not fail, and communicate with nobody.
+    Collective: every rank of ``group`` must call it.
+
+    Args:
+        what: is agreed on, for the message of an error.
+        work: gives the numbers of this rank.
+        count: of them, the same on all ranks.
+        group: whose ranks take part.
+        device: on which they communicate.
+        meanwhile: runs on each rank while the numbers are on their way; it must neither fail nor communicate.
+
+    Returns:
+        The numbers of each rank, by its place in the group.
     """
     every = _met(what, work, lambda result: result, count, group, device, meanwhile)[1]
     return [row.tolist() for row in every]

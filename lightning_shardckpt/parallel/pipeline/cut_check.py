@@ -27,7 +27,7 @@ from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
-from lightning_shardckpt.parallel.sharding.random_streams import kept_rng, rng_checksum
+from lightning_shardckpt.system.random_generators import kept_rng, rng_checksum
 
 _WHEN = (1, 10, 100)  # layers that begin as the identity show later
 SIZES = (2, 1, 1)

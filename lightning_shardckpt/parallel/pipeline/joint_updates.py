@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
-from lightning_shardckpt.parallel.sharding.random_streams import kept_rng
+from lightning_shardckpt.system.random_generators import kept_rng
 
 _SAMPLED = 8  # parameters, the smallest ones
 _TRIED = {1, 2, 4, 8, 16}  # steps: some measure in the first what they use later

@@ -36,7 +36,7 @@ from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.random_streams import draw_seed, kept_rng, rng_checksum, seed_rng
+from lightning_shardckpt.system.random_generators import draw_seed, kept_rng, rng_checksum, seed_rng
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, other_draws, parts_of_running
 
 LossOf = Literal["batch", "microbatch"]

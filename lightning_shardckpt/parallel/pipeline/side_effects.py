@@ -36,7 +36,7 @@ from lightning_shardckpt.parallel.pipeline.attribute_owners import (
 )
 from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
 from lightning_shardckpt.parallel.pipeline.saved_value import SavedValue
-from lightning_shardckpt.parallel.sharding.random_streams import GENERATORS, generator_state, set_generator_state
+from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_unknown
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -27,7 +27,7 @@ from lightning_shardckpt.compat.module_class import argument_hooks, keep_hooks, 
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
-from lightning_shardckpt.parallel.sharding.random_streams import rng_state, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import whole
 
@@ -130,7 +130,7 @@ class _Comparison:
     @torch.no_grad()
     def _difference(self, block: nn.Module, args: Any, kwargs: Any) -> str:
         """Where a copy that is cut and one that is not differ; nothing where that can't be told."""
-        state = rng_state()
+        state = get_rng_state(every_device=False)
         try:
             dtype = torch.float64 if any(p.dtype == torch.float64 for p in block.parameters()) else torch.float32
             copied, uncut = self._copy(block, cut=True), self._copy(block, cut=False)

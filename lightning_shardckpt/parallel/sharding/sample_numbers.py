@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.sharding.random_streams import rng_checksum
+from lightning_shardckpt.system.random_generators import rng_checksum
 
 
 @dataclass(slots=True)

@@ -4,4 +4,4 @@ In come modules with plain parameters, or DTensors of a tensor-parallel plan. No
 or Lightning.
 """
 
-from lightning_shardckpt.parallel.tensors import operations as operations
+from lightning_shardckpt.parallel.tensors import operations as operations  # a sharded tensor finds its functions there

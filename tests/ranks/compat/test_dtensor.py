@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,8 +15,11 @@ from lightning_shardckpt.compat.dtensor import (
     local_tensor,
     new_dtensor,
     replace_local,
+    shape_of,
     spec_of,
+    tell_nan_of_rows,
 )
+from lightning_shardckpt.compat.tensor_subclass import local_part
 from tests.support.pool import run_ranks
 
 
@@ -26,7 +30,8 @@ def check_parts() -> None:
     mine = whole[:3] if dist.get_rank() == 0 else whole[3:]
     assert torch.equal(local_tensor(tensor), mine) and not isinstance(local_tensor(tensor), DTensor)
     assert local_tensor(tensor).data_ptr() == tensor.to_local().data_ptr()
-    assert local_tensor(whole) is whole
+    assert local_tensor(whole) is whole and local_part(tensor) is local_tensor(tensor)
+    assert shape_of(tensor) == shape_of(whole) == whole.shape
     spec = spec_of(tensor)
     assert spec == DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
     assert hash(spec) == hash(spec_of(distribute_tensor(whole, mesh, [Shard(0)])))
@@ -39,6 +44,21 @@ def check_parts() -> None:
     assert vars(made) == vars(other) and made.stride() == other.stride() and made.dtype == other.dtype  # by __init__
     replace_local(made, distribute_tensor(whole + 1, mesh, [Replicate()]))
     assert made.placements == (Replicate(),) and torch.equal(local_tensor(made), whole + 1)
+
+
+def check_nan_of_rows() -> None:
+    """One rank has a row whose gradient is NaN: it raises, the other one has nothing to raise for."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    tell_nan_of_rows()
+    values = distribute_tensor(torch.tensor([1.0, 0.0]), mesh, [Shard(0)]).requires_grad_()
+    gradient = distribute_tensor(torch.tensor([1.0, 0.0]), mesh, [Shard(0)])
+    with torch.autograd.detect_anomaly():
+        roots = values.sqrt()  # of which the gradient of 0 is infinite, and times 0 NaN
+        if dist.get_rank() == 0:
+            roots.backward(gradient)
+            return
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            roots.backward(gradient)
 
 
 def check_strided() -> None:
@@ -54,6 +74,11 @@ def check_strided() -> None:
 
 def test_a_dtensor_is_its_local_tensor_and_its_spec() -> None:
     run_ranks(2, check_parts)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomalies_are_looked_for_in_the_rows_of_each_rank() -> None:
+    run_ranks(2, check_nan_of_rows)
 
 
 def test_a_strided_shard_is_of_what_the_inner_axes_leave() -> None:

@@ -66,6 +66,15 @@ def test_whether_optimizers_step(tmp_path: Path) -> None:
     assert asks.found == [True, False, True, False]
 
 
+def test_a_step_can_be_taken_back_in_what_a_checkpoint_has_of_a_loop(tmp_path: Path) -> None:
+    steps = Asks("on_train_batch_end", lambda run: run.fit_loop.state_dict())
+    trainer(tmp_path, steps, max_steps=2).fit(BoringModel(), batches(4))
+    before, after = (state["epoch_loop.state_dict"] for state in steps.found)
+    assert after["_batches_that_stepped"] == before["_batches_that_stepped"] + 1
+    compat.take_back_step(steps.found[1])
+    assert after["_batches_that_stepped"] == before["_batches_that_stepped"]
+
+
 def test_what_was_logged_in_training(tmp_path: Path) -> None:
     asks = Asks("on_train_batch_end", lambda run: [(m.name, m.on_epoch) for m in compat.logged_in_training(run)])
     trainer(tmp_path, asks, max_steps=1).fit(Logs(), batches(2))

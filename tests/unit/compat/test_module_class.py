@@ -16,6 +16,7 @@ from lightning_shardckpt.compat.module_class import (
     argument_hooks,
     child_slots,
     clear_hooks,
+    compiled_call,
     convert_tensors,
     has_forward_hooks,
     intercept_calls,
@@ -26,6 +27,7 @@ from lightning_shardckpt.compat.module_class import (
     result_hooks,
     unregister_tensors,
     withhold_state,
+    withholds_state,
     without_global_hooks,
 )
 
@@ -49,7 +51,9 @@ def test_a_mixin_is_called_first_and_the_class_keeps_its_name() -> None:
 
 def test_without_state_a_part_of_a_model_neither_gives_nor_takes_nor_moves() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert not withholds_state(model[1])
     withhold_state(model[1])
+    assert withholds_state(model[1]) and not withholds_state(model[0])
     assert type(model[1]) is nn.BatchNorm1d
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
     model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
@@ -79,6 +83,15 @@ def test_a_call_is_intercepted_around_hooks_and_the_class_stays(kind: type[nn.Li
     assert said == ["before", *["hook"] * (2 if kind is CallsTwice else 1)]
     assert isinstance(layer, kind) and (type(layer) is nn.Linear) == (kind is nn.Linear)
     assert torch.equal(nn.Linear.forward(copy.deepcopy(layer), x), nn.Linear.forward(layer, x))
+
+
+def test_what_a_call_runs_instead_is_known() -> None:
+    layer, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert compiled_call(layer) is compiled_call(compiled) is None
+    compiled.compile(backend="eager")
+    assert callable(compiled_call(compiled))
+    intercept_calls(layer, lambda original, *args: original(*args))
+    assert callable(compiled_call(layer)) and torch.equal(layer(torch.ones(2)), layer.forward(torch.ones(2)))
 
 
 def test_children_can_be_replaced_in_their_slots() -> None:

@@ -11,6 +11,7 @@ from lightning_shardckpt.compat.module_slots import (
     BatchNorm,
     NormWithStatistics,
     buffer_slots,
+    non_persistent_buffers,
     parameter_slots,
     refresh_flat_weights,
     restore_flat_weights,
@@ -27,6 +28,16 @@ def test_slots_are_what_the_module_uses() -> None:
     assert list(buffer_slots(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
     buffer_slots(norm)["running_mean"] = mean = torch.ones(2)
     assert norm.running_mean is mean
+
+
+def test_buffers_that_are_not_saved_are_named_while_they_are_there() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("derived", torch.zeros(1), persistent=False)
+    module.register_buffer("empty", None, persistent=False)
+    assert non_persistent_buffers(module) == {"derived", "empty"} and module.state_dict().keys() == {"kept"}
+    module.register_buffer("derived", torch.zeros(1))
+    assert non_persistent_buffers(module) == {"empty"} and module.state_dict().keys() == {"kept", "derived"}
 
 
 def test_norms_are_told_by_what_they_derive_from() -> None:

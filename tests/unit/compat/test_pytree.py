@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.compat.pytree import map_tensors, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_shardckpt.compat.pytree import (
+    flatten_call,
+    map_tensors,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -27,6 +34,17 @@ def test_equal_structures_have_equal_hashable_specs() -> None:
     one, other = (tree_flatten(({"x": [value]}, {}))[1] for value in (1, 2))
     assert one == other and hash(one) == hash(other)
     assert one != tree_flatten(({"y": [1]}, {}))[1]
+
+
+def test_calls_with_the_same_leaves_and_nesting_have_one_key() -> None:
+    tensor, nested = torch.zeros(2), {"b": [torch.ones(1)]}
+    for args, kwargs in (((tensor, 1), {"k": None}), ((tensor, nested), {"k": (2,)})):
+        leaves, key = flatten_call(args, kwargs)
+        expected = tree_leaves((args, kwargs))
+        assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
+        assert flatten_call(args, kwargs)[1] == key
+        assert key not in (flatten_call(args, {})[1], flatten_call(args[:1], kwargs)[1])
+        assert key != flatten_call(args, {"other": kwargs["k"]})[1]
 
 
 def test_map_keeps_the_structure() -> None:

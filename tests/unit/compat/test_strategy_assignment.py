@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt.compat.strategy_assignment import check_asks, is_wrapper
 from tests.support.lightning_dirs import CPUFSDPStrategy, cut_for_fabric
 
 OPTIONS: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
@@ -51,6 +52,16 @@ def test_a_strategy_that_saves_by_itself_is_refused_with_what_to_use(name: str, 
 def test_it_is_refused_where_the_strategy_was_given_the_plugin() -> None:
     with pytest.raises(TypeError, match="CPUFSDPStrategy writes and reads checkpoints by itself"):
         pl.Trainer(**OPTIONS, strategy=CPUFSDPStrategy(checkpoint_io=ShardCkptIO()), logger=False)
+
+
+def test_a_strategy_that_asks_passes_and_another_one_is_named() -> None:
+    check_asks(trainer("ddp", TorchCheckpointIO()).strategy, "ShardCkptIO")
+    with pytest.raises(TypeError, match="^ModelParallelStrategy writes and reads .* would not use ShardCkptIO"):
+        check_asks(ModelParallelStrategy(), "ShardCkptIO")
+
+
+def test_a_wrapper_is_told_from_what_it_wraps() -> None:
+    assert is_wrapper(AsyncCheckpointIO(TorchCheckpointIO())) and not is_wrapper(TorchCheckpointIO())
 
 
 def test_other_plugins_and_other_strategies_are_as_they_were() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from packaging.requirements import Requirement
 
-from lightning_shardckpt.compat.supported_versions import ALLOW_UNTESTED, SUPPORTED
+from lightning_shardckpt.compat.supported_versions import ALLOW_UNTESTED, SUPPORTED, require_supported_versions
 from tests.support.pages import DOCS, table
 from tests.support.pool import ROOT
 
@@ -60,6 +60,11 @@ def test_the_page_and_the_sessions_of_nox_have_every_minor_version_and_no_other(
     sessions = [text for text in texts if re.fullmatch(r"\d+\.\d+\.\d+", text)]
     assert {text.rpartition(".")[0] for text in tested} == supported
     assert set(tested) <= set(sessions)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_installed_versions_pass() -> None:
+    require_supported_versions()
 
 
 @pytest.mark.parametrize(

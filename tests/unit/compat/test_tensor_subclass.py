@@ -16,6 +16,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     in_functional_transform,
     is_marked_as_parameter,
     keep_version,
+    local_part,
     mark_as_parameter,
     memory_id,
     replaced_hooks,
@@ -23,6 +24,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     set_gradient_hooks,
     shares_memory,
     version_of,
+    with_hooks,
     with_torch_function,
     without_torch_function,
 )
@@ -74,10 +76,11 @@ def test_a_marked_tensor_is_a_parameter_of_its_class() -> None:
 def test_hooks_are_found_by_id_and_move_with_their_handles() -> None:
     seen: list[str] = []
     old, new = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    assert not gradient_hooks(old) and not accumulation_hooks(old)
+    assert not gradient_hooks(old) and not accumulation_hooks(old) and with_hooks([old, new]) == []
     first = old.register_hook(lambda gradient: seen.append("gradient"))
     second = old.register_post_accumulate_grad_hook(lambda leaf: seen.append("accumulated"))
     hooks, after = gradient_hooks(old), accumulation_hooks(old)
+    assert len(with_hooks([old, new])) == 1 and with_hooks([new, old])[0] is old
     assert hooks is not None and list(hooks) == [first.id]
     assert after is not None and list(after) == [second.id]
     set_gradient_hooks(new, hooks)
@@ -88,6 +91,18 @@ def test_hooks_are_found_by_id_and_move_with_their_handles() -> None:
     second.remove()
     new.sum().backward()
     assert seen == ["gradient", "accumulated"]
+
+
+def test_leaves_with_hooks_of_either_kind_are_found() -> None:
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    leaves[0].register_hook(lambda gradient: None)
+    leaves[2].register_post_accumulate_grad_hook(lambda leaf: None)
+    assert [id(leaf) for leaf in with_hooks(leaves)] == [id(leaves[0]), id(leaves[2])]
+
+
+def test_the_part_of_a_plain_tensor_is_itself() -> None:  # that of a DTensor: tests/ranks/compat/test_dtensor.py
+    tensor = torch.ones(2)
+    assert local_part(tensor) is tensor
 
 
 def test_changes_in_place_count_and_can_be_left_out() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_shardckpt.parallel.sharding.random_streams import (
+from lightning_shardckpt.system.random_generators import (
     generator_state,
     kept_rng,
     rng_checksum,

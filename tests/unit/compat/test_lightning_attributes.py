@@ -1,0 +1,42 @@
+"""Attributes of Lightning's objects are where `compat.lightning_attributes` looks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.fabric import Fabric
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch import nn
+
+from lightning_shardckpt.compat.lightning_attributes import (
+    SET_LATER,
+    attached_trainer,
+    fabric_forward,
+    fabric_original,
+)
+from tests.unit.compat.test_lightning_trainer import trainer
+
+
+def test_a_module_has_its_trainer_from_the_fit_on(tmp_path: Path) -> None:
+    module, run = BoringModel(), trainer(tmp_path, max_steps=1)
+    assert attached_trainer(module) is None and attached_trainer(nn.Linear(2, 2)) is None
+    run.fit(module)
+    assert attached_trainer(module) is run
+
+
+def test_what_setup_returns_leads_to_the_module_that_it_was_given() -> None:
+    module = nn.Linear(2, 2)
+    found = Fabric(accelerator="cpu", devices=1).setup(module)
+    assert fabric_original(found) is module and fabric_forward(found) is module  # this strategy wraps nothing
+    assert fabric_original(module) is None and fabric_forward(module) is module and fabric_forward(None) is None
+
+
+def test_the_attributes_that_lightning_sets_later_are_known(tmp_path: Path) -> None:
+    module, datamodule, run = BoringModel(), BoringDataModule(), trainer(tmp_path, max_steps=1)
+    before = {*vars(module), *vars(datamodule)}
+    module.save_hyperparameters({"rate": 0.1})
+    run.fit(module, datamodule=datamodule)
+    added = {*vars(module), *vars(datamodule)} - before
+    own = {name for name in added if name.startswith("random_")}  # by the datamodule's own hooks
+    assert "_trainer" in vars(module) and "_hparams" in vars(module)
+    assert added - own - SET_LATER == set()
