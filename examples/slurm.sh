@@ -14,7 +14,7 @@
 #
 #     sbatch examples/slurm.sh [ARGUMENTS OF train.py …]
 #
-# At SIGTERM all ranks stop behind the same step and save; train.py ends with status 75, and the job is put into the queue
+# At SIGTERM all ranks stop after the same step and save; train.py ends with status 75, and the job is put into the queue
 # again. It goes on from the newest complete checkpoint, as configs/slurm.yaml says. A job that fails is not requeued.
 
 set -u

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import (
     AsyncOptions,
@@ -30,9 +30,9 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
     records,
 )
+from lightning_shardckpt.checkpoint.copy_barrier import CopyBarrier
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, checked_state
-from lightning_shardckpt.checkpoint.step_gate import StepGate
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -114,7 +114,7 @@ def save(
     options = SaveOptions(size_per_shard, also, replicas, records(digest, sync_files), incremental)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
-    notes = engine.save(
+    notes = checkpoint.save(
         where,
         saving.describe,
         ranks=savers.ranks,
@@ -185,9 +185,9 @@ def save_async(
     background = _background(savers, process_group, going_on.max_pending)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
-    if going_on.overlap_copy and savers.gate is None:
-        savers.gate = StepGate(partial(_wait_for_copies, ref(background)))
-    writing = engine.save_async(
+    if going_on.overlap_copy and savers.copy_barrier is None:
+        savers.copy_barrier = CopyBarrier(partial(_wait_for_copies, ref(background)))
+    writing = checkpoint.save_async(
         where,
         saving.describe,
         ranks=savers.ranks,
@@ -305,11 +305,11 @@ def load(
         CorruptionError: naming file, tensor and rank; nothing has changed then.
     """
     drain_all()
-    places = StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     if state is None:
         if skip:
             raise ValueError(f"skip={skip!r} is about what a state keeps: give the state, too")
-        return states_of_checkpoint(engine.load_full(os.fspath(path), verify=verify, storage=places))
+        return states_of_checkpoint(checkpoint.load_full(os.fspath(path), verify=verify, storage=storage))
     savers = _savers_of(process_group)
     objects, whole = _looked_at(state, savers.ranks)
     mapping = KeyMapping.of(key_mapping)
@@ -317,7 +317,7 @@ def load(
         state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip, cast=cast
     )
     options = LoadOptions(strict=strict, verify=verify, share_reads=share_reads)
-    remainder, loaded = restore.run(os.fspath(path), savers.ranks, options=options, storage=places)
+    remainder, loaded = restore.run(os.fspath(path), savers.ranks, options=options, storage=storage)
     savers.history.loaded(os.fspath(path))
     _warn(savers, loaded.notes)
     for note in loaded.skipped if savers.ranks.rank == 0 else ():

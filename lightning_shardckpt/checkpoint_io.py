@@ -22,8 +22,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
 from lightning_shardckpt.checkpoint.async_saves import AsyncSaves
+from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
 from lightning_shardckpt.checkpoint.checkpoint_options import (
     AsyncOptions,
     ExtraFormat,
@@ -375,7 +375,7 @@ class ShardCkptIO(CheckpointIO):
         pick_rank: Callable[[Any], int] | None = None,
         partly: bool = False,
         filling: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> engine.Loaded:
+    ) -> Loaded:
         """Load straight into live tensors: a sharded checkpoint of any topology, or one of another format.
 
         Collective: every rank must call it.
@@ -396,7 +396,7 @@ class ShardCkptIO(CheckpointIO):
         options = replace(
             self.load_options, strict=strict, weights_only=weights_only is not False, verify_first=self._verify_first
         )
-        loaded = engine.load(
+        loaded = load(
             os.fspath(path),
             targets,
             ranks=self._attached.ranks,

@@ -140,7 +140,7 @@ def _add_listing(parser: ArgumentParser) -> None:
 
 def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--onto", type=str, required=required, metavar="TOPOLOGY", help="such as tp=4,fsdp=2,pp=2,dp=1")
-    rules = "what tensor parallelism cuts, such as 'layers.*.up=colwise'; by default what it cut when this was saved"
+    rules = "what tensor parallelism shards, such as 'layers.*.up=colwise'; by default what it sharded at the save"
     parser.add_argument("--tp-plan", type=str, nargs="+", default=[], metavar="RULE", help=rules)
     names = "the layers of a pipeline, such as 'net.layers.*'; by default the largest numbered list"
     parser.add_argument("--layers", type=str, nargs="+", default=[], metavar="PATTERN", help=names)

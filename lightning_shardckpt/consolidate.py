@@ -135,7 +135,7 @@ def consolidate_as(
 ) -> Path | str:
     """Do what ``consolidate`` does, with options that were made sense of; the other arguments are the same."""
     drain_all()
-    places = StorageRouter(storage_options=storage_options)
+    storage = StorageRouter(storage_options=storage_options)
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
@@ -144,7 +144,7 @@ def consolidate_as(
     output = str(folder.with_name(folder.name + suffix)) if output_file is None else file_path(output_file)
     if not output:
         raise ValueError("the path for the converted checkpoint is empty")
-    outputs = places.outputs(output)
+    outputs = storage.outputs(output)
     if output_file is not None and _is_inside_a_checkpoint(outputs, output):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
     source = None if is_url(where) else folder
@@ -154,7 +154,7 @@ def consolidate_as(
         export_adapters(where, output, storage_options=storage_options)
         return output if is_url(output) else Path(output)
     with ExitStack() as stack:
-        stored = stack.enter_context(_opened(places, where, checkpoint_folder))
+        stored = stack.enter_context(_opened(storage, where, checkpoint_folder))
         _check_output(outputs, output, source, options)
         write = _write_torch if options.format == "torch" else _export
         write(stored, outputs, output, options, tuning)
@@ -166,14 +166,14 @@ def consolidate_as(
 
 
 @contextmanager
-def _opened(places: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
+def _opened(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
     """The checkpoint in a folder or at a URL, without torch if it is one of ours."""
     checkpoint = None
     with suppress(CheckpointNotFoundError):
         if is_url(where) or recognised(where) is None:
-            checkpoint = Checkpoint(places, where)
+            checkpoint = Checkpoint(storage, where)
     if checkpoint is None:
-        with _opened_with_torch(places, where, given) as source:
+        with _opened_with_torch(storage, where, given) as source:
             yield source
     else:
         with checkpoint:
@@ -181,12 +181,12 @@ def _opened(places: StorageRouter, where: str, given: str | os.PathLike[str]) ->
 
 
 @contextmanager
-def _opened_with_torch(places: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
+def _opened_with_torch(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
     """The checkpoint in a folder or at a URL, of any format."""
     ours = True
     try:
         if not os.path.isdir(where) or recognised(where) is None:
-            places.open(where).close()
+            storage.open(where).close()
     except CheckpointNotFoundError:
         ours = False
         if is_url(where):
@@ -200,7 +200,7 @@ def _opened_with_torch(places: StorageRouter, where: str, given: str | os.PathLi
 
     with ExitStack() as stack:
         try:
-            source = stack.enter_context(opened(where, ranks=Ranks.alone(), storage=places))
+            source = stack.enter_context(opened(where, ranks=Ranks.alone(), storage=storage))
         except CheckpointNotFoundError:
             if ours:
                 raise

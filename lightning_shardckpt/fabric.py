@@ -27,7 +27,7 @@ from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
-    ScriptLauncher,
+    FabricScriptLauncher,
     allow_derivatives,
     backward_allowed,
     optimizer_to_device,
@@ -102,7 +102,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert self.cluster_environment is not None
         is_alone = self.num_processes * self._num_nodes == 1  # a notebook, say
         if not is_alone and not self.cluster_environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
+            self._launcher = FabricScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -144,11 +144,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         slots = meta_slots(module)
         values = next((d for d in self._deferred if any(d.knows(owner, name) for owner, name in slots)), None)
         wanted, self._pretrained = self._pretrained, None
-        record = self._cut(module, values, wanted, is_called=True)
-        self._sharded.add(record)
+        sharded = self._shard_module(module, values, wanted, is_called=True)
+        self._sharded.add(sharded)
         if self._agreement.values is not None:
-            self._agreement.values.add(record.root)
-        return ShardedForward(record, lambda: self._running)
+            self._agreement.values.add(sharded.root)
+        return ShardedForward(sharded, lambda: self._running)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -173,18 +173,18 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         stepped, self._stepped = self._stepped, None
-        if not self._apart and any(not record.gradients.is_blocked for record in self._sharded):
+        if not self._apart and any(not sharded.gradients.is_blocked for sharded in self._sharded):
             self._agreement.any_rank_told(False, self.meshes, self.root_device, self.tuning)
         with ExitStack() as stack:
             if stepped is None:
-                for record in self._sharded:
-                    stack.enter_context(record.gradients.backward())
+                for sharded in self._sharded:
+                    stack.enter_context(sharded.gradients.backward())
             super().backward(tensor, module, *args, **kwargs)
         if stepped is not None:
             stepped.backward()
-        for record in self._sharded:
-            if not record.gradients.is_blocked:
-                broadcast_statistics(record.root, self.meshes.data_parallel_group)
+        for sharded in self._sharded:
+            if not sharded.gradients.is_blocked:
+                broadcast_statistics(sharded.root, self.meshes.data_parallel_group)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -216,16 +216,16 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """
         if self.topology.pipeline == 1:
             return step(batch)
-        record = self._sharded.meant_by(module)
-        assert record.pipeline is not None
-        pipeline, train = record.pipeline, torch.is_grad_enabled()
+        sharded = self._sharded.meant_by(module)
+        assert sharded.pipeline is not None
+        pipeline, train = sharded.pipeline, torch.is_grad_enabled()
 
         def make_step(name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionStep:
             return FunctionStep(step, pipeline, args[0], train=train)
 
         factor = scaler_factor(self.precision)
-        steps = PipelinedSteps(record.root, pipeline, self.root_device, lambda: factor * scale, make_step)
-        self._running, self._stepped = record, None
+        steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor * scale, make_step)
+        self._running, self._stepped = sharded, None
         try:
             with backward_allowed() if pipeline.backward_early else nullcontext():
                 if train:
@@ -243,8 +243,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     def reshard(self) -> None:
         """Free what FSDP2 has gathered, where a module has applied it by itself. No communication."""
-        for record in self._sharded:
-            reshard(record.root)
+        for sharded in self._sharded:
+            reshard(sharded.root)
 
     @override
     def clip_gradients_norm(

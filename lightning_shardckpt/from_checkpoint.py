@@ -60,8 +60,8 @@ def load_from_checkpoint(
     if os.path.isfile(path):
         where: Any = path
         return cls.load_from_checkpoint(where, map_location=device, strict=strict, **kwargs)  # type: ignore[return-value]
-    places = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    checkpoint = load_whole(path, device, optimizers=False, storage=places)
+    storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    checkpoint = load_whole(path, device, optimizers=False, storage=storage)
     checkpoint = migrated(as_of_a_trainer(checkpoint, path, fitting=False), path)
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hyper.update(kwargs)

@@ -154,8 +154,8 @@ def open(
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
     drain_all()
-    places = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    return OpenCheckpoint(os.fspath(path), verify, places if is_url(path) else None)
+    storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    return OpenCheckpoint(os.fspath(path), verify, storage if is_url(path) else None)
 
 
 class LazyTensor:

@@ -55,7 +55,7 @@ from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
 from lightning_shardckpt.strategy.disk_space import check_room_for_run
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.module_build import ModuleBuild
-from lightning_shardckpt.strategy.module_record import check_filled, recall, remember, whole_names
+from lightning_shardckpt.strategy.module_marks import check_filled, recall, remember, whole_names
 from lightning_shardckpt.strategy.precision_plugin import clip_shards, scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.preemption import Preemption
 from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
@@ -75,7 +75,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     shards itself in ``configure_model`` with ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, as for
     Lightning's ModelParallelStrategy, is left as it is. Initial weights are the same on every topology.
 
-    Sharded parameters are DTensors that act as whole tensors in steps, hooks and optimizers; see ``parallel.sharding``.
+    Sharded parameters are DTensors that act as whole tensors in steps, hooks and optimizers; see ``parallel.tensors``.
     Each layer's are gathered at once while it runs, and freed until the backward, as FSDP does it. Every rank must read
     and change them alike. Where the shard axis has size 1, parameters are plain tensors, and gradients are averaged.
 
@@ -104,7 +104,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @property
     def _steps(self) -> TrainerSteps:
         if self._own_steps is None:
-            raise RuntimeError("the module is cut in strategy.setup, which has not run for this LightningModule")
+            raise RuntimeError("the module is sharded in strategy.setup, which has not run for this LightningModule")
         return self._own_steps
 
     @property
@@ -215,8 +215,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         phase = "deciding whether weights to begin with are needed"
         if wanted is not None and not self._ranks.step(phase, lacks_weights, any):
             wanted = None
-        record = self._cut(module, self._build.first_values(), wanted)
-        remember(self._module, record)
+        sharded = self._shard_module(module, self._build.first_values(), wanted)
+        remember(self._module, sharded)
         for size, group in (
             (self.topology.tensor, self.meshes.tensor_group),
             (self.topology.pipeline, self.meshes.pipeline_group),
@@ -224,7 +224,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             if size > 1:
                 broadcast_rng(group)
                 gather_metrics_over(self.meshes.data_parallel_group, module)
-        return record
+        return sharded
 
     def _loss_scale(self) -> float:
         """Return the factor by which Lightning is going to multiply the loss."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import AsyncOptions
-from lightning_shardckpt.checkpoint.step_gate import StepGate
+from lightning_shardckpt.checkpoint.copy_barrier import CopyBarrier
 from lightning_shardckpt.distributed.ranks import Ranks
 
 _T = TypeVar("_T")
@@ -28,7 +28,7 @@ class AsyncSaves:
 
     def __init__(self, options: AsyncOptions | None) -> None:
         self.background: Background | None = None
-        self._gate: StepGate | None = None
+        self._barrier: CopyBarrier | None = None
         self._options, self._told_of_waiting = options, False
 
     @property
@@ -39,7 +39,7 @@ class AsyncSaves:
     @property
     def overlaps_copies(self) -> bool:
         """True if optimizers wait for copies, so that a save may return before they are done."""
-        return self._gate is not None
+        return self._barrier is not None
 
     def enable(self, ranks: Ranks, *, overlap_copy: bool = True) -> None:
         """Save asynchronously from now until ``disable`` or ``leave``, if there are options that say so.
@@ -51,15 +51,15 @@ class AsyncSaves:
         if self._options is None:
             return
         self.background = Background(ranks, self._options.max_pending)
-        if overlap_copy and self._options.overlap_copy and self._gate is None:
-            self._gate = StepGate(self.wait_for_copies)
+        if overlap_copy and self._options.overlap_copy and self._barrier is None:
+            self._barrier = CopyBarrier(self.wait_for_copies)
 
     def disable(self) -> None:
         """Save synchronously again."""
         self.background = None
-        if self._gate is not None:
-            self._gate.close()
-            self._gate = None
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
 
     def wait(self, ranks: Ranks) -> None:
         """Wait until all is written; raises what failed, as ``Background.settle`` does.
@@ -89,8 +89,8 @@ class AsyncSaves:
     def around_step(
         self, optimizer: Optimizer, closure: Callable[[], _T]
     ) -> AbstractContextManager[Callable[[], _T]]:
-        """Let ``optimizer`` step in this context with the closure that is given; see ``StepGate.around_step``."""
-        return nullcontext(closure) if self._gate is None else self._gate.around_step(optimizer, closure)
+        """Let ``optimizer`` step in this context with the closure that is given; see ``CopyBarrier.around_step``."""
+        return nullcontext(closure) if self._barrier is None else self._barrier.around_step(optimizer, closure)
 
     def notes(self) -> list[str]:
         """Return what came up since the last call, as one text for the user, or none."""

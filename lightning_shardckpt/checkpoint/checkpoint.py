@@ -35,9 +35,9 @@ from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.gc_pause import gc_paused
-from lightning_shardckpt.system.threads import uninterrupted
+from lightning_shardckpt.system.threads import signals_deferred
 
-_PLACES = StorageRouter()
+_STORAGE = StorageRouter()
 _SAVE_DEFAULTS, _LOAD_DEFAULTS = SaveOptions(), LoadOptions()
 
 
@@ -48,7 +48,7 @@ def save(
     ranks: Ranks,
     about: RunInfo,
     options: SaveOptions = _SAVE_DEFAULTS,
-    storage: Storage = _PLACES,
+    storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     history: SaveHistory | None = None,
     on_complete: Callable[[Completed], None] | None = None,
@@ -91,7 +91,7 @@ def save_async(
     about: RunInfo,
     options: SaveOptions = _SAVE_DEFAULTS,
     background: Background,
-    storage: Storage = _PLACES,
+    storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     history: SaveHistory | None = None,
     overlap_copy: bool = False,
@@ -132,7 +132,7 @@ def save_async(
         memory = background.memory()
         stage = partial(job.stage, agreed, memory, overlap=overlap_copy)
         ranks.step(f"copying what to save to {path!r}", stage, _nothing)
-        with uninterrupted():  # so that either the background has the draft, or this thread
+        with signals_deferred():  # so that either the background has the draft, or this thread
             if job.copies is not None:
                 job.copies.start()  # no sooner: its thread would compete with what ranks wait for
             saved = background.save(path, partial(_finished, job, agreed, on_complete), memory, job.copies)
@@ -188,7 +188,7 @@ def load(
     options: LoadOptions = _LOAD_DEFAULTS,
     filling: Callable[[], AbstractContextManager[None]] = nullcontext,
     pick_rank: Callable[[Any], int] | None = None,
-    storage: Storage = _PLACES,
+    storage: Storage = _STORAGE,
 ) -> Loaded:
     """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a file of another program.
 
@@ -244,7 +244,7 @@ def load_full(
     optimizers: bool = True,
     verify: bool = True,
     weights_only: bool = True,
-    storage: Storage = _PLACES,
+    storage: Storage = _STORAGE,
 ) -> dict[str, Any]:
     """Return Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
 

@@ -1,4 +1,4 @@
-"""Remember what complete saves took: seconds, bytes, and what waited behind them.
+"""Remember what complete saves took: seconds, bytes, and what waited after them.
 
 Knows neither what is saved nor who asks. A save is recorded once it is complete and the call that began it has
 returned, which may be in either order: a thread completes what is asynchronous.

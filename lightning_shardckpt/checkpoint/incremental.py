@@ -23,7 +23,7 @@ from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
 from lightning_shardckpt.storage.remote.cache import CachedReader
 from lightning_shardckpt.storage.remote.prefix import PrefixedReader
 from lightning_shardckpt.storage.router import file_path, is_url
-from lightning_shardckpt.transfer.linked_files import Place, base_files, divided, first_change
+from lightning_shardckpt.transfer.linked_files import PieceKey, base_files, divided, first_change
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import FilePlan, Stage, WrittenFile, index_of, plan_files, write_file
 
@@ -50,19 +50,19 @@ class _Saved:
 class ComponentHistory:
     """What is known of the pieces of a component, from one save to the next. Holds no tensors."""
 
-    stayed: dict[Place, bool] = field(default_factory=dict)
+    stayed: dict[PieceKey, bool] = field(default_factory=dict)
     """Whether a piece was at the last save what it was in the base."""
-    frozen: frozenset[Place] = frozenset()
+    frozen: frozenset[PieceKey] = frozenset()
     plans: LastResult[tuple[object, ...], list[FilePlan]] = field(default_factory=LastResult)
 
-    def steady(self, pieces: Sequence[Piece], frozen: frozenset[str]) -> frozenset[Place]:
+    def steady(self, pieces: Sequence[Piece], frozen: frozenset[str]) -> frozenset[PieceKey]:
         """The pieces that will probably stay as they are: those that did, and frozen ones of which that isn't known."""
         now = frozenset((piece.key, piece.part.box) for piece in pieces if piece.key in frozen)
-        for place in self.frozen ^ now:  # frozen or trained since the last save
-            self.stayed.pop(place, None)
+        for key in self.frozen ^ now:  # frozen or trained since the last save
+            self.stayed.pop(key, None)
         self.frozen = now
-        places = ((piece.key, piece.part.box) for piece in pieces)
-        return frozenset(place for place in places if self.stayed.get(place, place in now))
+        keys = ((piece.key, piece.part.box) for piece in pieces)
+        return frozenset(key for key in keys if self.stayed.get(key, key in now))
 
     def observe(self, written: WrittenFile, index: RankIndex | None) -> None:
         """Note which pieces of a file that was written are what they were in the base, whose index is given."""
@@ -215,7 +215,7 @@ def write_changed(
     index = base.indexes.get(mine.component) if base is not None else None
     known = index.parts() if index is not None and digests is not None else {}
     left = {(piece.key, piece.part.box): piece for piece in mine.pieces}
-    steady, changed = history.steady(mine.pieces, mine.frozen), set[Place]()
+    steady, changed = history.steady(mine.pieces, mine.frozen), set[PieceKey]()
     files: list[WrittenFile] = []
     for file in base_files(index) if base is not None and index is not None else ():
         pieces = file.pieces(left)
@@ -256,7 +256,7 @@ def write_changed(
 
 
 def _plan(
-    component: str, pieces: Sequence[Piece], steady: frozenset[Place], rank: int, size_per_shard: float, first: int
+    component: str, pieces: Sequence[Piece], steady: frozenset[PieceKey], rank: int, size_per_shard: float, first: int
 ) -> list[FilePlan]:
     files: list[FilePlan] = []
     for group in divided(pieces, steady):

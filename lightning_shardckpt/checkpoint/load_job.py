@@ -76,7 +76,7 @@ class Skipped(TypedDict):
     names: list[str]
 
 
-class Comparison(TypedDict):
+class RankFindings(TypedDict):
     """The findings of one rank, as JSON, which is what a step of ranks exchanges."""
 
     differences: list[str]
@@ -91,7 +91,7 @@ class Comparison(TypedDict):
 
 
 class Judgement(TypedDict):
-    """Rank 0's conclusion from all comparisons."""
+    """Rank 0's conclusion from the findings of all ranks."""
 
     notes: list[str]
     skipped: list[str]
@@ -117,7 +117,7 @@ class LoadJob:
         self.notes: list[str] = []
         self.skipped: list[str] = []
 
-    def compare(self) -> Comparison:
+    def compare(self) -> RankFindings:
         """Match the stored tensors with the live ones. Changes nothing. Runs on every rank.
 
         Returns every difference over model and optimizers, and which stored param groups each live one continues.
@@ -200,7 +200,7 @@ class LoadJob:
         aliases = {alias: of for alias, of in model.aliases.items() if of not in kept}
         return replace(model, tensors=tensors, aliases=aliases, pinned=model.pinned - kept), sorted(kept)
 
-    def judge(self, reports: list[Comparison]) -> Judgement:
+    def judge(self, reports: list[RankFindings]) -> Judgement:
         """Join what all ranks found, each difference once. Runs on rank 0.
 
         Raises:
@@ -234,7 +234,7 @@ class LoadJob:
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         return {"notes": notes, "skipped": skipped, "sources": sources, "joined": joined}
 
-    def _joined(self, reports: list[Comparison], found: Differences) -> dict[str, list[list[str]]]:
+    def _joined(self, reports: list[RankFindings], found: Differences) -> dict[str, list[list[str]]]:
         """Return, by optimizer, the param groups of the whole model, of which each pipeline stage has a part."""
         return {
             str(one.number): one.join_groups(
@@ -248,7 +248,7 @@ class LoadJob:
         """Allocate what is not there to be filled, and read what is not tensors. Changes nothing. Runs on every rank.
 
         Args:
-            judged: what rank 0 made of the comparisons.
+            judged: what rank 0 made of the findings of all ranks.
             keep_live: whether live tensors must keep their values until everything is verified.
 
         Returns:

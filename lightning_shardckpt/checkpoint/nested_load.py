@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint.parts import checked_patterns
@@ -231,13 +231,13 @@ class NestedLoad:
         *,
         options: LoadOptions,
         storage: Storage,
-    ) -> tuple[dict[str, Any], engine.Loaded]:
+    ) -> tuple[dict[str, Any], Loaded]:
         """Load; returns what of the checkpoint's plain state is left, and what was loaded, with its notes.
 
         Collective: every rank of ``ranks`` must call it. Errors are those of ``api.load``.
         """
         try:
-            loaded = engine.load(path, self.live(), ranks=ranks, options=options, storage=storage)
+            loaded = load(path, self.live(), ranks=ranks, options=options, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
                 raise KeyError(

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.copy_barrier import CopyBarrier
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo
-from lightning_shardckpt.checkpoint.step_gate import StepGate
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
 from lightning_shardckpt.format.layout import parts_of_rank
@@ -38,7 +38,7 @@ class SaveGroup:
     history: SaveHistory = field(default_factory=SaveHistory)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
     background: Background | None = None
-    gate: StepGate | None = None
+    copy_barrier: CopyBarrier | None = None
     """Lets optimizers wait for copies."""
 
 
@@ -102,10 +102,10 @@ def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
     return replace(found, leaves=leaves, documents=documents)
 
 
-def _refuse_existing(path: str, places: StorageRouter) -> None:
+def _refuse_existing(path: str, storage: StorageRouter) -> None:
     if is_url(path):
         try:
-            places.open(path).close()
+            storage.open(path).close()
         except CheckpointNotFoundError:
             return
     if is_url(path) or (os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))):

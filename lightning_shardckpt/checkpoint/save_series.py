@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
 from lightning_shardckpt.checkpoint.async_saves import AsyncSaves
+from lightning_shardckpt.checkpoint.checkpoint import save, save_async
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSaves
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
@@ -67,7 +67,7 @@ class SaveSeries:
         waiting = background.waiting_saves if background is not None else lambda: 0
         with self.finished.measured(path, about.step, waiting) as complete:
             if background is None:
-                notes = engine.save(
+                notes = save(
                     path,
                     describe,
                     ranks=ranks,
@@ -79,7 +79,7 @@ class SaveSeries:
                     on_complete=complete,
                 )
                 return ["\n".join(notes)] if notes else []
-            engine.save_async(
+            save_async(
                 path,
                 describe,
                 ranks=ranks,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.sources.paths import is_safetensors
 from lightning_shardckpt.storage.protocol import Storage
@@ -45,8 +45,9 @@ def load_whole(
     if is_torch_file(path):
         plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
         return plain
-    device, places = device_of(map_location), storage or StorageRouter()
-    found = engine.load_full(path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=places)
+    device = device_of(map_location)
+    storage = storage or StorageRouter()
+    found = load_full(path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=storage)
     return moved_to(found, device)
 
 

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.compat.autograd_backward import accumulates_gradient_of
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class FabricScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process; its methods are those of ``_Launcher``."""
 
 

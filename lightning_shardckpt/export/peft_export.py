@@ -61,9 +61,9 @@ def export_adapters(
         CorruptionError: naming file, tensor and rank of data that is not what was saved.
     """
     folder, output = file_path(checkpoint_folder), file_path(output)
-    places = StorageRouter(storage_options=storage_options)
-    outputs = places.outputs(output)
-    with Checkpoint(places, folder) as checkpoint:
+    storage = StorageRouter(storage_options=storage_options)
+    outputs = storage.outputs(output)
+    with Checkpoint(storage, folder) as checkpoint:
         tensors, model = WholeTensors(checkpoint), checkpoint.root.components.get("model", Component({}))
         chosen = _chosen(checkpoint, adapter, prefix)
         at_top = {_DEFAULT} if adapter is None else {adapter}

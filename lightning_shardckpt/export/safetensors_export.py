@@ -27,7 +27,7 @@ from lightning_shardckpt.state.documents import is_companion
 from lightning_shardckpt.storage.protocol import Contents, File, NewFile
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import fill
-from lightning_shardckpt.transfer.regions import Conversion, Destination, Region
+from lightning_shardckpt.transfer.regions import Destination, DtypeConversion, Region
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 from lightning_shardckpt.transfer.writer import MB
 
@@ -277,7 +277,7 @@ def _regions(stored: ExportSource, batch: Sequence[OutputFile], files: Sequence[
     return regions
 
 
-def _conversion(stored: str, tensor: OutputTensor) -> Conversion | None:
+def _conversion(stored: str, tensor: OutputTensor) -> DtypeConversion | None:
     if stored == tensor.dtype or not prod(tensor.shape):
         return None
     from lightning_shardckpt.export.dtype import conversion  # torch: it takes two seconds, nothing else needs it

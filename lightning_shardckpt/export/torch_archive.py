@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, deque
 from typing import Any
 
 from lightning_shardckpt.export.pickle_writer import Named, write_pickle
-from lightning_shardckpt.export.torch_values import TensorPickling, TensorRecord, from_numpy, is_of_torch
+from lightning_shardckpt.export.torch_values import ArchivedTensor, TensorPickling, from_numpy, is_of_torch
 from lightning_shardckpt.state.json_values import Dropped
 from lightning_shardckpt.transfer.regions import Region
 
@@ -24,7 +24,7 @@ _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(
 _LOCAL_HEADER, _ZIP64_FIELD = 30, 20
 _VERSIONS = "_metadata"  # attribute of a state dict: the versions of modules, which ``Module.load_state_dict`` reads
 _READABLE = 0o600 << 16  # what zipfile and torch.save say of the mode of a record
-_LOADABLE = {type(None), bool, float, str, complex, bytes, TensorRecord, Named}
+_LOADABLE = {type(None), bool, float, str, complex, bytes, ArchivedTensor, Named}
 _OF_TORCH = ("Tensor", "dtype", "device")  # the same, of its classes
 _BIT_LIMIT = 2000  # weights_only=True reads no integer of 256 bytes or more
 ZIP64_BYTES = 1 << 30
@@ -65,14 +65,14 @@ class TorchFileLayout:
         self._records.append(info)
 
     def head(self, number: int, crc: int) -> bytes:
-        """The local header of a record, as ``regions.fill`` asks for it."""
+        """The local header of a record, as ``file_filler.fill`` asks for it."""
         info = self._records[number]
         info.CRC = crc
         return info.FileHeader(zip64=info.file_size >= self._zip64_bytes)
 
     def end(self) -> Region:
         """Return what follows the regions when they are filled: the central directory."""
-        begin, file = self.regions[-1].end, _Behind()
+        begin, file = self.regions[-1].end, _FileTail()
         file.begin = begin
         with zipfile.ZipFile(file, "w") as archive:
             archive.filelist += self._records
@@ -81,7 +81,7 @@ class TorchFileLayout:
         return Region(begin, len(content), 0, content)
 
 
-class _Behind(io.BytesIO):
+class _FileTail(io.BytesIO):
     """The part of a file that is written from ``begin`` on."""
 
     begin = 0
@@ -172,7 +172,7 @@ class Plain:
         return self._as(str(value), value, path)
 
     def _as(self, new: Any, old: Any, path: str) -> Any:
-        kind = "Tensor" if isinstance(new, TensorRecord) else type(new).__name__
+        kind = "Tensor" if isinstance(new, ArchivedTensor) else type(new).__name__
         self.changed.append(f"{path}: {type(old).__name__} became {kind}")
         return new
 

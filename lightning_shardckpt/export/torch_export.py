@@ -15,7 +15,7 @@ from lightning_shardckpt.export import torch_archive
 from lightning_shardckpt.export.key_filter import Naming, unique
 from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.safetensors_export import ExportSource
-from lightning_shardckpt.export.torch_values import TensorRecord, of_torch, stored_record
+from lightning_shardckpt.export.torch_values import ArchivedTensor, of_torch, stored_record
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import decode_with, no_tensor
@@ -56,7 +56,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = torch_
     """
     components = source.components()
 
-    def record(component: str, key: str) -> TensorRecord:
+    def record(component: str, key: str) -> ArchivedTensor:
         spec = components[component].tensors[key]
         dtype = options.written_as(spec.dtype) if component == "model" else spec.dtype
         return stored_record(dtype, spec.shape, (component, key))

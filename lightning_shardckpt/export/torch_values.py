@@ -19,7 +19,7 @@ from lightning_shardckpt.state.json_values import OfTorch, shape_filled_by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorRecord:
+class ArchivedTensor:
     """A tensor of a file that is to be written, and a record of its own in it; ``dtype`` as torch calls it.
 
     ``content``: its bytes, or component and key of the tensor that is stored.
@@ -31,18 +31,18 @@ class TensorRecord:
     content: memoryview | tuple[str, str]
 
 
-def stored_record(dtype: str, shape: Shape, content: tuple[str, str]) -> TensorRecord:
+def stored_record(dtype: str, shape: Shape, content: tuple[str, str]) -> ArchivedTensor:
     """Return the record of a stored tensor that is written in a dtype, by its name in the format."""
-    return TensorRecord(TORCH_NAMES[dtype], shape, prod(shape) * DTYPE_BYTES[dtype], content)
+    return ArchivedTensor(TORCH_NAMES[dtype], shape, prod(shape) * DTYPE_BYTES[dtype], content)
 
 
-def of_torch(stored: Callable[[str], TensorRecord]) -> OfTorch:
+def of_torch(stored: Callable[[str], ArchivedTensor]) -> OfTorch:
     """Return how values are decoded for a file; ``stored`` gives the record of a stored tensor."""
     return OfTorch(stored, _inline, lambda name: Named("torch", TORCH_NAMES[name]), _device)
 
 
-def _inline(content: bytes, dtype: str, shape: list[int]) -> TensorRecord:
-    return TensorRecord(TORCH_NAMES[dtype], shape_filled_by(content, dtype, shape), len(content), memoryview(content))
+def _inline(content: bytes, dtype: str, shape: list[int]) -> ArchivedTensor:
+    return ArchivedTensor(TORCH_NAMES[dtype], shape_filled_by(content, dtype, shape), len(content), memoryview(content))
 
 
 def _device(text: str) -> Any:
@@ -51,19 +51,19 @@ def _device(text: str) -> Any:
     return torch.device(text)
 
 
-def from_numpy(value: Any) -> TensorRecord | None:
+def from_numpy(value: Any) -> ArchivedTensor | None:
     """Return the tensor that ``torch.from_numpy`` makes of an array in native byte order; None if it has no such dtype.
     """
     dtype = _NUMPY_DTYPES.get(value.dtype.str[1:])
     content = memoryview(value.tobytes())
-    return None if dtype is None else TensorRecord(dtype, tuple(value.shape), len(content), content)
+    return None if dtype is None else ArchivedTensor(dtype, tuple(value.shape), len(content), content)
 
 
 class TensorPickling:
     """Tells how the objects of torch in a value are made, and numbers its tensors: by the number of their storage."""
 
     def __init__(self) -> None:
-        self.tensors: list[TensorRecord] = []
+        self.tensors: list[ArchivedTensor] = []
 
     def made_by(self, value: Any) -> Named | Call:
         """Return how ``torch.load`` makes a record, or an object of torch.
@@ -72,7 +72,7 @@ class TensorPickling:
             StateError: for a tensor that is not dense.
             TypeError: for anything else.
         """
-        if isinstance(value, TensorRecord):
+        if isinstance(value, ArchivedTensor):
             return self._rebuilt(value)
         if is_of_torch(value, "dtype"):
             return Named("torch", str(value).removeprefix("torch."))
@@ -82,7 +82,7 @@ class TensorPickling:
             return self._rebuilt(_record_of(value))
         raise TypeError(f"a {type(value).__name__} cannot be in a file for torch.load")
 
-    def _rebuilt(self, tensor: TensorRecord) -> Call:
+    def _rebuilt(self, tensor: ArchivedTensor) -> Call:
         legacy = LEGACY_STORAGES.get(tensor.dtype)
         kind = Named("torch", legacy) if legacy is not None else Named("torch.storage", "UntypedStorage")
         numel = prod(tensor.shape) if legacy is not None else tensor.nbytes
@@ -101,7 +101,7 @@ def is_of_torch(value: Any, name: str) -> bool:
     return type(value).__name__ == name and type(value).__module__ == "torch"
 
 
-def _record_of(tensor: Any) -> TensorRecord:
+def _record_of(tensor: Any) -> ArchivedTensor:
     import torch  # who made the tensor has it
 
     from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
@@ -109,7 +109,7 @@ def _record_of(tensor: Any) -> TensorRecord:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         dtype_name(tensor, "beside the model and the optimizers")  # says what is wrong
     content = host_bytes(tensor)
-    return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), len(content), content)
+    return ArchivedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), len(content), content)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -53,8 +53,8 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     metadata = []
     for name, entries in zip(texts(list(index.shards)), index.shards.values(), strict=True):
         first, *more = [_entry_to_json(entry, index.rank, kinds) for entry in entries]
-        behind = f',"more":[{",".join(f"{{{one}}}" for one in more)}]' if more else ""
-        metadata.append(f"{name}:{{{first}{behind}}}")
+        others = f',"more":[{",".join(f"{{{one}}}" for one in more)}]' if more else ""
+        metadata.append(f"{name}:{{{first}{others}}}")
     text = f'{compact(head)[:-1]},"metadata":{{{",".join(metadata)}}}}}'.encode()
     check_json_size(text, "an index")
     return text

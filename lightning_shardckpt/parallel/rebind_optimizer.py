@@ -39,8 +39,8 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
     for old, new in known.items():
         if new is not old and old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
-    for unknown in [p for p in optimizer.state if isinstance(p, Placeholder)]:
-        del optimizer.state[unknown]
+    for placeholder in [p for p in optimizer.state if isinstance(p, Placeholder)]:
+        del optimizer.state[placeholder]
     if module.pipeline is not None:
         show_all_stages(optimizer)
 

@@ -44,7 +44,7 @@ from lightning_shardckpt.parallel.sharding.fsdp import (
     reshard,
     units_around,
 )
-from lightning_shardckpt.parallel.sharding.given_weights import note_cut_parameters
+from lightning_shardckpt.parallel.sharding.given_weights import note_planned_shards
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.references import follow_parameters
@@ -170,8 +170,8 @@ def shard(
     broadcast_weights(root, device)
     if meshes.topology.pipeline > 1 and is_parallel(root):
         raise TopologyError(
-            f"{type(root).__name__} cuts itself in configure_model; ShardedStrategy must do that to pipeline it. Give "
-            "a tensor_parallel_plan and fsdp_units instead."
+            f"{type(root).__name__} shards itself in configure_model; ShardedStrategy must do that to pipeline it. "
+            "Give a tensor_parallel_plan and fsdp_units instead."
         )
     stages = split_into_stages(root, meshes, recipe.pipeline, device)
     plan, unreduced = TensorPlan(), UnreducedGradients()
@@ -179,7 +179,7 @@ def shard(
     skip, slots, buffers = unfilled(root, loaded)
     first_values: Iterable[Value] = ()
     if not is_parallel(root):
-        plan = _cut_tensors(root, meshes, recipe, ties)
+        plan = _shard_by_plan(root, meshes, recipe, ties)
         units, recomputed = _choose(root, recipe)
         if stages is not None:
             stages.drop_other_stages(root)
@@ -198,7 +198,7 @@ def shard(
     follow_parameters(root, here_now)
     for old in dict.fromkeys(before.values()):
         hand_over(old, here_now.get(old))
-    return _record(root, meshes, recipe, plan, stages, names, state, before, unreduced, device)
+    return _sharded_module(root, meshes, recipe, plan, stages, names, state, before, unreduced, device)
 
 
 def _refuse_lazy(root: nn.Module) -> None:
@@ -212,7 +212,7 @@ def _refuse_lazy(root: nn.Module) -> None:
         )
 
 
-def _record(
+def _sharded_module(
     root: nn.Module,
     meshes: Meshes,
     recipe: Recipe,
@@ -250,7 +250,7 @@ def _record(
     )
 
 
-def _cut_tensors(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:
+def _shard_by_plan(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:
     if meshes.topology.tensor == 1:
         return TensorPlan()
     plan = resolve_plan(root, recipe.tensor_parallel_plan, ties, meshes.topology.tensor)
@@ -276,7 +276,7 @@ def _shard_parameters(root: nn.Module, meshes: Meshes, plan: TensorPlan, home: t
     over = meshes.fsdp if topology.data_parallel > 1 else None
     group = meshes.tensor_group if topology.tensor > 1 else None
     shard_parameters(root, over, meshes.root, home, partial=_partial_names(root, plan), partial_group=group)
-    note_cut_parameters(root)
+    note_planned_shards(root)
 
 
 def _make_units(

@@ -29,7 +29,7 @@ from lightning_shardckpt.sources.huggingface import json_in, weight_map_in
 from lightning_shardckpt.sources.paths import OPTIMIZER_BIN, OPTIMIZERS, only_index
 from lightning_shardckpt.sources.safe_unpickler import unpickle
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.torch_save import Parts, TorchFileSource, mapped
+from lightning_shardckpt.sources.torch_save import CheckpointAndWeights, TorchFileSource, mapped
 from lightning_shardckpt.state.json_tree import tensor_from_bytes
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.storage.local.local_reader import LocalReader
@@ -87,7 +87,7 @@ def open_optimizer_file(path: str) -> Source:
 def _parts_of(index: str, files: Mapping[str, str]) -> Any:
     """Return the function that puts the contents of the files together, see ``TorchFileSource``."""
 
-    def parts(found: list[Any], path: str) -> Parts:
+    def parts(found: list[Any], path: str) -> CheckpointAndWeights:
         *shards, groups = found
         state: dict[Any, Any] = {}
         for name, shard in zip(dict.fromkeys(files.values()), shards, strict=True):

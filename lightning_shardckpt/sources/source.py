@@ -35,7 +35,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.verified_reads import Files
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
-_FAR_HELD_SHARE = 2  # where nothing should be read twice: one in so many bytes of a rank's part of the free memory
+_HIGH_LATENCY_HELD_SHARE = 2  # so as to read nothing twice: one in so many bytes of a rank's part of the free memory
 _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own
 
 
@@ -330,7 +330,7 @@ def _free_share() -> int:
     """Return this rank's part of the memory that is free now, or can be made free."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return free // _FAR_HELD_SHARE // local_ranks()
+    return free // _HIGH_LATENCY_HELD_SHARE // local_ranks()
 
 
 def _put(data: memoryview, local: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 
 _LISTED = 5
 
-Parts: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
+CheckpointAndWeights: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
 """Everything else by Lightning's keys, and the state dict; None if there is no model."""
 
 
@@ -48,7 +48,7 @@ class TorchFileSource:
         path: of the file; with ``files``, of their directory.
         weights_only: as in ``torch.load``.
         files: names of several, each with a part of a state dict.
-        parts: what of what is in the files is the state dict, if any, and everything else by Lightning's keys.
+        split: says what of what is in the files is the state dict, if any, and everything else by Lightning's keys.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class TorchFileSource:
         path: str,
         weights_only: bool = True,
         files: Sequence[str] | None = None,
-        parts: Callable[[list[Any], str], Parts] | None = None,
+        split: Callable[[list[Any], str], CheckpointAndWeights] | None = None,
     ) -> None:
         self.path = path
         folder, name = os.path.split(os.path.abspath(path))
         self._folder, names = (path, list(files)) if files is not None else (folder, [name])
-        self._names, self._how = names, parts
+        self._names, self._how = names, split
         self._found = [mapped(os.path.join(self._folder, name), weights_only) for name in names]
         self._describe("model")
 
     def _describe(self, only: str | None) -> None:
         found = self._found
-        self._checkpoint, state_dict = self._how(found, self.path) if self._how else _all_parts(found, self.path, only)
+        self._checkpoint, state_dict = self._how(found, self.path) if self._how else _split_all(found, self.path, only)
         self._leaves: dict[str, Leaves] = {}
         self._documents: dict[str, Any] = {}
         if state_dict is not None:
@@ -94,7 +94,7 @@ class TorchFileSource:
         """True if the file has modules that are not read."""
         if self._how is not None:
             return False
-        whole = _parts(self._found[0], self.path, None)[0].get(KEYS)
+        whole = _split(self._found[0], self.path, None)[0].get(KEYS)
         return whole is not None and whole != self._checkpoint.get(KEYS)
 
     def _in_files(self, names: Sequence[str]) -> ForeignTensors:
@@ -193,15 +193,15 @@ def mapped(path: str, weights_only: bool = True) -> Any:
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
 
 
-def _all_parts(found: list[Any], path: str, only: str | None) -> Parts:
+def _split_all(found: list[Any], path: str, only: str | None) -> CheckpointAndWeights:
     """Return the parts of a file that holds all, or of several that hold a state dict together."""
-    first, state_dict = _parts(found[0], path, only)
+    first, state_dict = _split(found[0], path, only)
     for other in found[1:]:
-        state_dict = {**(state_dict or {}), **(_parts(other, path, only)[1] or {})}
+        state_dict = {**(state_dict or {}), **(_split(other, path, only)[1] or {})}
     return first, state_dict
 
 
-def _parts(found: Any, path: str, only: str | None) -> Parts:
+def _split(found: Any, path: str, only: str | None) -> CheckpointAndWeights:
     """Everything else, and the state dict; None where there are optimizers alone.
 
     Raises:

@@ -5,7 +5,7 @@ the save. A resumed epoch therefore draws its order from the first, skips the ba
 them, for datasets with indices), and continues with the second. What else drew random numbers between loading and the
 first batch has no effect. What worker processes drew for themselves is not restored.
 
-Where the order of all ranks together is known (a DistributedSampler), a place in it is a number of samples. Another
+Where the order of all ranks together is known (a DistributedSampler), a position in it is a number of samples. Another
 number of ranks, or another batch size, goes on from there: ``state.global_batches``.
 """
 
@@ -31,7 +31,7 @@ from lightning_shardckpt.compat.distributed_sampler import (
     own_generator,
     wrapped_sampler,
 )
-from lightning_shardckpt.state.global_batches import GlobalBatches, Place
+from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
 from lightning_shardckpt.system.random_generators import get_rng_state, seeded, set_rng_state
 
 _END = object()
@@ -52,8 +52,8 @@ class Resumption:
 
     Without ``start``, it is a new epoch that begins from ``then``; the loaders that begin it together draw one after
     the other, so those after the first one have it as ``leader``. States are what ``ResumableLoader.random`` gave.
-    With a ``place``, so many samples of all ranks are skipped, rather than batches of this one; ``checksum`` is that of
-    the order that they were drawn from.
+    With an ``epoch_position``, so many samples of all ranks are skipped, rather than batches of this one; ``checksum``
+    is that of the order that they were drawn from.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Resumption:
         batches: int,
         then: dict[str, Any],
         leader: Resumption | None = None,
-        place: Place | None = None,
+        epoch_position: EpochPosition | None = None,
         checksum: int | None = None,
     ) -> None:
         self.start, self.batches, self.then = start, batches, then
         self.leader = leader or self
-        self.place, self.checksum = place, checksum
+        self.epoch_position, self.checksum = epoch_position, checksum
         self.iterated: dict[str, Any] | None = None  # the process's state when all loaders of a new epoch had begun
 
 
@@ -78,11 +78,11 @@ class ResumableLoader(IndexedLoader):
     _resumption: Resumption | None = None
     _waits = False
     _trains = False
-    _place = Place()
+    _begun = EpochPosition()
     _checksum: int | None = None
 
     def __iter__(self) -> Any:
-        self._epoch_start, self._place, self._checksum = None, Place(), None
+        self._epoch_start, self._begun, self._checksum = None, EpochPosition(), None
         if self._waits:
             self._waits = False
             return iter(())
@@ -156,42 +156,42 @@ class ResumableLoader(IndexedLoader):
         """This rank's indices of an epoch that begins, or of one that goes on."""
         sampler = self._seeded_sampler()
         order = _drawn_alike(sampler)
-        self._checksum, self._place = _checksum(order), Place()
+        self._checksum, self._begun = _checksum(order), EpochPosition()
         if resumption is not None:
             batches = resumption.batches
-            self._place = resumption.place or Place(division.used(len(order), batches), batches)
+            self._begun = resumption.epoch_position or EpochPosition(division.used(len(order), batches), batches)
             if resumption.checksum not in (None, self._checksum) and sampler.rank == 0:
                 kind = type(wrapped_sampler(sampler) or sampler).__name__
                 warnings.warn(_OTHER_ORDER.format(sampler=kind), stacklevel=2)
             self.set_random(resumption.then)
-        left = order[self._place.samples :]
+        left = order[self._begun.samples :]
         if resumption is not None and (repeated := division.repeats(len(left))) and sampler.rank == 0:
             warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
         batches_of_rank = division.deal(left, sampler.rank)
         yield from batches_of_rank if self.batch_sampler is not None else (index for (index,) in batches_of_rank)
 
-    def place_after(self, position: Mapping[str, Any], batches: int) -> Place | None:
-        """Return the place to which so many batches led in the run that saved ``position``; None if unknown.
+    def epoch_position_after(self, position: Mapping[str, Any], batches: int) -> EpochPosition | None:
+        """Return the position to which so many batches led in the run that saved ``position``; None if unknown.
 
         Its number of batches is that of an epoch of this loader which has as many steps left.
         """
         saved, division = position.get("order"), self.global_batches()
         if saved is None or division is None or saved["samples"] != self.samples:
             return None
-        samples, place = saved["samples"], Place(*saved["place"])
-        used = GlobalBatches(*saved["division"]).used(samples - place.samples, batches - place.batches)
-        left = samples - place.samples - used
-        return Place(samples - left, division.steps(samples) - division.steps(left))
+        samples, begun = saved["samples"], EpochPosition(*saved["place"])
+        used = GlobalBatches(*saved["division"]).used(samples - begun.samples, batches - begun.batches)
+        left = samples - begun.samples - used
+        return EpochPosition(samples - left, division.steps(samples) - division.steps(left))
 
     def first_sample(self, batch: int) -> int | None:
-        """Return the place, in the order of all ranks, of the first sample of the epoch's batch of that number.
+        """Return the position, in the order of all ranks, of the first sample of the epoch's batch of that number.
 
         None where the order is not known.
         """
         division, samples = self.global_batches(), self.samples
         if division is None or samples is None:
             return None
-        return self._place.samples + division.used(samples - self._place.samples, batch - self._place.batches)
+        return self._begun.samples + division.used(samples - self._begun.samples, batch - self._begun.batches)
 
     # --- random states ---
 
@@ -245,12 +245,12 @@ class ResumableLoader(IndexedLoader):
         position |= {"samples": self.samples, "batch_size": self.batch_size}
         if (division := self.global_batches()) is not None:
             waiting = self._resumption
-            place, checksum = self._place, self._checksum
-            if waiting is not None and waiting.place is not None:  # saved before the first batch is drawn
-                place, checksum = waiting.place, waiting.checksum
+            begun, checksum = self._begun, self._checksum
+            if waiting is not None and waiting.epoch_position is not None:  # saved before the first batch is drawn
+                begun, checksum = waiting.epoch_position, waiting.checksum
             position["order"] = {
                 "samples": self.samples,
-                "place": list(astuple(place)),
+                "place": list(astuple(begun)),
                 "division": list(astuple(division)),
                 "checksum": checksum,
             }

@@ -30,7 +30,7 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """A value as the document has it: tagged JSON, see ``tree.decode``; ``is_plain``: JSON without tags."""
+    """A value as the document has it: tagged JSON, see ``json_tree.decode``; ``is_plain``: JSON without tags."""
 
     info: ValueInfo
     value: Any

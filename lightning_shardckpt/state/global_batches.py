@@ -13,8 +13,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place in an epoch: so many samples of the order are used, and so many batches of each rank count as used."""
+class EpochPosition:
+    """A position in an epoch: so many samples of the order are used, and so many batches of each rank count as used."""
 
     samples: int = 0
     batches: int = 0

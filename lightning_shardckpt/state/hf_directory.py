@@ -1,6 +1,6 @@
 """Names and files of a Hugging Face model directory, from a checkpoint's document.
 
-The document was written when the model was at hand, see ``state.huggingface``; so no transformers and no torch here.
+The document was written when the model was at hand, see ``state.hf_document``; so no transformers and no torch here.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, check_json_size
 from lightning_shardckpt.state.documents import TEXT_BYTES, is_companion
 from lightning_shardckpt.state.hf_original_names import original_names
-from lightning_shardckpt.state.name_patterns import Parts
+from lightning_shardckpt.state.name_patterns import NamedBoxes
 
 _TEXT_PROCESSORS = ("tokenizer", "processor", "image_processor", "feature_extractor")
 _FILES_BYTES = MAX_JSON_BYTES // 2  # of all companions: a reader takes no larger document
@@ -94,7 +94,7 @@ class HuggingFace:
             "files": files | self._companions(name, model, notes),
         }
 
-    def _original(self, model: nn.Module, notes: list[str]) -> Mapping[str, Parts]:
+    def _original(self, model: nn.Module, notes: list[str]) -> Mapping[str, NamedBoxes]:
         """Return what the weights are called in the files of ``from_pretrained``; looked up once per model."""
 
         def make() -> Any:
@@ -107,7 +107,7 @@ class HuggingFace:
                 )
                 return {}
 
-        found: Mapping[str, Parts] = self._once(("names", id(model)), model, None, make)
+        found: Mapping[str, NamedBoxes] = self._once(("names", id(model)), model, None, make)
         return found
 
     def _companions(self, name: str, owner: Any, notes: list[str]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from lightning_shardckpt.compat.transformers import revert_function
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.model import is_elsewhere
-from lightning_shardckpt.state.name_patterns import Parts, applied, general, pattern_of
+from lightning_shardckpt.state.name_patterns import NamedBoxes, applied, general, pattern_of
 
 
-def original_names(model: nn.Module) -> dict[str, Parts]:
+def original_names(model: nn.Module) -> dict[str, NamedBoxes]:
     """Return what the entries of a model's state dict become, by name, where it is not the entry itself.
 
     The numbers of layers are ``#`` where all layers are alike, so that it is of other pipeline stages, too.
@@ -39,7 +39,7 @@ def original_names(model: nn.Module) -> dict[str, Parts]:
     lineage = _Lineage(stand_ins)
     with lineage:
         found = revert(model, dict(stand_ins))
-    parts: dict[str, Parts] = {}
+    parts: dict[str, NamedBoxes] = {}
     for name, tensor in found.items():
         entry, start, stop = lineage.box(name, tensor)
         parts.setdefault(entry, []).append([name, start, stop, list(tensor.shape)])
@@ -57,12 +57,12 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _by_pattern(parts: dict[str, Parts], same: dict[str, Parts]) -> dict[str, Parts]:
+def _by_pattern(parts: dict[str, NamedBoxes], same: dict[str, NamedBoxes]) -> dict[str, NamedBoxes]:
     """The parts by patterns of names, where all names that match have the same; else by the names themselves."""
-    patterns: dict[str, list[tuple[str, Parts]]] = {}
+    patterns: dict[str, list[tuple[str, NamedBoxes]]] = {}
     for name, found in parts.items():
         patterns.setdefault(pattern_of(name), []).append((name, found))
-    chosen: dict[str, Parts] = {}
+    chosen: dict[str, NamedBoxes] = {}
     for pattern, names in patterns.items():
         if all(found == same[name] for name, found in names):
             continue

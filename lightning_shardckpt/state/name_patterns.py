@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, TypeAlias
 
-Parts: TypeAlias = "list[list[Any]]"
+NamedBoxes: TypeAlias = "list[list[Any]]"
 """Of one entry of a state dict: name, start and stop of the box, shape, of each tensor that it becomes."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -20,10 +20,10 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def general(name: str, found: Parts) -> Parts:
+def general(name: str, found: NamedBoxes) -> NamedBoxes:
     """The parts of a name with ``#`` for the numbers that the name has, in its order."""
     numbers = _NUMBER.findall(name)
-    alike: Parts = []
+    alike: NamedBoxes = []
     for to, *box in found:
         left = list(numbers)
 
@@ -35,7 +35,7 @@ def general(name: str, found: Parts) -> Parts:
     return alike
 
 
-def applied(pattern: str, parts: Parts, name: str) -> Parts | None:
+def applied(pattern: str, parts: NamedBoxes, name: str) -> NamedBoxes | None:
     """The parts of ``name``, if the pattern, a name with ``#`` for numbers, is one of it.
 
     >>> applied("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")

@@ -64,7 +64,7 @@ def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
     if is_of_torch(optimizer, "ZeroRedundancyOptimizer"):
         raise StateError(
             f"{name} is a ZeroRedundancyOptimizer, each rank of which has the state of its own parameters, and not a "
-            "word of the others'. Shard the model instead (torch's fully_shard, or ShardedStrategy), which cuts "
+            "word of the others'. Shard the model instead (torch's fully_shard, or ShardedStrategy), which shards "
             "optimizer state, too."
         )
 

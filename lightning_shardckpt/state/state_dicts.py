@@ -55,7 +55,7 @@ def _is_module_state(value: Any) -> bool:
 
 
 def checkpoint_of_states(states: Mapping[str, Any], *, nested: bool, only: str | None = None) -> dict[str, Any] | None:
-    """Lightning's checkpoint dict, as ``objects.checkpoint_of`` makes it of the objects; None without any state dict.
+    """Lightning's checkpoint dict, as ``nested_dict.checkpoint_of`` makes it of objects; None without any state dict.
 
     Args:
         states: by key, state dicts and values.

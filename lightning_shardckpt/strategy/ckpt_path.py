@@ -88,7 +88,7 @@ class ResolvingLauncher(ScriptLauncher):
         self.weights_only = call.arguments.get("weights_only")
         given = call.arguments.get("ckpt_path")
         find = partial(resolved, trainer, given, weights_only=self.weights_only is not False)
-        found = agreed(find, given, self._meet(), _places_of(trainer).visible_within_s)
+        found = agreed(find, given, self._meet(), _storage_of(trainer).visible_within_s)
         self.resumes_from = found
         if found != given:
             call.arguments["ckpt_path"] = found
@@ -150,7 +150,7 @@ def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
     if os.path.isfile(path):
         return leaves_out(os.fspath(path))
     try:
-        with Checkpoint(_places_of(trainer), os.fspath(path)) as checkpoint:
+        with Checkpoint(_storage_of(trainer), os.fspath(path)) as checkpoint:
             return any(name.startswith("frozen-state-dist-") for name in checkpoint.root.documents)
     except ShardCkptError:  # of another format; what is wrong with it is said when it is loaded
         return False
@@ -170,63 +170,63 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
     Raises:
         CheckpointNotFoundError: if there are checkpoints, but none that is complete.
     """
-    fitting, places = trainer.state.fn == TrainerFn.FITTING, _places_of(trainer)
-    look = partial(_look, places=places, fitting=fitting, weights_only=weights_only)
+    fitting, storage = trainer.state.fn == TrainerFn.FITTING, _storage_of(trainer)
+    look = partial(_look, storage=storage, fitting=fitting, weights_only=weights_only)
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     if ckpt_path == "best":
-        return _choose("best", _best(trainer), look, places) or ckpt_path
+        return _choose("best", _best(trainer), look, storage) or ckpt_path
     implied = ckpt_path is None and fitting and savers and not is_path_assigned(trainer)
     if implied and SLURMEnvironment.detect() and requeued_path(trainer) is not None:
         return ckpt_path  # a requeued job goes on from there
     if ckpt_path != "last" and not implied:
         return ckpt_path
-    found = _last(trainer, savers, "last" if implied else "", places)
-    by_step = sorted(found, key=lambda path: (_claimed_step(path, places), path), reverse=True)
-    chosen = _choose("last", by_step, look, places)
+    found = _last(trainer, savers, "last" if implied else "", storage)
+    by_step = sorted(found, key=lambda path: (_claimed_step(path, storage), path), reverse=True)
+    chosen = _choose("last", by_step, look, storage)
     return ckpt_path if chosen is None else found[chosen]
 
 
-def _places_of(trainer: pl.Trainer) -> StorageRouter:
+def _storage_of(trainer: pl.Trainer) -> StorageRouter:
     """Return the storage with the options that the user gave to ShardCkptIO."""
     found = getattr(trainer.strategy.checkpoint_io, "storage", None)
     return found if isinstance(found, StorageRouter) else StorageRouter(found)
 
 
 def _last(
-    trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str, places: StorageRouter
+    trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str, storage: StorageRouter
 ) -> dict[str, str]:
     """Return the checkpoints that may be meant, each once, with the link to it, if there is one; no links to nothing.
 
     ModelCheckpoint never deletes the path from which a run resumed: that should be the link.
     """
-    paths = {c.ckpt_path for c in savers if _is_there(c.ckpt_path, places)}
+    paths = {c.ckpt_path for c in savers if _is_there(c.ckpt_path, storage)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             directory = save_directory(callback, trainer)
-            found = _entries(directory, places)
+            found = _entries(directory, storage)
             paths.update(path for path in found if os.path.basename(path).startswith(prefix))
     links = {os.path.realpath(path): path for path in paths if os.path.islink(path) and os.path.exists(path)}
     plain = {path: path for path in paths if path not in links.values()}
     return plain | links
 
 
-def _is_there(path: str, places: StorageRouter) -> bool:
-    return places.remote(path).is_complete(path) if is_url(path) else os.path.lexists(path)
+def _is_there(path: str, storage: StorageRouter) -> bool:
+    return storage.remote(path).is_complete(path) if is_url(path) else os.path.lexists(path)
 
 
-def _entries(directory: str, places: StorageRouter) -> Iterable[str]:
+def _entries(directory: str, storage: StorageRouter) -> Iterable[str]:
     """Checkpoints in a directory, and those that an interrupted save moved aside from there.
 
     In a store only complete ones: what an interrupted save leaves there is where its checkpoint would be.
     """
     if is_url(directory):
-        yield from (url for url in places.remote(directory).complete(directory) if url.endswith(_SUFFIX))
+        yield from (url for url in storage.remote(directory).complete(directory) if url.endswith(_SUFFIX))
     elif os.path.isdir(directory):
         with os.scandir(directory) as entries:
             yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or _ASIDE.fullmatch(e.name))
 
 
-def _claimed_step(path: str, places: StorageRouter) -> int:
+def _claimed_step(path: str, storage: StorageRouter) -> int:
     """The step in the first bytes of a root index, to be verified later: of many checkpoints one has to be read.
 
     The largest number for what must be looked at to know, such as checkpoints of other formats.
@@ -235,7 +235,7 @@ def _claimed_step(path: str, places: StorageRouter) -> int:
         return sys.maxsize
     try:
         if is_url(path):
-            found = _STEP.search(places.remote(path).root_head(path, _HEAD_BYTES))
+            found = _STEP.search(storage.remote(path).root_head(path, _HEAD_BYTES))
         else:
             with open(os.path.join(path, ROOT_NAME), "rb") as file:
                 found = _STEP.search(file.read(_HEAD_BYTES))
@@ -263,7 +263,7 @@ class Candidate:
     ours: bool = True
 
 
-def _look(path: str, *, places: StorageRouter, fitting: bool, weights_only: bool) -> Candidate:
+def _look(path: str, *, storage: StorageRouter, fitting: bool, weights_only: bool) -> Candidate:
     if not is_url(path) and not os.path.exists(path) and os.path.islink(path):
         return Candidate(path, problem="a link to nothing")
     lacks = "it holds weights only, so training cannot go on from it"
@@ -275,7 +275,7 @@ def _look(path: str, *, places: StorageRouter, fitting: bool, weights_only: bool
         if dcp_place(path) == path:  # else it is not a Trainer's
             step, resumes = step_of(path, weights_only=weights_only)
             return Candidate(path, step, None if resumes or not fitting else lacks, ours=False)
-        with Checkpoint(places, path) as checkpoint:
+        with Checkpoint(storage, path) as checkpoint:
             documents = checkpoint.root.documents
             resumes = not fitting or any(name.startswith("optimizer-state-dist-") for name in documents)
             return Candidate(path, checkpoint.root.step or 0, None if resumes else lacks)
@@ -285,14 +285,14 @@ def _look(path: str, *, places: StorageRouter, fitting: bool, weights_only: bool
         return Candidate(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ours=False)
 
 
-def _choose(word: str, paths: list[str], look: Callable[[str], Candidate], places: StorageRouter) -> str | None:
+def _choose(word: str, paths: list[str], look: Callable[[str], Candidate], storage: StorageRouter) -> str | None:
     """The first complete one, or of plain files before it that of the highest step; tells what was passed over."""
     skipped: list[Candidate] = []
     complete: list[Candidate] = []
     for path in paths:
         seen = look(path)
         (complete if seen.problem is None else skipped).append(seen)
-        if seen.problem is None and (word == "best" or _claimed_step(path, places) < sys.maxsize):
+        if seen.problem is None and (word == "best" or _claimed_step(path, storage) < sys.maxsize):
             break  # those after it have lower scores, or steps
     listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
     if not complete and any(seen.ours for seen in skipped):
@@ -304,15 +304,15 @@ def _choose(word: str, paths: list[str], look: Callable[[str], Candidate], place
     chosen = complete[0] if word == "best" else max(complete, key=lambda seen: seen.step)
     rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
     if word == "last":
-        _warn_of_another_branch(chosen, paths, places)
+        _warn_of_another_branch(chosen, paths, storage)
     return chosen.path
 
 
-def _warn_of_another_branch(chosen: Candidate, paths: list[str], places: StorageRouter) -> None:
+def _warn_of_another_branch(chosen: Candidate, paths: list[str], storage: StorageRouter) -> None:
     """A lower step that was saved later: somebody went back, or several runs save here. Only the user can know."""
     times = {path: _saved_at(path) for path in paths}
     newer = [path for path in paths if times[path] > times[chosen.path]]
-    later = [path for path in newer if 0 <= _claimed_step(path, places) < chosen.step]
+    later = [path for path in newer if 0 <= _claimed_step(path, storage) < chosen.step]
     if later:
         rank_zero_warn(
             f'ckpt_path="last" is the highest step, {chosen.step}, in {chosen.path!r}, but {later[0]!r}, of a lower '

@@ -23,36 +23,36 @@ class ShardedForward(nn.Module):
     """Runs the forward of a sharded module, under the hooks of FSDP.
 
     Args:
-        record: the sharded module.
+        sharded: the module.
         running: gives the module whose pipeline runs a step now.
     """
 
-    def __init__(self, record: ShardedModule, running: Callable[[], ShardedModule | None]) -> None:
+    def __init__(self, sharded: ShardedModule, running: Callable[[], ShardedModule | None]) -> None:
         super().__init__()
-        self.__dict__["record"] = record  # not a submodule: Fabric has the module itself
-        self.__dict__[WRAPPED] = record.root
+        self.__dict__["sharded"] = sharded  # not a submodule: Fabric has the module itself
+        self.__dict__[WRAPPED] = sharded.root
         self._running = running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        record: ShardedModule = self.__dict__["record"]
-        if record.pipeline is not None:
-            if self._running() is not record:
+        sharded: ShardedModule = self.__dict__["sharded"]
+        if sharded.pipeline is not None:
+            if self._running() is not sharded:
                 raise TopologyError(
-                    f"{type(record.root).__name__} is a pipeline, of which this rank has a part: call it in a "
+                    f"{type(sharded.root).__name__} is a pipeline, of which this rank has a part: call it in a "
                     "function of the batch, by fabric.strategy.run_step(function, batch)"
                 )
-            return record.root(*args, **kwargs)
-        found = record.run(partial(record.root, *args, **kwargs))
+            return sharded.root(*args, **kwargs)
+        found = sharded.run(partial(sharded.root, *args, **kwargs))
         if not torch.is_grad_enabled():  # no backward will follow
-            reshard(record.root)
+            reshard(sharded.root)
         return found
 
 
-def record_of(module: nn.Module | None) -> ShardedModule | None:
+def sharded_of(module: nn.Module | None) -> ShardedModule | None:
     """Return how a module was sharded, given what ``fabric.setup`` returned or its forward; None for others."""
     forward = fabric_forward(module)
-    record = None if forward is None else forward.__dict__.get("record")
-    return record if isinstance(record, ShardedModule) else None
+    sharded = None if forward is None else forward.__dict__.get("sharded")
+    return sharded if isinstance(sharded, ShardedModule) else None
 
 
 class HeldBackward(BackwardSyncControl):
@@ -67,7 +67,7 @@ class HeldBackward(BackwardSyncControl):
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        record = record_of(module)
-        if record is None:
+        sharded = sharded_of(module)
+        if sharded is None:
             raise TypeError(f"{type(module).__name__} was not set up by fabric.setup")
-        return record.gradients.blocked() if enabled and self._enabled else nullcontext()
+        return sharded.gradients.blocked() if enabled and self._enabled else nullcontext()

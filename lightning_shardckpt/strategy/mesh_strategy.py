@@ -284,7 +284,7 @@ class MeshStrategy:
 
     # --- modules ---
 
-    def _cut(
+    def _shard_module(
         self, module: nn.Module, values: DeferredInit | None, wanted: Pretrained | None, *, is_called: bool = False
     ) -> ShardedModule:
         """Shard a module in place and give it its first values, or those it is to begin with.
@@ -294,7 +294,7 @@ class MeshStrategy:
         """
         with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
             with same_rng():  # for modules that draw their own first values only now
-                record = shard(
+                sharded = shard(
                     module,
                     self.meshes,
                     self._recipe,
@@ -304,8 +304,8 @@ class MeshStrategy:
                     loaded=start.names,
                     is_called=is_called,
                 )
-            start.fill(module, WholeNames(record.state_names, record.state_ties), self._ranks)
-        return record
+            start.fill(module, WholeNames(sharded.state_names, sharded.state_ties), self._ranks)
+        return sharded
 
     # --- other ranks ---
 

@@ -12,7 +12,7 @@ from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import broadcast_weights
 from lightning_shardckpt.parallel.sharding.mesh import Topology
 from lightning_shardckpt.parallel.sharding.random_streams import same_rng
-from lightning_shardckpt.strategy.module_record import recall
+from lightning_shardckpt.strategy.module_marks import recall
 from lightning_shardckpt.system.tuning import Tuning
 
 

@@ -91,6 +91,6 @@ def save_after_exception(
         save()
         wait()
     except Exception as error:
-        warnings.warn(f"no checkpoint was saved behind the exception: {error}", stacklevel=2)
+        warnings.warn(f"no checkpoint was saved after the exception: {error}", stacklevel=2)
         return Ending.ALONE
     return Ending.TOGETHER

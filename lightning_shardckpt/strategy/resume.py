@@ -23,7 +23,7 @@ from lightning_shardckpt.compat.lightning_loops import (
 )
 from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics
 from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
-from lightning_shardckpt.state.global_batches import GlobalBatches, Place
+from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw
 from lightning_shardckpt.strategy.stop_position import plateau_monitors
@@ -42,7 +42,7 @@ class Continuation:
     """The work that remains when training starts: random state and position in the data."""
 
     def __init__(
-        self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], place: DataShare, parts: frozenset[str]
+        self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], share: DataShare, parts: frozenset[str]
     ) -> None:
         self._rng: dict[str, Any] | None = rank_state["rng"] if "random" in parts else None
         self._positions: list[Any] | None = rank_state["positions"] if "data" in parts else None
@@ -57,10 +57,10 @@ class Continuation:
         self._partial: list[str] = rank_state.get("partial", [])
         self._trained: list[str] = rank_state.get("trained", []) if "callbacks" in parts else []
         saved = DataShare(**rank_state["place"])
-        self._saved_size, self._size = saved.data_size, place.data_size
-        self._same_data = saved.data_size == place.data_size
-        self._found: list[tuple[int, Place | None]] = []
-        self._fresh = place.data_rank if place.data_rank >= saved.data_size else None
+        self._saved_size, self._size = saved.data_size, share.data_size
+        self._same_data = saved.data_size == share.data_size
+        self._found: list[tuple[int, EpochPosition | None]] = []
+        self._fresh = share.data_rank if share.data_rank >= saved.data_size else None
 
     def before_loaders(self) -> None:
         """Call before Lightning begins loaders that can't wait until training starts."""
@@ -118,27 +118,27 @@ class Continuation:
                     loader.set_sampler_seed(position["seed"])
                     loader.set_own(position["own"] if self._same_data else [])
 
-    def _places(self, loaders: list[Any], cycles: bool) -> list[tuple[int, Place | None]]:
-        """Return how many batches each loader gave since it began, and their place in its order, where it is known."""
+    def _reached(self, loaders: list[Any], cycles: bool) -> list[tuple[int, EpochPosition | None]]:
+        """Return how many batches each loader gave since it began, and the position in the epoch, where it is known."""
         batches, positions = self._batches or 0, self._positions or []
         if len(positions) != len(loaders):
             return [(batches, None)] * len(loaders)
         found = []
         for loader, position in zip(loaders, positions, strict=True):
-            given, place = batches_of_loader(loader, batches, cycles=cycles), None
+            given, reached = batches_of_loader(loader, batches, cycles=cycles), None
             if isinstance(loader, ResumableLoader) and position is not None:
                 given = batches_of_loader(loader, batches, cycles=cycles, length=steps_of_epoch(position))
-                place = loader.place_after(position, given)
-            found.append((given, place))
+                reached = loader.epoch_position_after(position, given)
+            found.append((given, reached))
         return found
 
     def _count_anew(self, loaders: list[Any], trainer: pl.Trainer) -> None:
         """Count batches as an epoch of the present number of ranks and batch size does."""
-        self._found = self._places(loaders, cycles_loaders(trainer))
-        moves = [place.batches - given for given, place in self._found if place is not None]
+        self._found = self._reached(loaders, cycles_loaders(trainer))
+        moves = [reached.batches - given for given, reached in self._found if reached is not None]
         if not self._batches or not moves:
             return
-        leads = [i for i, (_, place) in enumerate(self._found) if place is not None]
+        leads = [i for i, (_, reached) in enumerate(self._found) if reached is not None]
         pick = max if cycles_loaders(trainer) else min
         moved = moves[leads.index(pick(leads, key=lambda i: len(loaders[i])))]
         if not moved:
@@ -159,9 +159,9 @@ class Continuation:
             return [f"there were {len(positions)} dataloaders, and are {len(loaders)}"]
         reasons, leader = list[str](), None
         sizes = f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
-        if len({place.batches - given for given, place in self._found if place is not None}) > 1:
+        if len({reached.batches - given for given, reached in self._found if reached is not None}) > 1:
             reasons.append("the global batches of several dataloaders changed, so that they go with others")
-        for loader, position, (given, place) in zip(loaders, positions, self._found, strict=True):
+        for loader, position, (given, reached) in zip(loaders, positions, self._found, strict=True):
             if not isinstance(loader, ResumableLoader):
                 if not hasattr(loader, "load_state_dict"):
                     reasons.append(f"{type(loader).__name__} is no torch DataLoader and has no state_dict")
@@ -174,15 +174,15 @@ class Continuation:
             loader.set_sampler_seed(position["seed"])
             then = {"process": get_rng_state(), "own": position["own"] if self._same_data else []}
             start = position["epoch_start"] if self._same_data and self._batches is not None else None
-            if self._batches and (not self._same_data or (start is None and place is not None)):
+            if self._batches and (not self._same_data or (start is None and reached is not None)):
                 start = then  # where the order is not known: that of another epoch, but not the same samples twice
-            checksum = position.get("order", {}).get("checksum") if place is not None else None
-            resumption = Resumption(start, given, then, leader, place, checksum)
+            checksum = position.get("order", {}).get("checksum") if reached is not None else None
+            resumption = Resumption(start, given, then, leader, reached, checksum)
             leader = leader or resumption
             loader.resume(resumption)
-            if place is None and not self._same_data:
+            if reached is None and not self._same_data:
                 reasons.append(f"{sizes}, and {unknown_order(loader, position)}")
-            elif place is None and (change := changed_data(loader, position)):
+            elif reached is None and (change := changed_data(loader, position)):
                 reasons.append(change)
             elif start is None and self._batches:
                 reasons.append("the epoch had not begun")

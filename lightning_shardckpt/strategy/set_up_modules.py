@@ -13,33 +13,33 @@ from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects
-from lightning_shardckpt.strategy.fabric_module import record_of
+from lightning_shardckpt.strategy.fabric_module import sharded_of
 
 
 class SetUpModules:
-    """The records of sharded modules, in the order in which they were set up."""
+    """The sharded modules, in the order in which they were set up."""
 
     def __init__(self) -> None:
-        self._records: list[ShardedModule] = []
+        self._sharded: list[ShardedModule] = []
 
     def __iter__(self) -> Iterator[ShardedModule]:
-        return iter(self._records)
+        return iter(self._sharded)
 
-    def add(self, record: ShardedModule) -> None:
+    def add(self, sharded: ShardedModule) -> None:
         """Take one more."""
-        self._records.append(record)
+        self._sharded.append(sharded)
 
     @property
     def as_one(self) -> nn.Module:
         """All of them as one module, whose names begin with numbers."""
         objects = NestedObjects()
-        objects.modules |= {(number,): record.root for number, record in enumerate(self._records)}
+        objects.modules |= {(number,): sharded.root for number, sharded in enumerate(self._sharded)}
         return objects.root
 
     @property
     def holders(self) -> dict[Tensor, int]:
         """Each parameter → how many ranks of the world hold it or a part of it."""
-        return {parameter: ranks for record in self._records for parameter, ranks in record.holders.items()}
+        return {parameter: ranks for sharded in self._sharded for parameter, ranks in sharded.holders.items()}
 
     def rebind(self, optimizer: Optimizer) -> None:
         """Make an optimizer that was built before hold the parameters that the modules have now.
@@ -47,40 +47,40 @@ class SetUpModules:
         Raises:
             TopologyError: if no module was set up yet, or it holds a parameter that is of none of them.
         """
-        if not self._records:
+        if not self._sharded:
             raise TopologyError(
                 f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
                 "fabric.setup_module(model) first"
             )
-        replaced = {old: new for record in self._records for old, new in record.replaced.items()}
-        elsewhere = {old: new for record in self._records for old, new in record.elsewhere.items()}
-        rebind_optimizer(optimizer, replace(self._records[0], replaced=replaced, elsewhere=elsewhere))
+        replaced = {old: new for sharded in self._sharded for old, new in sharded.replaced.items()}
+        elsewhere = {old: new for sharded in self._sharded for old, new in sharded.elsewhere.items()}
+        rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
 
     def meant_by(self, module: nn.Module | None) -> ShardedModule:
-        """Return the record of what ``fabric.setup`` returned; without it, of the only module.
+        """Return the module that is meant, given what ``fabric.setup`` returned; without it, the only one.
 
         Raises:
             TopologyError: if it was not set up, or there are several.
         """
-        if module is None and len(self._records) == 1:
-            return self._records[0]
-        record = record_of(module)
-        if record is None:
+        if module is None and len(self._sharded) == 1:
+            return self._sharded[0]
+        sharded = sharded_of(module)
+        if sharded is None:
             raise TopologyError(
-                f"run_step needs to know the module, of the {len(self._records)} that were set up: pass module=, what "
+                f"run_step needs to know the module, of the {len(self._sharded)} that were set up: pass module=, what "
                 "fabric.setup returned"
             )
-        return record
+        return sharded
 
     def whole_names(self, objects: NestedObjects) -> WholeNames:
         """Return the names of the whole modules in a state, also on a pipeline stage that has parts of them."""
-        records = {id(record.root): record for record in self._records}
+        by_root = {id(sharded.root): sharded for sharded in self._sharded}
         names, ties = set[str](), list[tuple[str, ...]]()
         for path, prefix in objects.prefixes.items():
-            record = records.get(id(objects.modules[path]))
-            if record is not None:
-                names |= {prefix + name for name in record.state_names}
-                ties += [tuple(prefix + name for name in tie) for tie in record.state_ties]
+            sharded = by_root.get(id(objects.modules[path]))
+            if sharded is not None:
+                names |= {prefix + name for name in sharded.state_names}
+                ties += [tuple(prefix + name for name in tie) for tie in sharded.state_ties]
             else:
                 names |= {prefix + name for name in objects.modules[path].state_dict()}
         return WholeNames(frozenset(names), tuple(ties))

@@ -22,7 +22,7 @@ from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.module_io import put_values
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
-from lightning_shardckpt.strategy.module_record import filling
+from lightning_shardckpt.strategy.module_marks import filling
 from lightning_shardckpt.strategy.module_targets import module_targets
 from lightning_shardckpt.strategy.stop_position import Position
 from lightning_shardckpt.system.gc_pause import gc_paused
@@ -75,20 +75,20 @@ class DataShare:
 
 
 def save_checkpoint(
-    io: ShardCkptIO, position: Position, place: DataShare, checkpoint: dict[str, Any], path: Any, storage_options: Any
+    io: ShardCkptIO, position: Position, share: DataShare, checkpoint: dict[str, Any], path: Any, storage_options: Any
 ) -> None:
     """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it.
 
     Args:
         io: told who saves together.
         position: where a run that resumes must go on.
-        place: which data this rank trains on.
+        share: which data this rank trains on.
         checkpoint: Lightning's dict; it is not changed.
         path: where to, the same on all ranks.
         storage_options: as Lightning gives them.
     """
     checkpoint = dict(checkpoint)
-    rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(place), "positions": position.loaders}
+    rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(share), "positions": position.loaders}
     rank_state |= {key: found for key in ("monitored", "partial", "trained") if (found := getattr(position, key))}
     loops = checkpoint.get("loops")
     if loops and position.fit_loop is not None:
@@ -102,7 +102,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    io: ShardCkptIO, trainer: pl.Trainer, place: DataShare, path: Any, *, weights_only: bool | None
+    io: ShardCkptIO, trainer: pl.Trainer, share: DataShare, path: Any, *, weights_only: bool | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
 
@@ -111,7 +111,7 @@ def load_checkpoint(
     Args:
         io: told who loads together.
         trainer: whose module and optimizers are filled.
-        place: which data this rank trains on; it picks the saving rank whose state this one takes.
+        share: which data this rank trains on; it picks the saving rank whose state this one takes.
         path: of the checkpoint, the same on all ranks.
         weights_only: for a file of ``torch.save``, as in ``torch.load``; None is True.
 
@@ -133,7 +133,7 @@ def load_checkpoint(
         targets,
         strict=module.strict_loading,
         weights_only=weights_only,
-        pick_rank=place.source_rank,
+        pick_rank=share.source_rank,
         partly=fitting,
         filling=partial(filling, module, str(path)),
     )
@@ -147,7 +147,7 @@ def load_checkpoint(
     _leave_out(checkpoint, trainer, parts)
     if left := [part for part in PARTS if part not in parts]:
         rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
-    same_data = rank_state is not None and DataShare(**rank_state["place"]).data_size == place.data_size
+    same_data = rank_state is not None and DataShare(**rank_state["place"]).data_size == share.data_size
     if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint:
         states = rank_state.get("loaders", [])
         if any(states):  # a loader of the user's has a state of its own

@@ -23,7 +23,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory
-from lightning_shardckpt.parallel.tensors.placeholder import first_unknown, leaked
+from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leaked
 from lightning_shardckpt.strategy.recorded_loggers import WrittenCall, recorded_loggers
 
 _HOST = torch.device("cpu")
@@ -342,9 +342,9 @@ def sent(what: str, value: Any) -> Any:
     Raises:
         TopologyError: if it depends on what other stages have.
     """
-    unknown = first_unknown(value)
-    if unknown is not None:
-        raise leaked(what, unknown)
+    placeholder = first_placeholder(value)
+    if placeholder is not None:
+        raise leaked(what, placeholder)
     return portable(tree_map(_plain, value))
 
 

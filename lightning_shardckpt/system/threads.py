@@ -42,7 +42,7 @@ class NoThreadError(RuntimeError):
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Signals, which Python handles in the main thread, wait until the end of the block.
 
     Their handlers are put off rather than the signals blocked: another thread could receive those for the main one.
@@ -59,12 +59,12 @@ def uninterrupted() -> Iterator[None]:
 
 
 def start(*threads: threading.Thread) -> None:
-    """Start threads, uninterrupted.
+    """Start threads, with signals deferred.
 
     Raises:
         NoThreadError: if there is no more; those before have been started.
     """
-    with uninterrupted():
+    with signals_deferred():
         for thread in threads:
             try:
                 thread.start()

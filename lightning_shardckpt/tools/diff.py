@@ -201,9 +201,9 @@ class _ByValue:
         self._advance = advance
 
     def __call__(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
-        from lightning_shardckpt.tools.tensor_diff import Difference  # numpy, which nothing else here needs
+        from lightning_shardckpt.tools.tensor_diff import TensorDistance  # numpy, which nothing else here needs
 
-        found = Difference()
+        found = TensorDistance()
         if prod(spec.shape):
             sides = zip(self._sides, keys, strict=True)
             streams = [_windows(spec, wholes.boxes(component, key), source) for (wholes, source), key in sides]

@@ -48,7 +48,7 @@ def estimate_stages(
     trunk = _named(modules, layers) if layers else _largest_list(model, modules, stages)
     if len(trunk) < stages:
         raise TopologyError(
-            f"{count_text(len(trunk), 'layer')}{f' ({trunk[0]} …)' if trunk else ''} cannot be cut into {stages} "
+            f"{count_text(len(trunk), 'layer')}{f' ({trunk[0]} …)' if trunk else ''} cannot be split into {stages} "
             "pipeline stages: use fewer stages, or name the layers with --layers"
         )
     each, more = divmod(len(trunk), stages)

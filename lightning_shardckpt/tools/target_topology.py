@@ -96,7 +96,7 @@ class TargetTopology:
         names = [axis for axis in AXES[1:] if axis == "shard" or self.sizes[axis] > 1]
         strides = {"tensor": 1, "shard": self.sizes["tensor"], "replicate": self.sizes["tensor"] * self.sizes["shard"]}
         axes = tuple(Axis(name, self.sizes[name], strides[name]) for name in names)
-        by_tensor_axis, cuts = self._tensor_parallel_cut(key, spec), list[DimShard]()
+        by_tensor_axis, cuts = self._tensor_parallel_dim(key, spec), list[DimShard]()
         if by_tensor_axis is not None and self.sizes["tensor"] > 1:
             cuts.append(DimShard(names.index("tensor"), *by_tensor_axis))
         if self.sizes["shard"] > 1:
@@ -108,7 +108,7 @@ class TargetTopology:
             return bool(spec.shape) and not spec.pinned
         return bool(spec.shape) and not spec.dtype.startswith(_NOT_FLOATING)
 
-    def _tensor_parallel_cut(self, key: str, spec: TensorSpec) -> tuple[int, int] | None:
+    def _tensor_parallel_dim(self, key: str, spec: TensorSpec) -> tuple[int, int] | None:
         """Return the dim that the tensor axis shards, and its blocks; None if it does not shard the tensor."""
         if self.plan:
             modules = [name.rpartition(".")[0] for name in self._names[key]]
@@ -156,11 +156,11 @@ class TargetTopology:
         if not self._tells_buffers and self._model.tensors:
             self.notes.append("Nothing tells buffers from parameters: floating tensors with dims are taken for those.")
         if self.sizes["tensor"] > 1 and not self.plan:
-            if any(self._tensor_parallel_cut(key, spec) for key, spec in self._model.tensors.items()):
-                self.notes.append("Tensor parallelism is taken to cut the dims that it cut when this was saved.")
+            if any(self._tensor_parallel_dim(key, spec) for key, spec in self._model.tensors.items()):
+                self.notes.append("Tensor parallelism is taken to shard the dims that it sharded when this was saved.")
             else:
                 self.notes.append(
-                    "Tensors are taken as not cut by tensor parallelism: this was saved without it. Give the plan, "
+                    "Tensors are taken as not sharded by tensor parallelism: this was saved without it. Give the plan, "
                     "such as --tp-plan 'layers.*.up=colwise' 'layers.*.down=rowwise'."
                 )
         if self._stages is not None:

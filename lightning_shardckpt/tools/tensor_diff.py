@@ -73,7 +73,7 @@ def _float8(
 
 
 @dataclass(slots=True)
-class Difference:
+class TensorDistance:
     """The distance of two tensors of one dtype, summed over windows.
 
     Attributes:

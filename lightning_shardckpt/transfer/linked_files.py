@@ -23,7 +23,7 @@ from lightning_shardckpt.transfer.writer import Stage, WrittenFile, block_bytes,
 
 _MOST_FILES = 64  # of a component, of pieces that stayed as they were: a smaller share of the bytes gets no file
 
-Place = tuple[str, Box]
+PieceKey = tuple[str, Box]
 """A piece by its tensor and box."""
 
 
@@ -34,7 +34,7 @@ class BaseFile:
     info: FileInfo
     entries: tuple[tuple[str, ShardEntry], ...]
 
-    def pieces(self, planned: Mapping[Place, Piece]) -> tuple[Piece, ...] | None:
+    def pieces(self, planned: Mapping[PieceKey, Piece]) -> tuple[Piece, ...] | None:
         """The pieces to save that are the ones in the file, in order; None if one is not to be saved like this."""
         found = tuple(planned.get((key, entry.box)) for key, entry in self.entries)
         is_same = all(
@@ -87,7 +87,7 @@ def first_change(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> Piece
     return None
 
 
-def divided(pieces: Iterable[Piece], steady: frozenset[Place]) -> list[list[Piece]]:
+def divided(pieces: Iterable[Piece], steady: frozenset[PieceKey]) -> list[list[Piece]]:
     """Pieces in groups that share no file: those that will probably stay as they are, and the others.
 
     A small share of ``steady`` ones is not worth a file, and would make more of them with each save.

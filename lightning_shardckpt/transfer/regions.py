@@ -12,7 +12,7 @@ Head = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class DtypeConversion:
     """The conversion of elements of ``stored`` bytes to elements of ``written`` bytes; any thread calls ``convert``."""
 
     convert: Callable[[memoryview], memoryview]
@@ -45,7 +45,7 @@ class Region:
     content: memoryview | tuple[str, str]
     """The bytes, or component and key of the tensor that is stored."""
     file: int = 0
-    conversion: Conversion | None = None
+    conversion: DtypeConversion | None = None
     box: Box | None = None
     destinations: tuple[Destination, ...] = ()
 

@@ -1,7 +1,7 @@
 """Make one process see late what the others make, as caches of network file systems do.
 
 While a ``Lag`` is installed, names below its root that this process did not make raise ENOENT, and are not listed, for
-some seconds behind the last change of what they name, unless they were seen before. What is open is not concerned.
+some seconds after the last change of what they name, unless they were seen before. What is open is not concerned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOVING = ("rename", "replace")
 
 
 class Lag:
-    """Below ``root``, names of others become visible ``late_s`` behind their making. Use it as a context."""
+    """Below ``root``, names of others become visible ``late_s`` after their making. Use it as a context."""
 
     def __init__(self, root: str, late_s: float) -> None:
         self._root, self._late_s = os.path.abspath(root), late_s
@@ -110,10 +110,10 @@ class Lag:
         def call(source: Any, target: Any) -> None:
             self._check(self._below(source))
             original(source, target)
-            before, behind = self._below(source), self._below(target)
-            if before is not None and behind is not None:
+            before, after = self._below(source), self._below(target)
+            if before is not None and after is not None:
                 moved = {path for path in self._known if path == before or path.startswith(before + "/")}
-                self._known = (self._known - moved) | {behind + path[len(before) :] for path in moved | {before}}
+                self._known = (self._known - moved) | {after + path[len(before) :] for path in moved | {before}}
 
         return call
 

@@ -102,7 +102,7 @@ def gpt2() -> nn.Module:
 
 
 def lora(net: nn.Module | None = None, **options: Any) -> nn.Module:
-    """A small Llama, or another model, with adapters in layers that are cut column-wise, row-wise and not at all."""
+    """A small Llama, or another model, with adapters in layers that are sharded by columns, by rows and not at all."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]

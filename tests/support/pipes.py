@@ -375,7 +375,7 @@ def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Pipe(pl.LightningModule):
-    """An ordinary module; what its steps returned is noted in a hook, which is never cut into stages."""
+    """An ordinary module; what its steps returned is noted in a hook, which is never split into stages."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -547,7 +547,7 @@ class Trained:
 class Twin:
     """Trains a case in plain torch: one process, whole batches, nothing of Lightning or of this package.
 
-    ``parts``: into how many parts data parallelism cuts a batch; the loss is the mean of the parts' losses, which is
+    ``parts``: into how many parts data parallelism splits a batch; the loss is the mean of the parts' losses, which is
     another one if it is no mean over samples.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
@@ -68,7 +68,7 @@ def save(*paths: str) -> None:
 
 
 def live_objects() -> tuple[dict[str, Tensor], torch.optim.Optimizer, LoadTargets]:
-    """Tensors of zeros and an optimizer for them, with state of the first one; and both as the engine wants them."""
+    """Tensors of zeros and an optimizer for them, with state of the first one; and both as ``load`` wants them."""
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     optimizer = torch.optim.AdamW([torch.nn.Parameter(t) for t in tensors.values()])
     first = optimizer.param_groups[0]["params"][0]
@@ -82,7 +82,7 @@ def load(path: str, tuning: Tuning = TUNING) -> dict[str, Tensor]:
     tensors, optimizer, live = live_objects()
     before = repr(optimizer.state_dict())
     try:
-        engine.load(path, live, ranks=Ranks.alone(), options=LoadOptions(tuning=tuning))
+        checkpoint.load(path, live, ranks=Ranks.alone(), options=LoadOptions(tuning=tuning))
     except BaseException:
         assert not any(t.any() for t in tensors.values()), "a refused load has changed live tensors"
         assert repr(optimizer.state_dict()) == before, "a refused load has changed the optimizer"

@@ -157,7 +157,7 @@ def test_a_plain_file_of_lightning_counts_by_its_step(folder: Path, keeper: pl.T
     assert resolved(keeper, "last") == str(folder / "last.ckpt")
 
 
-def test_a_checkpoint_behind_an_exception_counts_without_being_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_after_an_exception_counts_without_being_asked_for(folder: Path, tmp_path: Path) -> None:
     keeper = trainer(ModelCheckpoint(folder), OnExceptionCheckpoint(tmp_path))
     saved(folder / "a.ckpt", 10)
     ended = saved(tmp_path / "on_exception.ckpt", 15)

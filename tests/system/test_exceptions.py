@@ -87,7 +87,7 @@ def test_the_exception_of_one_rank_is_neither_hidden_nor_waited_for(
     kind, message, _, said = found[who].value
     assert (kind, message) == ("ZeroDivisionError", f"as users do, in {where}")
     if saver != "none":
-        assert any("no checkpoint was saved behind the exception: " in line for line in said), said
+        assert any("no checkpoint was saved after the exception: " in line for line in said), said
     kind, message, notes, _ = found[1 - who].value
     assert kind != "ZeroDivisionError"
     assert f"as users do, in {where}" in "\n".join([message, *notes]) or "closed" in message

@@ -35,7 +35,7 @@ def fabric_of(precision: Any = "64-true", io: ShardCkptIO | None = None, **optio
 
 
 def built(fabric: Fabric, case: Case, order: str = "before") -> tuple[Any, Any]:
-    """The module and the optimizer of a case; the optimizer is built before or behind the setup."""
+    """The module and the optimizer of a case; the optimizer is built before or after the setup."""
     torch.manual_seed(3)
     if case.late:
         with fabric.init_module(empty_init=True):
@@ -89,15 +89,15 @@ HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
 TWO: list[tuple[Case, str, dict[str, Any]]] = [
     (Case(), "before", {}),
     (HARD, "before", {}),
-    (HARD, "behind", {"accumulate_unsharded": False, "activation_checkpointing": True}),
-    (Case(clip=0.05), "behind", {"cpu_offload": True}),
+    (HARD, "after", {"accumulate_unsharded": False, "activation_checkpointing": True}),
+    (Case(clip=0.05), "after", {"cpu_offload": True}),
     (HARD, "before", TENSOR),
     (Case("llama", clip=0.05), "before", {"tensor_parallel_size": 2}),
     (Case(), "before", {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 1}),
 ]
 FOUR: list[tuple[Case, str, dict[str, Any]]] = [
     (HARD, "before", TENSOR),
-    (HARD, "behind", {"data_parallel_replicate_size": 2}),
+    (HARD, "after", {"data_parallel_replicate_size": 2}),
 ]
 
 

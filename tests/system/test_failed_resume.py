@@ -61,7 +61,7 @@ def resumes(strategy: dict[str, Any], folder: str, verify: Literal[True, "first"
     found["kept"] = tiny.differences(first[0], tiny.full_state(module, [])) == []
     found["train"] = error_of(lambda: run(5).fit(module, tiny.loader()))
     found["predict"] = error_of(lambda: run().predict(module, tiny.loader(count=4, shuffle=False)))
-    module.train()  # which Lightning does not do behind an error
+    module.train()  # which Lightning does not do after an error
     module.losses.clear()
     resumed = run()
     resumed.fit(module, tiny.loader(), ckpt_path=good)

@@ -85,7 +85,7 @@ def train_here(case: Case, sizes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-def test_dropout_before_a_cut_adapter_drops_what_it_would_on_one_process() -> None:
+def test_dropout_before_a_sharded_adapter_drops_what_it_would_on_one_process() -> None:
     """Of a tied embedding with an adapter, too."""
     case = Case("lora embedding", late=True)
     (alone,) = run_ranks(1, train_here, case, {})
@@ -104,8 +104,8 @@ def undropped_losses(case: Case) -> list[float]:
     return losses
 
 
-def cut(plan: Any, builder: str, **options: Any) -> dict[str, tuple[Any, ...]]:
-    """Placements of what was cut in the first layer, by the name in the layer; two tensor-parallel ranks."""
+def placements_of(plan: Any, builder: str, **options: Any) -> dict[str, tuple[Any, ...]]:
+    """Placements of what was sharded in the first layer, by the name in the layer; two tensor-parallel ranks."""
     pl.seed_everything(3, verbose=False)
     net = lora(BUILDERS[builder](), **options)
     root = torch.nn.ModuleDict({"net": net})
@@ -116,13 +116,13 @@ def cut(plan: Any, builder: str, **options: Any) -> dict[str, tuple[Any, ...]]:
     return {name.removeprefix(layer): p.placements for name, p in found.items() if "layers.1" not in name}
 
 
-def test_a_plan_of_the_base_model_cuts_the_adapters_with_it() -> None:
-    assert run_ranks(2, check_cuts) == [None, None]
+def test_a_plan_of_the_base_model_shards_the_adapters_with_it() -> None:
+    assert run_ranks(2, check_placements) == [None, None]
 
 
-def check_cuts() -> None:
+def check_placements() -> None:
     rows, columns = (Shard(0),), (Shard(1),)
-    found = cut("auto", "llama", target_modules=["q_proj", "o_proj", "lm_head"])
+    found = placements_of("auto", "llama", target_modules=["q_proj", "o_proj", "lm_head"])
     head = "net.base_model.model.lm_head"
     assert found["self_attn.q_proj.base_layer.weight"] == rows == found["self_attn.q_proj.lora_B.default.weight"]
     assert found["self_attn.o_proj.base_layer.weight"] == columns == found["self_attn.o_proj.lora_A.default.weight"]
@@ -131,34 +131,34 @@ def check_cuts() -> None:
     whole = {"self_attn.q_proj.lora_A.default.weight", "self_attn.o_proj.lora_B.default.weight"}
     assert not whole & found.keys()
     plan = {"net.model.layers.*.mlp.up_proj": "colwise"}
-    found = cut(plan, "llama", modules_to_save=["mlp"], target_modules=["q_proj"])
+    found = placements_of(plan, "llama", modules_to_save=["mlp"], target_modules=["q_proj"])
     assert found == {
         "mlp.original_module.up_proj.weight": rows,
         "mlp.modules_to_save.default.up_proj.weight": rows,
     }
     named = "net.base_model.model.model.layers.0.self_attn."
     plan = {f"{named}q_proj": "colwise", f"{named}o_proj.base_layer": "rowwise_rep"}
-    assert cut(plan, "llama", target_modules=["q_proj", "o_proj"]).keys() == {
+    assert placements_of(plan, "llama", target_modules=["q_proj", "o_proj"]).keys() == {
         "self_attn.q_proj.base_layer.weight",
         "self_attn.q_proj.lora_B.default.weight",
         "self_attn.o_proj.base_layer.weight",
     }
 
 
-def test_what_cannot_be_cut_is_refused_by_name() -> None:
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     assert run_ranks(2, check_refusals) == [None, None]
 
 
 def check_refusals() -> None:
     name = r"net\.base_model\.model\.model\.layers\.0\.self_attn\.q_proj \(peft\..*"
-    with pytest.raises(TopologyError, match=name + "only plain LoRA can be cut, not DoraLinearVariant"):
-        cut("auto", "llama", target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(TopologyError, match=r"embed_tokens \(peft\..*only modules_to_save can be cut"):
-        cut("auto", "llama", target_modules=["q_proj"], trainable_token_indices=[1])
+    with pytest.raises(TopologyError, match=name + "only plain LoRA can be sharded, not DoraLinearVariant"):
+        placements_of("auto", "llama", target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(TopologyError, match=r"embed_tokens \(peft\..*only modules_to_save can be sharded"):
+        placements_of("auto", "llama", target_modules=["q_proj"], trainable_token_indices=[1])
     plan = {"net.model.layers.*.self_attn.q_proj": ColwiseParallel(input_layouts=Shard(1))}
     with pytest.raises(TopologyError, match="not by ColwiseParallel with other layouts"):
-        cut(plan, "llama", target_modules=["q_proj"])
-    with pytest.raises(TopologyError, match=name + "only LoRA can be cut"):
+        placements_of(plan, "llama", target_modules=["q_proj"])
+    with pytest.raises(TopologyError, match=name + "only LoRA can be sharded"):
         root = torch.nn.ModuleDict({"net": ia3(BUILDERS["llama"]())})
         resolve_plan(root, "auto", [], 2)
 

@@ -83,7 +83,7 @@ def fit(strategy: Any, options: dict[str, Any], steps: int = 2) -> dict[str, Any
 
 
 def start_from(path: str, strategy: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Load into a model with adapters, then train a step; returns the states behind both, and what was warned of."""
+    """Load into a model with adapters, then train a step; returns the states after both, and what was warned of."""
     pl.seed_everything(5, verbose=False)
     module = adapters.Adapted()
     run = tiny.trainer(strategy, max_steps=1, limit_val_batches=1, limit_train_batches=1)

@@ -57,7 +57,7 @@ class Group(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Into how many parts data parallelism cuts a batch."""
+        """Into how many parts data parallelism splits a batch."""
         return self.world // self.sizes["pipeline_parallel_size"] // self.sizes.get("tensor_parallel_size", 1)
 
     @property

@@ -53,7 +53,7 @@ class Good(pl.LightningModule):
         return Layer()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.behind(self.trunk(self.before(tokens)))
+        return self.after(self.trunk(self.before(tokens)))
 
     def before(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.embed(tokens)
@@ -64,7 +64,7 @@ class Good(pl.LightningModule):
             x = layer(x)
         return x
 
-    def behind(self, x: Tensor) -> Tensor:
+    def after(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(x)
         return logits
 
@@ -167,21 +167,21 @@ class Reduces(Good):
 
 
 class Waits(Good):
-    def behind(self, x: Tensor) -> Tensor:
+    def after(self, x: Tensor) -> Tensor:
         dist.barrier()
-        return super().behind(x)
+        return super().after(x)
 
 
 class Gathers(Good):
-    def behind(self, x: Tensor) -> Tensor:
+    def after(self, x: Tensor) -> Tensor:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # it has a new name
-            return super().behind(torch.cat(all_gather(x)))  # type: ignore[no-untyped-call]  # torch's
+            return super().after(torch.cat(all_gather(x)))  # type: ignore[no-untyped-call]  # torch's
 
 
 class StrategyWaits(Good):
-    def behind(self, x: Tensor) -> Tensor:
+    def after(self, x: Tensor) -> Tensor:
         self.trainer.strategy.barrier()
-        return super().behind(x)
+        return super().after(x)
 
 
 class StrategyBroadcasts(Good):
@@ -215,7 +215,7 @@ class HeadFirst(Good):
 
 
 class WeightOfAnother(Good):
-    def behind(self, x: Tensor) -> Tensor:
+    def after(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.embed.weight)
 
 
@@ -259,7 +259,7 @@ class ListOfAuxiliary(Good):
         x, auxiliary = self.before(batch), list[Tensor]()
         for layer in self.layers:
             x = layer(x, auxiliary)
-        return loss_of(self.behind(x), batch) + torch.stack(auxiliary).sum()
+        return loss_of(self.after(x), batch) + torch.stack(auxiliary).sum()
 
 
 class Penalty(Good):
@@ -477,21 +477,21 @@ class AddedUp(Good):
         pair: Any = (self.before(batch), torch.zeros(()))
         for layer in self.layers:
             pair = layer(pair)
-        return loss_of(self.behind(pair[0]), batch) + pair[1]
+        return loss_of(self.after(pair[0]), batch) + pair[1]
 
 
 # --- ranks that differ ---
 
 
-class BackwardBehindBreaks(Good):
-    def behind(self, x: Tensor) -> Tensor:
-        logits = super().behind(x)
+class BackwardAfterBreaks(Good):
+    def after(self, x: Tensor) -> Tensor:
+        logits = super().after(x)
         if logits.requires_grad:
             logits.register_hook(self.break_down)
         return logits
 
     def break_down(self, gradient: Tensor) -> None:
-        raise KeyError("in a backward behind the layers")
+        raise KeyError("in a backward after the layers")
 
 
 class RankData(Good):
@@ -534,7 +534,7 @@ class RankStrings(RankData):
         return super().training_step(torch.tensor([[*bytes.fromhex(text)] for text in batch]), index)
 
 
-# --- modules that cannot be cut ---
+# --- modules that cannot be split ---
 
 
 class NoLayers(Good):
@@ -581,7 +581,7 @@ class CompilesLayersLate(Good):
             layer.compile(backend="eager")
 
 
-class CutsItself(Good):
+class ShardsItself(Good):
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         self.head.weight = nn.Parameter(distribute_tensor(self.head.weight.detach(), mesh))
@@ -632,8 +632,8 @@ class LastLayerBreaks(LayerBreaks):
 
 
 class StepBreaks(Good):
-    def behind(self, x: Tensor) -> Tensor:
-        raise KeyError("behind the layers")
+    def after(self, x: Tensor) -> Tensor:
+        raise KeyError("after the layers")
 
 
 class BackwardBreaks(Good):
@@ -760,10 +760,10 @@ class Watching(Good):
 
 
 class Retaining(Good):
-    def behind(self, x: Tensor) -> Tensor:
+    def after(self, x: Tensor) -> Tensor:
         if x.requires_grad:
             x.retain_grad()
-        return super().behind(x)
+        return super().after(x)
 
 
 class ParameterGradient(Good):
@@ -778,15 +778,15 @@ class ParameterGradient(Good):
 class InputGradient(Good):
     def training_step(self, batch: Any, index: int) -> Any:
         x = self.before(batch).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.behind(self.trunk(x)).sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(self.after(self.trunk(x)).sum(), x, create_graph=True)
         return slope.square().sum()
 
 
 class Mapped(Good):
     """A function for each sample, that uses a weight of another stage."""
 
-    def behind(self, x: Tensor) -> Tensor:
-        return super().behind(torch.func.vmap(lambda row: row + self.embed.weight[0])(x))
+    def after(self, x: Tensor) -> Tensor:
+        return super().after(torch.func.vmap(lambda row: row + self.embed.weight[0])(x))
 
 
 class Scripted(Good):
@@ -811,9 +811,9 @@ DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs"
 MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
 STATE = ("a buffer that training changes in a layer", "pipeline_microbatches=1")
-REMEMBER = ("is to remember embed.weight", "behind the layers")
+REMEMBER = ("is to remember embed.weight", "after the layers")
 BATCHES = "pipeline_microbatches=1"
-CANNOT_CUT = ("cannot cut this batch into microbatches", "pipeline_microbatches=1")
+CANNOT_SPLIT = ("cannot split this batch into microbatches", "pipeline_microbatches=1")
 
 
 @dataclass(frozen=True)
@@ -882,8 +882,8 @@ CASES = {
         Metered, ("logs the metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B
     ),
     "batch norm": Case(BatchNorm, ("layers.0.0 is a batch norm", "pipeline_microbatches=1")),
-    "opaque item": Case(OpaqueInList, ("batch[0] is a Opaque", *CANNOT_CUT)),
-    "uneven batch": Case(Uneven, ("batch['anchors']\": 5", *CANNOT_CUT)),
+    "opaque item": Case(OpaqueInList, ("batch[0] is a Opaque", *CANNOT_SPLIT)),
+    "uneven batch": Case(Uneven, ("batch['anchors']\": 5", *CANNOT_SPLIT)),
     "scalar through the layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", MEANS)),
     "other data": Case(RankData, DIFFERENT),
     "other shuffle": Case(Unseeded, DIFFERENT),
@@ -926,7 +926,7 @@ CASES = {
             "pipeline_layers": ["net.layers.*"],
         },
     ),
-    "cuts itself": Case(CutsItself, ("CutsItself cuts itself in configure_model", "fsdp_units")),
+    "shards itself": Case(ShardsItself, ("ShardsItself shards itself in configure_model", "fsdp_units")),
     "optimizer of the whole gradient": Case(WholeGradient, ("LBFGS looks at all parameters at once",)),
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
     "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
@@ -934,11 +934,11 @@ CASES = {
     "last layer breaks": Case(LastLayerBreaks, ("in a layer",), kinds=OWN),
     "layer breaks, 1f1b": Case(LayerBreaks, ("in a layer",), ONE_F_ONE_B, kinds=OWN),
     "last layer breaks, 1f1b": Case(LastLayerBreaks, ("in a layer",), ONE_F_ONE_B, kinds=OWN),
-    "step breaks": Case(StepBreaks, ("behind the layers",), kinds=OWN),
-    "step breaks, 1f1b": Case(StepBreaks, ("behind the layers",), ONE_F_ONE_B, kinds=OWN),
+    "step breaks": Case(StepBreaks, ("after the layers",), kinds=OWN),
+    "step breaks, 1f1b": Case(StepBreaks, ("after the layers",), ONE_F_ONE_B, kinds=OWN),
     "backward breaks": Case(BackwardBreaks, ("in a backward",), kinds=OWN),
     "backward breaks, 1f1b": Case(BackwardBreaks, ("in a backward",), ONE_F_ONE_B, kinds=OWN),
-    "backward behind the layers breaks": Case(BackwardBehindBreaks, ("behind the layers",), kinds=OWN),
+    "backward after the layers breaks": Case(BackwardAfterBreaks, ("after the layers",), kinds=OWN),
     "predict breaks": Case(PredictBreaks, ("while predicting",), kinds=OWN, run="predict"),
     "returns what cannot be pickled": Case(ReturnsLambda, ("cannot be pickled", "lambda"), run="validate"),
     "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'pipeline_schedule="gpipe"'), ONE_F_ONE_B),
@@ -972,7 +972,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Refused:
-    """What one rank saw of a case; ``after``: the losses and weights of a good run behind it."""
+    """What one rank saw of a case; ``after``: the losses and weights of a good run that followed."""
 
     kind: str
     message: str
@@ -1102,7 +1102,7 @@ def test_noise_of_input_and_loss_is_the_same_with_one_microbatch_or_their_own_lo
         assert rank == [[0.0], [0.0]]
 
 
-def train_uncut(kinds: list[type[Good]]) -> list[list[float]]:
+def train_unsplit(kinds: list[type[Good]]) -> list[list[float]]:
     found = []
     for kind in kinds:
         pl.seed_everything(1, verbose=False)
@@ -1113,8 +1113,8 @@ def train_uncut(kinds: list[type[Good]]) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_a_batch_that_cannot_be_cut_trains_with_one_microbatch() -> None:
-    for opaque, nested, uneven, plain in run_ranks(2, train_uncut, [OpaqueBatch, OpaqueInList, Uneven, Good]):
+def test_a_batch_that_cannot_be_split_trains_with_one_microbatch() -> None:
+    for opaque, nested, uneven, plain in run_ranks(2, train_unsplit, [OpaqueBatch, OpaqueInList, Uneven, Good]):
         assert opaque == nested == uneven == plain
         assert len(plain) == 2
 

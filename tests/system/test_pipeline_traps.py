@@ -220,7 +220,7 @@ class ScalesLoss(Plain):
 class StopsTraining(Plain):
     def training_step(self, batch: Any, index: int) -> Any:
         loss = super().training_step(batch, index)
-        self.trainer.should_stop = index == 1  # behind the layers: where only the last stage comes
+        self.trainer.should_stop = index == 1  # after the layers: where only the last stage comes
         return loss
 
 

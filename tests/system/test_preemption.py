@@ -122,7 +122,7 @@ HOOKS = [
 
 
 class TerminateSomewhere(pl.Callback):
-    """Sends SIGTERM once, to some ranks' own process, in a hook at or behind a step."""
+    """Sends SIGTERM once, to some ranks' own process, in a hook at or after a step."""
 
     def __init__(self, ranks: list[int], step: int, hook: str) -> None:
         self._ranks, self._step, self._left = ranks, step, True

@@ -49,7 +49,7 @@ class Recorded(tiny.TinyLM):
 
 
 class Stop(pl.Callback):
-    """Tells the Trainer to stop behind a step, or sends this process SIGTERM in it."""
+    """Tells the Trainer to stop after a step, or sends this process SIGTERM in it."""
 
     def __init__(self, step: int, *, by_signal: bool = False) -> None:
         self._step, self._by_signal = step, by_signal
@@ -64,7 +64,7 @@ class Stop(pl.Callback):
 
 
 class OutOfTime(Timer):
-    """A Timer whose time is up behind a step."""
+    """A Timer whose time is up after a step."""
 
     def __init__(self, step: int) -> None:
         super().__init__(timedelta(days=1))
@@ -108,7 +108,7 @@ def fit(data: dict[str, Any], resume: str | None = None, **options: Any) -> dict
     held_out = tiny.loader(count=8, shuffle=False) if options.get("limit_val_batches") else None
     with suppress(SystemExit):
         run.fit(module, tiny.loader(count=2 * PER_EPOCH * run.world_size, **data), held_out, ckpt_path=resume)
-    run.fit_loop.teardown()  # which Lightning does not do behind an exception
+    run.fit_loop.teardown()  # which Lightning does not do after an exception
     return {
         "run": run,
         "steps": module.steps,
@@ -160,7 +160,7 @@ def wrong(straight: dict[str, Any], first: dict[str, Any], rest: dict[str, Any])
         found.append("the first run")
     if first["begun"] + rest["begun"] != straight["begun"]:
         found.append(f"epochs begun: {first['begun']} and {rest['begun']}, not {straight['begun']}")
-    # Behind the last step, the first run may have validated because it was told to stop, or not yet because of SIGTERM.
+    # After the last step, the first run may have validated because it was told to stop, or not yet because of SIGTERM.
     rows = [row for row in straight["logged"] if row[0] >= stop]
     if rest["logged"][-len(rows) :] != rows or any(step >= stop for step, _ in first["logged"]):
         found.append("logged")

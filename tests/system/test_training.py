@@ -376,7 +376,7 @@ def test_replicas_stay_equal_to_the_bit_under_dropout_without_a_seed() -> None:
             assert torch.equal(first[name], second[name]), name
 
 
-# ── modules that cut themselves ─────────────────────────────────────────────────────────────────────────────────────
+# ── modules that shard themselves ───────────────────────────────────────────────────────────────────────────────────
 
 
 class Feedforward(nn.Module):
@@ -392,8 +392,8 @@ class Feedforward(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class CutsItself(Module):
-    """As for Lightning's ModelParallelStrategy: this strategy is not asked to cut anything."""
+class ShardsItself(Module):
+    """As for Lightning's ModelParallelStrategy: this strategy is not asked to shard anything."""
 
     def __init__(self, how: str) -> None:
         super().__init__(Case(late=True))
@@ -418,11 +418,11 @@ class CutsItself(Module):
 WAYS = ["early", "late", "meta", "tensor only"]
 
 
-def train_what_cuts_itself(tensor: int) -> list[State]:
+def train_what_shards_itself(tensor: int) -> list[State]:
     out = []
     for how in WAYS:
         pl.seed_everything(9 if how == "early" and dist.get_rank() else 3, verbose=False)
-        module = CutsItself(how)
+        module = ShardsItself(how)
         trainer = fit(module, ShardedStrategy(tensor_parallel_size=tensor), gradient_clip_val=0.05)
         trainer.validate(module, verbose=False)
         out.append(full_state(module))
@@ -439,9 +439,9 @@ def train_feedforward() -> tuple[State, State]:
 
 
 @pytest.mark.slow
-def test_a_module_that_cuts_itself_trains_as_plain_torch() -> None:
+def test_a_module_that_shards_itself_trains_as_plain_torch() -> None:
     ((early, late),) = run_ranks(1, train_feedforward)
-    for rank in run_ranks(4, train_what_cuts_itself, 2):
+    for rank in run_ranks(4, train_what_shards_itself, 2):
         for how, got in zip(WAYS, rank, strict=True):
             assert_close(got, early if how == "early" else late)
 
@@ -584,7 +584,7 @@ CONFIG: dict[str, Any] = {
 
 
 class FromConfig(Module):
-    """LightningCLI builds its optimizer, from parameters that are cut later."""
+    """LightningCLI builds its optimizer, from parameters that are sharded later."""
 
     def __init__(self) -> None:
         super().__init__(Case(late=True))

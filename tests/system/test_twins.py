@@ -203,7 +203,7 @@ SUITE = [one for one in REFUSED[::2] if one[:2] not in LIKE_OTHERS]
         ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
         ("fsdp2", "KeepsAView", "the forward of net.head keeps a view of its parameter of shape (5, 8)"),
         ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
-        ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is cut"),
+        ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
         ("pp2", "Adan", "Adan does something else to a parameter if others are missing"),
         ("pp2", "NormalizesByAllRanks", "is a buffer that a step changes before the layers of a pipeline"),
         ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),

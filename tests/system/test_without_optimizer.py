@@ -44,7 +44,7 @@ class Counting(pl.LightningModule):
 
 
 def run(door: str, answer: Any, seed: int, path: str, resume: bool) -> dict[str, Tensor]:
-    """Train an epoch of two batches, and save; or resume behind it."""
+    """Train an epoch of two batches, and save; or resume after it."""
     warnings.filterwarnings("ignore", ".*returned `None`, this fit will run with no optimizer")
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
     pl.seed_everything(seed, verbose=False)

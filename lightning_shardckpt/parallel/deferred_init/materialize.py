@@ -142,8 +142,8 @@ def retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
             assert kept is not None
             if _layout(present[name]) != _layout(kept):
                 raise TopologyError(
-                    f"tied parameters are cut differently: {first} {_layout(kept)}, {name} {_layout(present[name])}. "
-                    "Give their modules tensor-parallel styles that cut the same dim."
+                    f"tied parameters are sharded differently: {first} {_layout(kept)}, {name} {_layout(present[name])}"
+                    ". Give their modules tensor-parallel styles that shard the same dim."
                 )
             owner, _, attribute = name.rpartition(".")
             parameter_slots(root.get_submodule(owner))[attribute] = kept
@@ -192,7 +192,7 @@ def _put(module: nn.Module, name: str, full: Tensor, copy_slice: CopySlice) -> N
         return
     if parameter.shape != full.shape:
         raise TopologyError(
-            f"parameter {name} of {type(module).__name__} has shape {tuple(parameter.shape)} after it was cut, "
+            f"parameter {name} of {type(module).__name__} has shape {tuple(parameter.shape)} after it was sharded, "
             f"{tuple(full.shape)} as built; a tensor-parallel plan must keep global shapes"
         )
     with torch.no_grad():

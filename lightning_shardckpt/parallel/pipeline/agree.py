@@ -25,7 +25,7 @@ _interrupted = WeakSet[dist.ProcessGroup]()
 
 
 @contextmanager
-def uninterrupted(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def refused_once_interrupted(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Surround what the ranks of ``group`` do together; what Ctrl-C or an exit left half done, none goes on from.
 
     The ranks are then at different places, and what they sent each other would be taken for that of their next step.

@@ -150,7 +150,7 @@ class _Refused:
         return TopologyError(
             f"{self._name}, an iterator or a file, is used before the last layer of a pipelined step. The stages run "
             "that part several times, and would get something else each time. Let the dataloader give it as a part of "
-            "the batch (CombinedLoader), or use it in a hook, such as on_train_batch_start, or behind the layers."
+            "the batch (CombinedLoader), or use it in a hook, such as on_train_batch_start, or after the layers."
         )
 
 

@@ -80,12 +80,12 @@ class StepChecks:
         """Check before anything runs.
 
         Raises:
-            TopologyError: for a module that was compiled since it was cut into stages: its gate is gone.
+            TopologyError: for a module that was compiled since it was split into stages: its gate is gone.
         """
         for name, module, call in self._calls:
             if compiled_call(module) is not call:
                 raise TopologyError(
-                    f"{name} was compiled after the module was cut into pipeline stages, which replaces what runs it "
+                    f"{name} was compiled after the module was split into pipeline stages, which replaces what runs it "
                     "on its stage. Compile the layers in __init__ or configure_model."
                 )
 

@@ -27,10 +27,10 @@ from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 from lightning_shardckpt.parallel.tensors.placeholder import (
     Placeholder,
-    first_unknown,
+    first_placeholder,
     in_stage_run,
     leaked,
-    unknowns,
+    placeholder_positions,
 )
 
 Forward = Callable[..., Any]
@@ -104,9 +104,9 @@ class Gates:
                 f"the step returned after {run.next} of the {len(self.layers)} layers of its pipeline, before "
                 f"{self.layers[run.next]}. A pipelined step must call every layer once."
             )
-        unknown = first_unknown(run.returned)
-        if unknown is not None and run.kind != "probe":
-            raise leaked("what the step returns", unknown)
+        placeholder = first_placeholder(run.returned)
+        if placeholder is not None and run.kind != "probe":
+            raise leaked("what the step returns", placeholder)
         return tuple(leaf for leaf in tree_flatten(run.returned)[0] if isinstance(leaf, Tensor))
 
 
@@ -167,7 +167,7 @@ class Stub:
         kind, value = item
         if kind == "argument":
             return leaves[value]
-        if kind == "unknown":
+        if kind == "placeholder":
             meta, device = value
             return Placeholder.of(meta, f"the output of {self._fqn}", device)
         return value
@@ -218,7 +218,7 @@ class Gate:
         leaves = flatten_call(args, kwargs)[0]
         if run.kind == "probe":
             if index == min(run.stop, last):
-                run.carry = tuple(unknowns(leaves))
+                run.carry = tuple(placeholder_positions(leaves))
                 raise StageExit
             return self._by_shape(run, module, args, kwargs)
         if run.kind == "finish":
@@ -226,7 +226,7 @@ class Gate:
             if index < last:
                 return out
             assert run.results is not None
-            return run.results([leaves[position] for position in unknowns(leaves)], out)
+            return run.results([leaves[position] for position in placeholder_positions(leaves)], out)
         refuse_reentrant_checkpoint(self._fqn)
         if index < run.start:
             return self._by_shape(run, module, args, kwargs)
@@ -259,7 +259,7 @@ class Gate:
         )
 
     def _enter(self, run: StageRun, leaves: list[Any]) -> None:
-        found = tuple(unknowns(leaves))
+        found = tuple(placeholder_positions(leaves))
         if run.start == 0:
             if found:
                 raise leaked(f"the input of the first layer {self._fqn}", leaves[found[0]])
@@ -338,4 +338,4 @@ def _recipe(leaf: Any, places: Mapping[int, int]) -> Any:
         return "argument", places[id(leaf)]
     if not isinstance(leaf, Tensor):
         return ("constant", leaf) if isinstance(leaf, _PLAIN) else None
-    return ("unknown", (leaf.geometry, leaf.device)) if isinstance(leaf, Placeholder) else None
+    return ("placeholder", (leaf.geometry, leaf.device)) if isinstance(leaf, Placeholder) else None

@@ -148,7 +148,7 @@ class _Attributes:
 
 
 @contextmanager
-def results_unknown(layers: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+def results_as_placeholders(layers: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
     """Inside, what layers left in their attributes of the last microbatch, such as losses of their own, is unknown."""
     left = {
         (part, name, f"{fqn}.{name}"): value

@@ -29,8 +29,8 @@ def samples_in(batch: Any) -> int:
     sizes = {name: t.shape[0] for name, t in _tensors(batch, "batch") if t.ndim and t.shape[0] != 1}
     if len(set(sizes.values())) > 1:
         raise TopologyError(
-            f"cannot cut this batch into microbatches: the first dims of its tensors differ: {sizes}. Put the samples "
-            "first in every tensor, or use pipeline_microbatches=1."
+            f"cannot split this batch into microbatches: the first dims of its tensors differ: {sizes}. Put the "
+            "samples first in every tensor, or use pipeline_microbatches=1."
         )
     return next(iter(sizes.values()), 1)
 
@@ -99,7 +99,7 @@ def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
         }
         return _with_fields(value, changes)
     raise TopologyError(
-        f"cannot cut this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold tensors, "
+        f"cannot split this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold tensors, "
         "numbers, strings, dicts, lists, tuples and dataclasses; for others use pipeline_microbatches=1."
     )
 
@@ -118,14 +118,14 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
         return type(original)(items)
     except TypeError as error:
         raise TopologyError(
-            f"cannot cut this batch into microbatches: {type(original).__name__} cannot be made from a dict ({error}). "
-            "Collate into a dict, or use pipeline_microbatches=1."
+            f"cannot split this batch into microbatches: {type(original).__name__} cannot be made from a dict "
+            f"({error}). Collate into a dict, or use pipeline_microbatches=1."
         ) from error
 
 
 def _tensors(tree: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
-        if not tree.is_nested:  # these are refused where they would be cut
+        if not tree.is_nested:  # these are refused where they would be split
             yield where, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -201,11 +201,11 @@ class Results:
         self._outputs, self._layer = outputs, layer
         self._joined: list[tuple[JoinedTensor, GraphEntry | None] | None] = []
 
-    def give(self, unknown: list[Placeholder], out: Any) -> Any:
+    def give(self, placeholders: list[Placeholder], out: Any) -> Any:
         """Give the layer's unknown inputs their values; returns its results, given those of its weightless copy."""
         leaves, spec = tree_flatten(out)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        count = len(unknown) + len(places)
+        count = len(placeholders) + len(places)
         counts = [len(outputs) for outputs in self._outputs]
         if any(found != count for found in counts):
             raise TopologyError(
@@ -214,12 +214,12 @@ class Results:
             )
         stubs = [leaves[n] for n in places]
         shapes = [tuple(like.shape) for like in stubs]
-        for number, one in enumerate(unknown):
+        for number, one in enumerate(placeholders):
             self._joined.append(self._enter_input(number, one))
         for place, returned, shape in zip(places, stubs, shapes, strict=True):
             number = len(self._joined)
             like: Any = returned
-            if any(returned is one for one in unknown):
+            if any(returned is one for one in placeholders):
                 leaves[place] = like = self._returned_input(number, returned, shape)
                 if like is returned:  # what entered with it, or stays unknown with it
                     self._joined.append(None)

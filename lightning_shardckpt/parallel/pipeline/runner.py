@@ -20,11 +20,17 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
-from lightning_shardckpt.parallel.pipeline.agree import Packed, agree_on_numbers, agree_on_report, packed, uninterrupted
+from lightning_shardckpt.parallel.pipeline.agree import (
+    Packed,
+    agree_on_numbers,
+    agree_on_report,
+    packed,
+    refused_once_interrupted,
+)
 from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guarded_hooks
-from lightning_shardckpt.parallel.pipeline.cut_check import NOTHING_TO_COMPARE, SIZES, CutCheck
+from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, SIZES, MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
-from lightning_shardckpt.parallel.pipeline.layer_attributes import results_unknown
+from lightning_shardckpt.parallel.pipeline.layer_attributes import results_as_placeholders
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
 from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks, accumulate
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
@@ -87,7 +93,8 @@ class Pipeline:
         here = named_modules(root)
         self._layers = {name: here[name] for name in plan.layers}
         self._checks = StepChecks(root, plan, rest_runs_once=loss_of == "batch")
-        self._cut = CutCheck(root, common, self._stages, schedule, self._rank, in_order=loss_of == "batch")
+        in_order = loss_of == "batch"
+        self._microbatch_check = MicrobatchCheck(root, common, self._stages, schedule, self._rank, in_order=in_order)
         self._state: StepState | None = None
 
     @property
@@ -112,14 +119,14 @@ class Pipeline:
         Raises:
             Exception: the first failure of any stage, on every rank of the pipeline.
         """
-        with uninterrupted(step.name, self._group):
+        with refused_once_interrupted(step.name, self._group):
             return self._forward(step, scale)
 
     def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
-        if self._cut.is_due(state):
-            self._check_cut(state)
+        if self._microbatch_check.is_due(state):
+            self._check_microbatches(state)
         operations = self._schedule.operations(self._rank, len(state.batches))
         early = step.train and self.backward_early
         if not early:
@@ -158,7 +165,7 @@ class Pipeline:
         state, self._state = self._state, None
         if state is None:
             raise TopologyError("there is no pipelined training step to go back through: one backward for each step")
-        with uninterrupted(f"the backward of {state.step.name}", self._group):
+        with refused_once_interrupted(f"the backward of {state.step.name}", self._group):
             self._backward(state, scale)
 
     def _backward(self, state: StepState, scale: Tensor) -> None:
@@ -193,7 +200,7 @@ class Pipeline:
 
         Collective: every rank of the world must call it.
         """
-        with uninterrupted("a backward", self._group):
+        with refused_once_interrupted("a backward", self._group):
             self._gradients.begin_passes()
             with self._gradients.no_sync():
                 accumulate(found)
@@ -249,19 +256,19 @@ class Pipeline:
         hooks = ParameterHooks(dict(own))
         return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks)
 
-    def _check_cut(self, state: StepState) -> None:
+    def _check_microbatches(self, state: StepState) -> None:
         """Raise a TopologyError, on all ranks, if layers compute something else of parts of a batch."""
 
         attributes = self._checks.attributes(SIZES, self._device, tried=True) if state.step.train else None
 
         def work() -> tuple[int, ...]:
             with self._gradients.no_sync(), KeptGathers().used() if self._keeps else nullcontext():
-                found = self._cut.look(state, self._probe, attributes)
+                found = self._microbatch_check.look(state, self._probe, attributes)
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
 
         try:
             every = agree_on_numbers("comparing parts of a batch", work, 3, self._group, self._device)
-            differs = torch.tensor(int(self._cut.differs(every)))
+            differs = torch.tensor(int(self._microbatch_check.differs(every)))
         except Exception:  # a step need not run on a part of a batch; if the error is another one, it comes again
             differs = torch.tensor(0)
         self._stages.flush()
@@ -269,7 +276,7 @@ class Pipeline:
             differs = differs.to(self._device)
             dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._data_group)
         if differs:
-            raise self._cut.error(state, self._plan.layers[-1])
+            raise self._microbatch_check.error(state, self._plan.layers[-1])
 
     def _look(self, state: StepState) -> Exception | None:
         """Split the batch and look at the step; returns what is wrong with it, for all ranks to hear."""
@@ -312,7 +319,7 @@ class Pipeline:
         run = StageRun("finish", 0, len(self._plan.layers), results=state.results.give)
         hidden = self._layers if count > 1 else {}
         seed_rng(state.seed + (count if count > 1 else 0))
-        with results_unknown(hidden, self._device):
+        with results_as_placeholders(hidden, self._device):
             self._stages.run_stage(run, lambda: state.step.run(copied(state.step.batch), 1.0))
         state.outputs.append((run.returned, 1.0))
         state.loss = state.step.loss(run.returned) if state.step.train else None

@@ -88,7 +88,7 @@ class SavedValue:
             if self.copy is None:
                 raise TopologyError(
                     f"{name}, or a tensor inside of it, is changed in place before the layers of a pipelined step. "
-                    "Stages run that part several times, and cannot undo it: replace the tensor, or change it behind "
+                    "Stages run that part several times, and cannot undo it: replace the tensor, or change it after "
                     "the layers."
                 )
             with torch.no_grad():

@@ -36,8 +36,8 @@ from lightning_shardckpt.parallel.pipeline.attribute_owners import (
 )
 from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
 from lightning_shardckpt.parallel.pipeline.saved_value import SavedValue
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_placeholder
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_unknown
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DATES = (datetime.date, datetime.time, datetime.timedelta)
@@ -210,11 +210,11 @@ class Memory:
 
 
 def _check_known(module: Any, name: str, value: Any) -> None:
-    unknown = first_unknown(value)
-    if unknown is not None:
+    placeholder = first_placeholder(value)
+    if placeholder is not None:
         raise TopologyError(
-            f"{name} of {type(module).__name__} is to remember {unknown.origin}, which the last pipeline stage doesn't "
-            "have. Set it behind the layers, or from what comes out of them."
+            f"{name} of {type(module).__name__} is to remember {placeholder.origin}, which the last pipeline stage "
+            "doesn't have. Set it after the layers, or from what comes out of them."
         )
 
 

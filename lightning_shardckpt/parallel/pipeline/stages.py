@@ -100,8 +100,9 @@ def _largest_trunk(root: nn.Module, stages: int) -> list[str]:
             best = size, [f"{name}.{child}" for child in children]
     if best is None:
         raise TopologyError(
-            f"{type(root).__name__} has no list of layers (ModuleList, ModuleDict or Sequential) to cut into pipeline "
-            "stages. Name the layers in the order in which they run: pipeline_layers=['net.layer1', 'net.layer2', …]."
+            f"{type(root).__name__} has no list of layers (ModuleList, ModuleDict or Sequential) to split into "
+            "pipeline stages. Name the layers in the order in which they run: "
+            "pipeline_layers=['net.layer1', 'net.layer2', …]."
         )
     return best[1]
 
@@ -210,8 +211,8 @@ def _split(
     weighed = [i for i, size in enumerate(sizes) if size]
     if len(weighed) < stages:
         raise TopologyError(
-            f"{len(weighed)} layers with parameters ({layers[0]} … {layers[-1]}) cannot be cut into {stages} pipeline "
-            "stages: use fewer stages, or name more layers with pipeline_layers"
+            f"{len(weighed)} layers with parameters ({layers[0]} … {layers[-1]}) cannot be split into {stages} "
+            "pipeline stages: use fewer stages, or name more layers with pipeline_layers"
         )
     costs = [sizes[i] if split == "cost" else 1 for i in weighed]
     if split == "cost":

@@ -1,7 +1,7 @@
-"""Whole weights that take the place of cut ones for a call, as ``torch.func.functional_call`` puts them there.
+"""Whole weights that take the place of sharded ones for a call, as ``torch.func.functional_call`` puts them there.
 
-A module that a tensor-parallel plan cuts expects its part. So whole weights are cut when it is called, through
-autograd; a sharded one needs nothing of this.
+A module that a tensor-parallel plan shards expects its part. So whole weights are sharded when it is called, through
+autograd; those that are sharded already need nothing of this.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lightning_shardckpt.compat.tensor_subclass import without_torch_function
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import Scatter, where_is
 
-_cut: MutableMapping[nn.Module, dict[str, DTensorSpec]] = WeakIdKeyDictionary()
-"""How a plan has cut the parameters of modules."""
+_planned: MutableMapping[nn.Module, dict[str, DTensorSpec]] = WeakIdKeyDictionary()
+"""How a plan has sharded the parameters of modules."""
 
 
-def note_cut_parameters(root: nn.Module) -> None:
-    """Remember how tensor parallelism has cut the parameters of modules inside ``root``."""
+def note_planned_shards(root: nn.Module) -> None:
+    """Remember how tensor parallelism has sharded the parameters of modules inside ``root``."""
     for module in root.modules():
         parameters: dict[str, Any] = dict(parameter_slots(module))
         for name, parameter in parameters.items():
             if isinstance(parameter, ShardedTensor) and (where := where_is(parameter)).model_mesh is not None:
                 spec = DTensorSpec(where.model_mesh, where.model, tensor_meta=spec_of(parameter).tensor_meta)
-                _cut.setdefault(module, {})[name] = spec
+                _planned.setdefault(module, {})[name] = spec
 
 
 @contextmanager
-def cut_as_planned(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Inside, whole weights in these places are cut as the plan has cut those that belong there."""
+def sharded_as_planned(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Inside, whole weights in these places are sharded as the plan has sharded those that belong there."""
     before: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for module, name in places if _cut else ():
-        slots, spec = parameter_slots(module), _cut.get(module, {}).get(name)
+    for module, name in places if _planned else ():
+        slots, spec = parameter_slots(module), _planned.get(module, {}).get(name)
         value = slots.get(name)
         if spec is not None and isinstance(value, Tensor) and not isinstance(value, DTensor):
             before.append((slots, name, value))

@@ -86,7 +86,7 @@ class GradientSync:
         new = [p for p in parameters if p not in self.adopted and not is_reduced(p)]
         if new and self._stages > 1:
             raise TopologyError(
-                f"{type(self._root).__name__} got {len(new)} parameters after it was cut into pipeline stages, the "
+                f"{type(self._root).__name__} got {len(new)} parameters after it was split into pipeline stages, the "
                 f"first of shape {tuple(new[0].shape)}. Build them in __init__, setup or configure_model."
             )
         self.adopted.update(dict.fromkeys(new))

@@ -52,7 +52,7 @@ def styles_inside_adapters(
     if problems:
         more = [f"  … and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         raise TopologyError(
-            "tensor_parallel_plan cannot cut these modules with adapters:\n"
+            "tensor_parallel_plan cannot shard these modules with adapters:\n"
             + "\n".join(problems[:_LISTED] + more)
             + "\nUse plain LoRA, leave their patterns out of the plan, or give a function of (module, tensor_mesh)."
         )
@@ -63,30 +63,30 @@ def _why_not(module: nn.Module, style: ParallelStyle) -> str | None:
     """Return why a wrapper cannot be sharded; None if it can."""
     inside = child_slots(module)
     if "original_module" in inside:  # what it wraps has the style, too: the plan matched it
-        return None if "modules_to_save" in inside else "only modules_to_save can be cut"
+        return None if "modules_to_save" in inside else "only modules_to_save can be sharded"
     if "lora_A" not in inside:
-        return "only LoRA can be cut"
+        return "only LoRA can be sharded"
     if variants := getattr(module, "lora_variant", None):
         names = sorted({type(variant).__name__ for variant in variants.values()})
-        return f"only plain LoRA can be cut, not {', '.join(names)}"
+        return f"only plain LoRA can be sharded, not {', '.join(names)}"
     base = module.base_layer
     if not isinstance(base, nn.Linear | nn.Embedding):
-        return f"only LoRA over Linear or Embedding can be cut, not over {type(base).__name__}"
+        return f"only LoRA over Linear or Embedding can be sharded, not over {type(base).__name__}"
     if isinstance(style, ColwiseParallel) and style.input_layouts[0] == Replicate():
         return None
     if isinstance(style, RowwiseParallel) and style.output_layouts[0] == Replicate():
         return None
     return (
-        "LoRA can be cut by ColwiseParallel with a replicated input or RowwiseParallel with a replicated output, not "
-        f"by {type(style).__name__} with other layouts"
+        "LoRA can be sharded by ColwiseParallel with a replicated input or RowwiseParallel with a replicated output, "
+        f"not by {type(style).__name__} with other layouts"
     )
 
 
 def _parts(module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
     """Styles of the modules in a LoRA layer, by name. LoRA of an embedding is kept whole: it is made of parameters."""
     parts: dict[str, ParallelStyle] = {"base_layer": style}
-    cut = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
-    parts |= {f"{cut}.{adapter}": style for adapter in _by_adapter(module, cut)}
+    sharded = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
+    parts |= {f"{sharded}.{adapter}": style for adapter in _by_adapter(module, sharded)}
     if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
         dropouts = _by_adapter(module, "lora_dropout").items()
         parts |= {f"lora_dropout.{name}": ShardedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}

@@ -53,11 +53,11 @@ def watch_for_new_parameters(root: nn.Module, adopt: Adopt) -> list[RemovableHan
 
 
 def _refuse_whole(module: nn.Module, name: str) -> None:
-    """Raise where a whole parameter is to take the place of one that tensor parallelism cuts."""
+    """Raise where a whole parameter is to take the place of one that tensor parallelism shards."""
     present: Any = parameter_slots(module).get(name)
     if isinstance(present, ShardedTensor) and where_is(present).model_mesh is not None:
         raise TopologyError(
-            f"{name} of {type(module).__name__}, which tensor_parallel_plan cuts, was assigned a whole parameter. Copy "
-            "the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or leave "
-            "the module out of the plan."
+            f"{name} of {type(module).__name__}, which tensor_parallel_plan shards, was assigned a whole parameter. "
+            "Copy the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or "
+            "leave the module out of the plan."
         )

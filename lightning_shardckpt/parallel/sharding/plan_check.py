@@ -2,8 +2,8 @@
 
 Between a column-wise layer and a row-wise one each rank has a part of the columns, as a plain tensor. Code that treats
 each column by itself is right there; a norm, a softmax, a chunk or the width of that part is something else. So the
-first block of each kind is compared with a copy that is not cut, when it is called for the first time; and hooks that
-would see a part are refused.
+first block of each kind is compared with a copy that is not sharded, when it is called for the first time; and hooks
+that would see a part are refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def watch_plan(
     """Check what a plan has done, as modules are called.
 
     Args:
-        root: cut as the plan says.
+        root: sharded as the plan says.
         styles: by FQN.
         hooks: the ids of the hooks that the plan has put on modules.
         mesh: of the tensor-parallel ranks.
@@ -73,7 +73,7 @@ def watch_plan(
 
 
 def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, tuple[str, ...]]:
-    """The innermost modules around a column-wise layer and the row-wise one that follows, and what is cut in them."""
+    """The innermost modules around a column-wise layer and the row-wise one after it, and what is sharded in them."""
     found: dict[str, tuple[str, ...]] = {}
     rows = [fqn for fqn, style in styles.items() if takes_parts(style)]
     for fqn in (fqn for fqn, style in styles.items() if makes_parts(style)):
@@ -88,11 +88,11 @@ def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle
 
 
 def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a module that is cut: refuse hooks of the user's that get a part of an activation."""
+    """Forward pre-hook of a module that is sharded: refuse hooks of the user's that get a part of an activation."""
     others = (result_hooks(module) if makes else argument_hooks(module)) - of_plan
     if (makes and others) or len(others) > 1:  # this one is among those that get arguments
         raise TopologyError(
-            f"a hook on {fqn}, which tensor_parallel_plan cuts, would get the part of its "
+            f"a hook on {fqn}, which tensor_parallel_plan shards, would get the part of its "
             f"{'output' if makes else 'input'} that this rank has. Register it on the module around, or give {fqn} the "
             f'style "{"colwise_gather_output" if makes else "rowwise_split_input"}".'
         )
@@ -100,7 +100,7 @@ def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Mod
 
 @dataclass(slots=True)
 class _Comparison:
-    """A forward pre-hook that compares a block with one that is not cut, once."""
+    """A forward pre-hook that compares a block with one that is not sharded, once."""
 
     name: str
     block: ref[nn.Module]
@@ -122,20 +122,21 @@ class _Comparison:
         dist.all_reduce(votes, group=self.group)
         if votes:
             raise TopologyError(
-                f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is cut: "
-                f"{said or 'another rank found a difference'}. Between its column-wise and row-wise layers a rank has "
-                f"a part of the columns: a norm, a softmax, a chunk, or their number are not those of all. {_REMEDY}"
+                f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
+                f"sharded: {said or 'another rank found a difference'}. Between its column-wise and row-wise layers a "
+                "rank has a part of the columns: a norm, a softmax, a chunk, or their number are not those of all. "
+                f"{_REMEDY}"
             )
 
     @torch.no_grad()
     def _difference(self, block: nn.Module, args: Any, kwargs: Any) -> str:
-        """Where a copy that is cut and one that is not differ; nothing where that can't be told."""
+        """Where a copy that is sharded and one that is not differ; nothing where that can't be told."""
         state = get_rng_state(every_device=False)
         try:
             dtype = torch.float64 if any(p.dtype == torch.float64 for p in block.parameters()) else torch.float32
-            copied, uncut = self._copy(block, cut=True), self._copy(block, cut=False)
-            expected = _run(uncut, dtype, args, kwargs, state)
-        except Exception:  # the module, or what it gets, can't be copied, or knows that it is cut
+            copied, unsharded = self._copy(block, sharded=True), self._copy(block, sharded=False)
+            expected = _run(unsharded, dtype, args, kwargs, state)
+        except Exception:  # the module, or what it gets, can't be copied, or knows that it is sharded
             return ""
         try:
             found = _run(copied, dtype, args, kwargs, state)
@@ -145,14 +146,14 @@ class _Comparison:
             set_rng_state(state)
         return _worst(found, expected, _TOLERANCES[dtype])
 
-    def _copy(self, block: nn.Module, *, cut: bool) -> nn.Module:
+    def _copy(self, block: nn.Module, *, sharded: bool) -> nn.Module:
         """A copy of the block in evaluation mode, without hooks of the user's."""
         memo: dict[int, Any] = {id(self.root): self.root}
-        if not cut:
+        if not sharded:
             memo |= {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in block.parameters()}
         copied: nn.Module = deepcopy(block, memo)
         for original, module in zip(block.modules(), copied.modules(), strict=True):
-            keep_hooks(module, self.hooks.get(original, frozenset()) if cut else frozenset())
+            keep_hooks(module, self.hooks.get(original, frozenset()) if sharded else frozenset())
         return copied.eval()
 
 

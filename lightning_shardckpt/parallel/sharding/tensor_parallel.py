@@ -95,7 +95,7 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     if plan.apply is not None:
         outcome = plan.apply(root, mesh)
         if isinstance(outcome, Mapping):
-            raise TopologyError("a callable tensor_parallel_plan must cut the module itself and return None")
+            raise TopologyError("a callable tensor_parallel_plan must shard the module itself and return None")
     hooks = _apply_styles(root, plan.styles, mesh)
     for module in root.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
@@ -111,7 +111,7 @@ def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             raise TopologyError(
                 f"a backward with create_graph=True went through {type(module).__name__}, which tensor_parallel_plan "
-                "cuts: torch's DTensor loses parts of second derivatives. Leave its module out of "
+                "shards: torch's DTensor loses parts of second derivatives. Leave its module out of "
                 "tensor_parallel_plan, or train without tensor parallelism."
             )
 
@@ -123,20 +123,20 @@ def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
 def _apply_styles(
     root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
 ) -> dict[nn.Module, frozenset[int]]:
-    """Cut modules, and return the ids of the hooks that this has put on them."""
+    """Shard modules, and return the ids of the hooks that this has put on them."""
     modules, hooks = named_modules(root), dict[nn.Module, frozenset[int]]()
     for fqn, style in styles.items():
         if is_parametrized(modules[fqn]) or "weight_orig" in parameter_slots(modules[fqn]):
             raise TopologyError(
                 f"tensor_parallel_plan: the weight of {fqn} is computed from other parameters (a parametrization, "
-                "weight or spectral norm, pruning), which cannot be cut. Leave that module out of the plan."
+                "weight or spectral norm, pruning), which cannot be sharded. Leave that module out of the plan."
             )
         before = result_hooks(modules[fqn]) | argument_hooks(modules[fqn])
         try:
             parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
         except NotImplementedError as error:
             raise TopologyError(
-                f"tensor_parallel_plan: {type(style).__name__} cannot cut {fqn} ({type(modules[fqn]).__name__}): "
+                f"tensor_parallel_plan: {type(style).__name__} cannot shard {fqn} ({type(modules[fqn]).__name__}): "
                 f"{error}. Use it on Linear or Embedding modules, or give a callable plan."
             ) from error
         hooks[modules[fqn]] = (result_hooks(modules[fqn]) | argument_hooks(modules[fqn])) - before
@@ -186,8 +186,8 @@ def without_experts(plan: dict[str, Style]) -> dict[str, Style]:
         rest = {p: s for p, s in kept.items() if not any(p == a or p.startswith(f"{a}.") for a in around)}
         named = ", ".join(f"{p} ({kept[p]})" for p in sorted(unknown))
         raise TopologyError(
-            f'tensor_parallel_plan="auto": the model\'s own plan has styles that nothing here can cut: {named}. Leave '
-            f"out the layers around them: tensor_parallel_plan={rest!r}"
+            f'tensor_parallel_plan="auto": the model\'s own plan has styles by which nothing here can shard: {named}. '
+            f"Leave out the layers around them: tensor_parallel_plan={rest!r}"
         )
     return kept
 
@@ -259,14 +259,14 @@ def _check_sizes(modules: dict[str, nn.Module], styles: Mapping[str, ParallelSty
     wrong = []
     for fqn, style in styles.items():
         module = modules[fqn]
-        cut = None
+        features = None
         if isinstance(style, ColwiseParallel) and style.output_layouts[0] == Shard(-1):
-            cut = "out_features"
+            features = "out_features"
         elif isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
-            cut = "in_features"
-        width = getattr(module, cut, None) if cut else None
+            features = "in_features"
+        width = getattr(module, features, None) if features else None
         if isinstance(width, int) and width % size:
-            wrong.append(f"  {fqn}: {cut} is {width}")
+            wrong.append(f"  {fqn}: {features} is {width}")
     if wrong:
         raise TopologyError(
             f"tensor_parallel_plan: these widths don't divide over tensor_parallel_size {size}\n" + "\n".join(wrong)

@@ -38,7 +38,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     views_of,
     was_assigned,
 )
-from lightning_shardckpt.parallel.sharding.given_weights import cut_as_planned
+from lightning_shardckpt.parallel.sharding.given_weights import sharded_as_planned
 from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
@@ -143,7 +143,7 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
         if not leaves:
             set_frame_callback(compiler)
-            with cut_as_planned(_places[module]):
+            with sharded_as_planned(_places[module]):
                 return forward(*args, **kwargs)
         _refuse_kept_views(unit.name, leaves)
         wholes = _gathered(module, unit, leaves)
@@ -152,7 +152,7 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         again = partial(_gather, module, unit, leaves, history=False) if unit.reshard else None
         saved = SavedParameters(unit.name, leaves, wholes, again) if _is_noted(unit, wholes) else None
         noted = nullcontext() if saved is None else saved.context()
-        with cut_as_planned(_places[module]), _put_in_place(slots, places), noted:
+        with sharded_as_planned(_places[module]), _put_in_place(slots, places), noted:
             set_frame_callback(compiler)
             try:
                 found = forward(*args, **kwargs)
@@ -297,7 +297,7 @@ def _keep_change(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
     """Take over into the shards what a forward has written into a whole parameter."""
     if isinstance(whole, DTensor):
         raise TopologyError(
-            f"the forward of {name} changes a parameter of shape {tuple(whole.shape)} that tensor parallelism cuts. "
+            f"the forward of {name} changes a parameter of shape {tuple(whole.shape)} that tensor parallelism shards. "
             "Leave its module out of tensor_parallel_plan."
         )
     where = where_is(leaf)

@@ -52,7 +52,7 @@ class Marks:
 
 
 _Joined = tuple[Tensor, list[int]]
-"""Vectors behind one another, and their lengths."""
+"""Vectors one after another, and their lengths."""
 
 
 def _joined(vectors: list[Tensor]) -> _Joined:

@@ -123,14 +123,14 @@ class Placeholder(Tensor):
         """Do what reading, setting or deleting ``grad`` does."""
         if access != "__get__":
             self.has_gradient = value is not None
-            self.__dict__.pop("_unknown_gradient", None)
+            self.__dict__.pop("_placeholder_gradient", None)
             return None
         if not self.has_gradient:
             return None
-        kept = self.__dict__.get("_unknown_gradient")  # the same object each time, as of a real tensor
+        kept = self.__dict__.get("_placeholder_gradient")  # the same object each time, as of a real tensor
         if kept is None or kept.shape != self.shape:
             kept = Placeholder.of(self.geometry, f"the gradient of {self.origin}", self.device)
-            self.__dict__["_unknown_gradient"] = kept
+            self.__dict__["_placeholder_gradient"] = kept
         return kept
 
     @classmethod
@@ -181,9 +181,9 @@ class Placeholder(Tensor):
         return iter(result) if name == "__iter__" else result
 
 
-def no_value(what: str, unknown: Placeholder) -> TopologyError:
+def no_value(what: str, placeholder: Placeholder) -> TopologyError:
     """The error for code that asks for a value which this stage cannot know."""
-    where = f"{what} needs the value of {unknown.origin}, which this pipeline stage doesn't have. "
+    where = f"{what} needs the value of {placeholder.origin}, which this pipeline stage doesn't have. "
     if not _IN_STAGE_RUN.get():
         return TopologyError(
             f"{where}Between steps, in hooks and callbacks, values of parameters and gradients can be read only where "
@@ -197,17 +197,17 @@ def no_value(what: str, unknown: Placeholder) -> TopologyError:
     )
 
 
-def leaked(what: str, unknown: Placeholder) -> TopologyError:
+def leaked(what: str, placeholder: Placeholder) -> TopologyError:
     """The error for a real result that depends on something only another stage has."""
     return TopologyError(
-        f"{what} depends on {unknown.origin}, which this pipeline stage doesn't have: between two stages, only the "
+        f"{what} depends on {placeholder.origin}, which this pipeline stage doesn't have: between two stages, only the "
         "arguments of the next layer are passed on. Make what is needed an argument of the layers, move the code into "
         "a layer, or say where a module is used: pipeline_modules={'name': 'first' | 'last' | 'every'}."
     )
 
 
-def first_unknown(tree: Any) -> Placeholder | None:
-    """The first unknown tensor of a nested structure."""
+def first_placeholder(tree: Any) -> Placeholder | None:
+    """The first placeholder of a nested structure."""
     return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Placeholder)), None)
 
 
@@ -361,8 +361,8 @@ def _taint(written: Tensor, source: Placeholder, name: str) -> Tensor:
     return written
 
 
-def unknowns(leaves: Sequence[Any]) -> Iterator[int]:
-    """Positions of the unknown tensors; of an object that is there twice, the first."""
+def placeholder_positions(leaves: Sequence[Any]) -> Iterator[int]:
+    """Positions of the placeholders; of an object that is there twice, the first."""
     seen: set[int] = set()
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Placeholder) and id(leaf) not in seen:

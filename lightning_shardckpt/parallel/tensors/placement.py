@@ -68,19 +68,19 @@ def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTenso
         data_mesh: its axes are "replicate" and "shard", or "shard" alone.
     """
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    cut: Placement = Shard(0)
+    rows: Placement = Shard(0)
     replicas = (Replicate(),) * (data_mesh.ndim - 1)
     if not isinstance(tensor, DTensor):
-        return DTensorSpec(data_mesh, (*replicas, cut), tensor_meta=meta)
+        return DTensorSpec(data_mesh, (*replicas, rows), tensor_meta=meta)
     parts = prod(
         size
         for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
         if isinstance(placement, Shard | StridedShard) and placement.dim == 0
     )
     if parts > 1:
-        cut = StridedShard(0, split_factor=parts)
+        rows = StridedShard(0, split_factor=parts)
     mesh = _joined(data_mesh, tensor.device_mesh, root)
-    return DTensorSpec(mesh, (*replicas, cut, *tensor.placements), tensor_meta=meta)
+    return DTensorSpec(mesh, (*replicas, rows, *tensor.placements), tensor_meta=meta)
 
 
 @lru_cache(maxsize=64)

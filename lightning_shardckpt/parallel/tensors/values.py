@@ -74,7 +74,7 @@ def combined(tensors: Sequence[DTensor], what: str, powers: Sequence[float], val
     """
     where = where_is(tensors[0])
     axes = [where.shard] if where.shard is not None else []
-    axes += [peers for peers, is_cut in _model_axes(where) if is_cut]
+    axes += [peers for peers, is_sharded in _model_axes(where) if is_sharded]
     found = list(values)
     for peers in axes:
         every = peers.share(f"{what} of a tensor of shape {tuple(tensors[0].shape)}", found)

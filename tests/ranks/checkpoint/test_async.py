@@ -156,12 +156,12 @@ def raised(work: Callable[[], Any]) -> tuple[str, str]:
 
 
 class Scene:
-    """A sharded tensor and a list, saved under names, by the engine alone."""
+    """A sharded tensor and a list, saved under names, by ``checkpoint.py`` alone."""
 
     def __init__(self, folder: str, max_pending: int = 1) -> None:
         self.folder, self.storage = folder, Gated()
-        self.ranks, behind = Ranks.of_default_group(TIMEOUT_S), Ranks.of_default_group(TIMEOUT_S)
-        self.background = Background(behind, max_pending)
+        self.ranks, of_thread = Ranks.of_default_group(TIMEOUT_S), Ranks.of_default_group(TIMEOUT_S)
+        self.background = Background(of_thread, max_pending)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.tensor = distribute_tensor(torch.zeros(7, 300), mesh, [Shard(0)])
         self.list = [0]
@@ -257,7 +257,7 @@ def late_news(early: int) -> list[Any]:
     """One rank knows that a save failed while the other is still writing."""
     ranks, background, release = Ranks.of_default_group(TIMEOUT_S), Background(Ranks.alone()), threading.Event()
 
-    def work(behind: Ranks) -> list[str]:
+    def work(of_thread: Ranks) -> list[str]:
         assert dist.get_rank() == early or release.wait(TIMEOUT_S)
         raise OSError(errno.EIO, f"as rank {early} says" if dist.get_rank() == early else "says the other")
 
@@ -454,7 +454,7 @@ def gated_io(**options: Any) -> ShardCkptIO:
 
 
 class At(pl.Callback):
-    """Does something at the end of a step; give it behind a ModelCheckpoint's place."""
+    """Does something at the end of a step; give it after a ModelCheckpoint's place."""
 
     def __init__(self, step: int, act: Callable[[pl.Trainer], None]) -> None:
         self._step, self._act = step, act
@@ -609,7 +609,7 @@ def fails_in_training(directory: str, case: str) -> list[Any]:
         told = pytest.warns(UserWarning, match="before the exception, a save had failed: .*Input")
     if case == "the last save fails":
         io.storage.faults["write", "on_exception.ckpt"] = disk_error if dist.get_rank() == 1 else lambda: None
-        told = pytest.warns(UserWarning, match="no checkpoint was saved behind the exception: .*Input")
+        told = pytest.warns(UserWarning, match="no checkpoint was saved after the exception: .*Input")
     keeping = {"callbacks": saves, "enable_checkpointing": len(saves) > 1}
     run = tiny.trainer({}, max_steps=4, limit_val_batches=0, plugins=[io], **keeping)
     with told, io.storage.opened_by("on_exception"), pytest.raises(ZeroDivisionError):

@@ -231,7 +231,7 @@ def plain_state(path: str) -> dict[str, Any]:
 
 
 def save_between(first: str, others: list[str]) -> list[tuple[str, str]]:
-    """A good save, then each one that fails, with a good one behind it."""
+    """A good save, then each one that fails, with a good one after it."""
     run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
     run.fit(tiny.TinyLM(), tiny.loader())
     run.save_checkpoint(first)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.checkpoint import load, load_full
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -171,7 +171,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_it_is_read_whole(golden: pathlib.Path) -> None:
-    found = engine.load_full(str(golden / "golden.ckpt"))
+    found = load_full(str(golden / "golden.ckpt"))
     assert same(dict(sorted(found.pop("state_dict").items())), dict(sorted(expected(golden, "model").items())))
     (optimizer,) = found.pop("optimizer_states")
     values = {f"{name}/{key}": v for name, entry in optimizer["state"].items() for key, v in entry.items()}
@@ -194,7 +194,7 @@ def load_sharded(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any, 
     optimizer = torch.optim.AdamW(params.values(), lr=7.0)
     names = {id(p): n for n, p in params.items()}
     tensors = {n: params[n].detach() if n in params else t for n, t in live.items()}
-    loaded = engine.load(
+    loaded = load(
         path,
         LoadTargets(Leaves(tensors), frozenset(), [optimizer], names, WholeNames()),
         ranks=ranks,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
@@ -461,7 +461,7 @@ def found_by_verify(path: str) -> None:
 def attempts(path: Path) -> dict[str, Callable[[], Any]]:
     return {
         "load": lambda: small.load(str(path)),
-        "load_full": lambda: engine.load_full(str(path)),
+        "load_full": lambda: checkpoint.load_full(str(path)),
         "verify": lambda: found_by_verify(str(path)),
         "inspect": lambda: (show(str(path), None, True, False), show(str(path), None, True, True)),
         "consolidate": lambda: consolidate(path, path.parent / "one.ckpt"),

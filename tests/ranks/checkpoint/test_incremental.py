@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shardckpt import ShardCkptIO, api
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.save_job import RunInfo
@@ -66,12 +66,12 @@ class Run:
     def save(self, tensors: dict[str, torch.Tensor], **rest: Any) -> Path:
         self.count += 1
         path, state = self.folder / f"{self.count}.ckpt", {"state_dict": tensors, **rest}
-        self.notes += engine.save(
+        self.notes += checkpoint.save(
             str(path), lambda: snapshot(state), ranks=Ranks.alone(), about=RunInfo(self.count), options=self.options,
             storage=self.storage, history=self.history,
         )  # fmt: skip
         assert verify(path).findings == ()
-        found = engine.load_full(str(path))["state_dict"]
+        found = checkpoint.load_full(str(path))["state_dict"]
         assert found.keys() == tensors.keys()
         assert all(found[key].numpy().tobytes() == tensors[key].numpy().tobytes() for key in found)
         return path
@@ -268,7 +268,7 @@ def test_a_file_with_too_many_links_is_written_and_linked_again(tmp_path: Path) 
 def test_a_storage_without_files_of_a_file_system_links_in_its_own_way() -> None:
     storage, history, state = MemoryStorage(), SaveHistory(), {"state_dict": {"a": drawn(100)}}
     for path in ("/m/1", "/m/2"):
-        engine.save(
+        checkpoint.save(
             path, lambda: snapshot(state), ranks=Ranks.alone(), about=RunInfo(), options=SaveOptions(incremental=True),
             storage=storage, history=history,
         )  # fmt: skip

@@ -42,7 +42,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 class Watch(pl.Callback):
-    """Keeps the whole state when training starts, and behind some step."""
+    """Keeps the whole state when training starts, and after some step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -66,7 +66,7 @@ def trained(
     more: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> Any:
-    """Losses, the state at the end, and that when training started and behind step 4; every second step is saved."""
+    """Losses, the state at the end, and that when training started and after step 4; every second step is saved."""
     watch = Watch(4)
     keeps = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     options |= {"num_nodes": nodes, "callbacks": [watch, keeps, *more], "enable_checkpointing": True}
@@ -113,7 +113,7 @@ def test_what_one_set_of_hosts_saved_another_one_resumes(
 
 
 class LoseHost(pl.Callback):
-    """One host is gone in the middle of the fourth step, or of the save behind it."""
+    """One host is gone in the middle of the fourth step, or of the save after it."""
 
     def __init__(self, host: int, in_save: bool, cut: bool) -> None:
         self._lose = partial(lose_this_host, cut) if this_host() == host else lambda: None

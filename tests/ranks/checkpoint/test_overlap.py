@@ -1,4 +1,4 @@
-"""``overlap_copy``: the copy goes on behind the save, is done before an optimizer steps, and is never torn.
+"""``overlap_copy``: the copy goes on after the save returned, is done before an optimizer steps, and is never torn.
 
 Nothing here looks at a clock: the copying thread is held at a gate.
 """
@@ -77,53 +77,53 @@ class Gate:
 
 def copies_of(tensors: dict[str, torch.Tensor]) -> tuple[BackgroundCopies, list[torch.Tensor]]:
     copies = [torch.empty_like(tensor) for tensor in tensors.values()]
-    behind = BackgroundCopies(list(tensors.values()), copies, list(tensors.items()))
-    behind.start()
-    return behind, copies
+    copying = BackgroundCopies(list(tensors.values()), copies, list(tensors.items()))
+    copying.start()
+    return copying, copies
 
 
 def test_a_tensor_that_changes_before_it_is_copied_is_an_error_that_names_it() -> None:
     a, b = torch.zeros(3), torch.ones(3)
     with Gate().shut() as gate:
-        behind, _ = copies_of({"a": a, "b": b})
+        copying, _ = copies_of({"a": a, "b": b})
         b.add_(1)
         gate.open.set()
         with pytest.raises(StateError, match=r"\['b'\] changed while being copied"):
-            behind.check()
-        behind.wait()
+            copying.check()
+        copying.wait()
         with pytest.raises(StateError, match=r"\['b'\]"):
-            behind.check()
+            copying.check()
 
 
 def test_a_change_that_ends_after_the_copy_is_found_before_the_tensors_may_change() -> None:
     a = torch.zeros(3)
-    behind, copies = copies_of({"a": a})
-    behind.check()
+    copying, copies = copies_of({"a": a})
+    copying.check()
     a.add_(1)  # an operation that was under way when the copy was made counts up only now
-    behind.wait()
+    copying.wait()
     with pytest.raises(StateError, match=r"\['a'\]"):
-        behind.check()
+        copying.check()
     assert copies[0].tolist() == [0, 0, 0]
 
 
 def test_a_tensor_may_change_after_the_wait() -> None:
     a = torch.zeros(3)
-    behind, copies = copies_of({"a": a})
-    behind.wait()
+    copying, copies = copies_of({"a": a})
+    copying.wait()
     a.add_(1)
-    behind.check()
+    copying.check()
     assert copies[0].tolist() == [0, 0, 0]
-    behind.forget()
-    behind.check()
+    copying.forget()
+    copying.check()
 
 
 def test_a_tensor_that_changes_before_the_copying_begins_is_an_error_that_names_it() -> None:
     a = torch.zeros(3)
-    behind = BackgroundCopies([a], [torch.empty_like(a)], [("a", a)])
+    copying = BackgroundCopies([a], [torch.empty_like(a)], [("a", a)])
     a.add_(1)
-    behind.start()
+    copying.start()
     with pytest.raises(StateError, match=r"\['a'\]"):
-        behind.check()
+        copying.check()
 
 
 def test_without_another_thread_the_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,19 +132,19 @@ def test_without_another_thread_the_copies_are_made_at_once(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", none)
     a = torch.tensor([1.0, 2.0, 3.0])
-    behind, copies = copies_of({"a": a})
+    copying, copies = copies_of({"a": a})
     assert copies[0].tolist() == [1, 2, 3]
-    behind.wait()
+    copying.wait()
     a.add_(1)
-    behind.check()
+    copying.check()
 
 
 def test_what_fails_in_the_copying_thread_is_raised_where_it_is_asked_for() -> None:
-    behind = BackgroundCopies([torch.zeros(3)], [torch.zeros(4)], [])
-    behind.start()
-    behind.wait()
+    copying = BackgroundCopies([torch.zeros(3)], [torch.zeros(4)], [])
+    copying.start()
+    copying.wait()
     with pytest.raises(RuntimeError, match="size of tensor"):
-        behind.check()
+        copying.check()
 
 
 def test_it_is_about_asynchronous_saves_only() -> None:
@@ -207,23 +207,23 @@ def test_a_step_inside_the_closure_of_another_optimizers_step_waits(tmp_path: Pa
 def test_what_interrupts_the_wait_does_not_make_the_copies_complete() -> None:
     a, found = torch.ones(3), list[float]()
     with Gate().shut() as gate:
-        behind, copies = copies_of({"a": a})
+        copying, copies = copies_of({"a": a})
         copies[0].zero_()
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
             with pytest.raises(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
-                behind.wait()
+                copying.wait()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        writer = threading.Thread(target=lambda: (behind.check(), found.extend(copies[0].tolist())))
+        writer = threading.Thread(target=lambda: (copying.check(), found.extend(copies[0].tolist())))
         writer.start()
         writer.join(0.2)
         assert writer.is_alive() and found == []
         gate.open.set()
         writer.join()
-        behind.wait()
+        copying.wait()
     assert found == [1, 1, 1]
 
 

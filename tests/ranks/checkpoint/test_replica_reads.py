@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint import replica_exchange, replica_reads
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
@@ -151,7 +151,7 @@ def load(
     live = LoadTargets(Leaves({**tensors, **trained}), frozenset(), [optimizer], _by_id(trained), WholeNames())
     try:
         options = LoadOptions(share_reads=share, tuning=tuning)
-        engine.load(path, live, ranks=ranks, options=options, storage=storage)
+        checkpoint.load(path, live, ranks=ranks, options=options, storage=storage)
     except BaseException:
         assert not any(local(t).any() for t in [*tensors.values(), *trained.values()]), "a failed load changed tensors"
         there = [values["exp_avg"] for values in optimizer.state.values()]
@@ -235,7 +235,7 @@ def _plain_file(path: str) -> None:
         tensors = placed("HSDP 2x1", lambda n: torch.zeros(TENSORS[n][0], dtype=TENSORS[n][1]))
         live = LoadTargets(Leaves(tensors), frozenset(), None, {}, WholeNames())
         options = LoadOptions(share_reads=share, tuning=SMALL)
-        engine.load(path, live, ranks=Ranks.of_default_group(60), options=options)
+        checkpoint.load(path, live, ranks=Ranks.of_default_group(60), options=options)
         for name, expected in placed("HSDP 2x1", drawn).items():
             assert torch.equal(local(tensors[name]), local(expected)), name
 

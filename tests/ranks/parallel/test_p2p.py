@@ -263,7 +263,7 @@ OF_THREE: dict[str, list[Exception | None]] = {
     "two": [None, KeyError("a"), OSError("disk")],
     "all": [ValueError("0"), TopologyError("1"), RankError("2")],
     "a neighbour of the real one": [PeerFailed(), PeerFailed(), RuntimeError("out of memory")],
-    "neighbours behind the real one": [TopologyError("shape (2,)"), PeerFailed(), PeerFailed()],
+    "neighbours after the real one": [TopologyError("shape (2,)"), PeerFailed(), PeerFailed()],
     "one without a text": [None, ZeroDivisionError(), None],
     "one with several lines": [None, TopologyError("first\nsecond: ü"), None],
 }

@@ -147,7 +147,7 @@ def test_the_last_pattern_that_matches_decides_and_a_style_may_be_an_object() ->
     assert plan.partial == {"net.norm"}
 
 
-def test_a_module_tied_to_a_cut_one_is_cut_alike() -> None:
+def test_a_module_tied_to_a_sharded_one_is_sharded_alike() -> None:
     plan = resolve(Net(tied=True), {"net.head": "colwise_gather_output"})
     assert isinstance(plan.styles["net.embed"], RowwiseParallel)
     plan = resolve(Net(tied=True), {"net.embed": "embedding_rowwise"})
@@ -166,7 +166,7 @@ def test_a_module_tied_to_a_cut_one_is_cut_alike() -> None:
         ("no.such:function", 2, "cannot import 'no.such:function'"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_an_error_before_anything_is_cut(plan: Any, size: int, message: str) -> None:
+def test_a_plan_that_does_not_fit_is_an_error_before_anything_is_sharded(plan: Any, size: int, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         resolve(Net(), plan, size)
 
@@ -184,11 +184,11 @@ def test_a_plan_may_be_the_import_path_of_a_function() -> None:
 
 
 def mixed_gradients() -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters cut in every way over 2 x 2 ranks, one smaller than the mesh, and the same ones whole."""
+    """Parameters sharded in every way over 2 x 2 ranks, one smaller than the mesh, and the same ones whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
     whole = [torch.randn(shape, dtype=torch.float64) for shape in [(5, 3), (4,), (), (1, 2), (7, 2), (6, 5)]]
-    cut = [
+    sharded = [
         distribute_tensor(whole[0], mesh, [Shard(0), Shard(1)]),
         distribute_tensor(whole[1], mesh["b"], [Shard(0)]),
         whole[2].clone(),
@@ -196,7 +196,7 @@ def mixed_gradients() -> tuple[list[Tensor], list[Tensor]]:
         distribute_tensor(whole[4], mesh, [Replicate(), Shard(0)]),
         distribute_tensor(whole[5], mesh, [Shard(0), Shard(0)]),
     ]
-    return [with_gradient(t) for t in cut], [with_gradient(t) for t in whole]
+    return [with_gradient(t) for t in sharded], [with_gradient(t) for t in whole]
 
 
 def with_gradient(tensor: Tensor) -> Tensor:
@@ -208,18 +208,18 @@ def with_gradient(tensor: Tensor) -> Tensor:
 def check_clipping() -> None:
     cpu = torch.device("cpu")
     for norm_type in (1.0, 2.0, float("inf")):
-        cut, whole = mixed_gradients()
+        sharded, whole = mixed_gradients()
         expected = nn.utils.clip_grad_norm_(whole, 1.5, norm_type)
-        torch.testing.assert_close(grad_norm(cut, device=cpu, norm_type=norm_type), expected)
-        clip_by_norm(cut, 1.5, device=cpu, norm_type=norm_type)
-        for a, b in zip(cut, whole, strict=True):
+        torch.testing.assert_close(grad_norm(sharded, device=cpu, norm_type=norm_type), expected)
+        clip_by_norm(sharded, 1.5, device=cpu, norm_type=norm_type)
+        for a, b in zip(sharded, whole, strict=True):
             torch.testing.assert_close(full(a.grad), b.grad)
-    cut, whole = mixed_gradients()
-    clip_by_norm(cut, 1e6, device=cpu)  # below the limit nothing changes, to the bit
-    assert all(torch.equal(full(a.grad), b.grad) for a, b in zip(cut, whole, strict=True))
-    clip_by_value(cut, 0.3)
+    sharded, whole = mixed_gradients()
+    clip_by_norm(sharded, 1e6, device=cpu)  # below the limit nothing changes, to the bit
+    assert all(torch.equal(full(a.grad), b.grad) for a, b in zip(sharded, whole, strict=True))
+    clip_by_value(sharded, 0.3)
     nn.utils.clip_grad_value_(whole, 0.3)
-    assert all(torch.equal(full(a.grad), b.grad) for a, b in zip(cut, whole, strict=True))
+    assert all(torch.equal(full(a.grad), b.grad) for a, b in zip(sharded, whole, strict=True))
     assert grad_norm([], device=cpu) == 0
 
 
@@ -228,7 +228,7 @@ def full(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def test_clipping_counts_each_element_once_however_it_is_cut() -> None:
+def test_clipping_counts_each_element_once_however_it_is_sharded() -> None:
     run_ranks(4, check_clipping)
 
 

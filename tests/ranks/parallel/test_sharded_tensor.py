@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 class Does(Natural):
-    """Calls a function behind the first batch."""
+    """Calls a function after the first batch."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ def as_single_files(folder: str) -> None:
 
 
 def begin_fabric(kinds: list[str], folder: str, strategy: dict[str, Any]) -> list[str]:
-    """What differs from the oracle, of a module that is set up first and of one that is set up behind it."""
+    """What differs from the oracle, of a module that is set up first and of one that is set up after it."""
     wrong = []
     for kind in kinds:
         options = {**strategy, "pretrained": f"{folder}/{kind}", "pretrained_strict": True}
@@ -300,7 +300,7 @@ class Adapted(Causal):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-class CutsItself(Causal):
+class ShardsItself(Causal):
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
@@ -380,7 +380,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
         wrong.append(f"{len(lora)} adapters")
 
     whole = {f"model.{name}": value for name, value in expected.items()}
-    compare("a model that cuts itself", first_of(CutsItself("llama"), pretrained=path), whole)
+    compare("a model that shards itself", first_of(ShardsItself("llama"), pretrained=path), whole)
     half = {f"model.{name}": value.bfloat16() for name, value in expected.items()}
     compare("HSDP", first_of(Causal("llama"), pretrained=path, data_parallel_replicate_size=2), whole)
     compare("bf16-true", first_of(Causal("llama"), pretrained=path, precision="bf16-true"), half)

@@ -200,11 +200,11 @@ class Wide(tiny.TinyLM):
         self.wide = nn.Parameter(torch.randn(64, 1000))
 
 
-def save_and_load_watched(path: str, strategy: dict[str, Any], behind: bool) -> tuple[int, int, int]:
+def save_and_load_watched(path: str, strategy: dict[str, Any], use_async: bool) -> tuple[int, int, int]:
     def gathering(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a DTensor was gathered")
 
-    io = ShardCkptIO(use_async=behind)
+    io = ShardCkptIO(use_async=use_async)
     run = tiny.trainer(strategy, max_steps=1, limit_val_batches=0, plugins=[io])
     run.fit(module := Wide(), tiny.loader())
     DTensor.full_tensor = DTensor.redistribute = gathering  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def save_and_load_watched(path: str, strategy: dict[str, Any], behind: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "behind", "shards"),
+    ("strategy", "use_async", "shards"),
     [
         ({}, False, 4),
         pytest.param({}, True, 4, marks=pytest.mark.slow),
@@ -228,9 +228,9 @@ def save_and_load_watched(path: str, strategy: dict[str, Any], behind: bool) -> 
     ids=["fsdp", "asynchronous", "tensor", "pipeline"],
 )
 def test_no_rank_holds_a_full_tensor_while_saving_or_loading(
-    strategy: dict[str, Any], behind: bool, shards: int, tmp_path: Path
+    strategy: dict[str, Any], use_async: bool, shards: int, tmp_path: Path
 ) -> None:
-    for saving, loading, full in run_ranks(4, save_and_load_watched, str(tmp_path / "a.ckpt"), strategy, behind):
+    for saving, loading, full in run_ranks(4, save_and_load_watched, str(tmp_path / "a.ckpt"), strategy, use_async):
         assert max(saving, loading) <= full // shards
 
 

@@ -19,7 +19,7 @@ from lightning_shardckpt.cli import main
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.tools.diff import diff, is_same
-from lightning_shardckpt.tools.tensor_diff import Difference, numbers
+from lightning_shardckpt.tools.tensor_diff import TensorDistance, numbers
 from tests.support.pool import run_ranks
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -267,7 +267,7 @@ def test_every_value_of_a_type_that_numpy_has_not_is_that_of_torch(dtype: torch.
 def test_a_zero_that_changes_its_sign_and_a_nan_that_changes_its_bits_differ_by_no_magnitude() -> None:
     a, b = numpy.array([0.0, numpy.nan, 1.0], "f4"), numpy.array([-0.0, numpy.nan, 1.0], "f4")
     b.view("u4")[1] += 1
-    found = Difference()
+    found = TensorDistance()
     found.add(memoryview(a.tobytes()), memoryview(b.tobytes()), "F32")
     assert (found.elements, found.not_finite, found.max_abs, found.relative_l2) == (2, 1, 0.0, 0.0)
 
@@ -283,6 +283,6 @@ def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_of_the_largest_doubles_there_is_no_relative_change() -> None:
     a, b = (numpy.array([x], "f8").tobytes() for x in (1.7e308, -1.7e308))
-    found = Difference()
+    found = TensorDistance()
     found.add(memoryview(a), memoryview(b), "F64")
     assert (found.elements, found.max_abs, found.relative_l2) == (1, numpy.inf, None)

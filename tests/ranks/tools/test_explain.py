@@ -132,7 +132,7 @@ def test_notes_say_what_is_assumed_and_what_does_not_continue(saved: Path, capsy
     assert main(["explain", str(saved), "--onto", "pp=2,tp=2,fsdp=1"]) == 0
     out = capsys.readouterr().out
     assert "from shard 2 × tensor 2 onto pipeline 2 × tensor 2" in out
-    assert "Tensor parallelism is taken to cut the dims that it cut when this was saved." in out
+    assert "Tensor parallelism is taken to shard the dims that it sharded when this was saved." in out
     assert "an estimate from names: blocks.0 … blocks.1 over 2 stages" in out
     assert "2 data-parallel ranks become 1: the order of the data in mid-epoch goes on where" in out
     assert "Random numbers (dropout) are drawn anew" in out
@@ -145,7 +145,7 @@ def test_notes_say_what_is_assumed_and_what_does_not_continue(saved: Path, capsy
 def test_without_tensor_parallelism_before_a_plan_is_asked_for(tmp_path: Path) -> None:
     run_ranks(1, tiny_save, str(tmp_path / "one.ckpt"))
     found = explain.explain(tmp_path / "one.ckpt", "tp=2")
-    assert any("taken as not cut by tensor parallelism" in note for note in found["assumed"])
+    assert any("taken as not sharded by tensor parallelism" in note for note in found["assumed"])
     (first, second) = found["ranks"]
     assert first["needs"] == second["needs"] == found["totals"]["needs"] // 2
     planned = explain.explain(tmp_path / "one.ckpt", "tp=2", tp_plan=RULES)
@@ -163,7 +163,7 @@ def tiny_save(path: str) -> None:
         (["--onto", "tp=2,tp=2"], "each has one size"),
         (["--onto", "tp=0"], "is no topology"),
         (["--onto", "ep=2"], "The axes are pp, dp, fsdp, tp"),
-        (["--onto", "pp=3"], "2 layers (blocks.0 …) cannot be cut into 3 pipeline stages"),
+        (["--onto", "pp=3"], "2 layers (blocks.0 …) cannot be split into 3 pipeline stages"),
         (["--onto", "pp=2", "--layers", "nets.*"], "'nets.*' names no module of the checkpoint"),
         (["--onto", "tp=2", "--tp-plan", "block.*.up=colwise"], "'block.*.up' matches no module of the checkpoint"),
         (["--onto", "tp=2", "--tp-plan", "blocks.*.up=diagonal"], "is no rule: give pattern=style"),

@@ -284,7 +284,7 @@ class Positive(nn.Linear):
         return super().forward(x)
 
 
-@case(refused={"fsdp2 x tp2": "changes a parameter of shape (8, 12) that tensor parallelism cuts"})
+@case(refused={"fsdp2 x tp2": "changes a parameter of shape (8, 12) that tensor parallelism shards"})
 class IsPositive(Natural):
     def build(self) -> None:
         super().build()

@@ -1,4 +1,4 @@
-"""What happens between a layer whose columns a tensor-parallel plan cuts, and the next one, whose rows it cuts."""
+"""What happens between a layer whose columns a tensor-parallel plan shards, and the next one, whose rows it shards."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class KeepsOtherValues(Natural):
 
 @case()
 class DrawsByItself(Natural):
-    """From generators of its own, behind the layers."""
+    """From generators of its own, after the layers."""
 
     def build(self) -> None:
         super().build()

@@ -108,7 +108,7 @@ def is_manual(case: Case) -> bool:
 
 
 def fits(case: Case, topology: str) -> bool:
-    """Whether the module has what the tensor-parallel plan cuts, and nothing that torch cannot run so."""
+    """Whether the module has what the tensor-parallel plan shards, and nothing that torch cannot run so."""
     if topology not in TENSOR_PARALLEL:
         return True
     if case.compiles:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.pickle_writer import write_pickle
-from lightning_shardckpt.export.torch_values import TensorPickling, TensorRecord, from_numpy, of_torch, stored_record
+from lightning_shardckpt.export.torch_values import ArchivedTensor, TensorPickling, from_numpy, of_torch, stored_record
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 from lightning_shardckpt.state.json_values import decode_with, no_tensor
@@ -82,7 +82,7 @@ def test_an_array_becomes_what_torch_makes_of_it(kind: str) -> None:
         with pytest.raises(TypeError):
             torch.from_numpy(array)
         return
-    assert isinstance(found, TensorRecord) and isinstance(found.content, memoryview)
+    assert isinstance(found, ArchivedTensor) and isinstance(found.content, memoryview)
     tensor = torch.from_numpy(array)
     assert (f"torch.{found.dtype}", found.shape) == (str(tensor.dtype), tuple(tensor.shape))
     assert found.content == array.tobytes() and found.nbytes == tensor.nbytes

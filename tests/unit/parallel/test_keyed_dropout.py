@@ -141,8 +141,8 @@ def test_samples_are_told_apart_by_number_wherever_they_are() -> None:
         some = module(x[:2])
     assert torch.equal(some, whole[[3, 1]])
     with for_samples(samples(10, 11, 12, 13)):
-        behind = keyed(nn.Dropout(0.5), dim=1)(x.T)
-    assert torch.equal(behind.T, whole)
+        transposed = keyed(nn.Dropout(0.5), dim=1)(x.T)
+    assert torch.equal(transposed.T, whole)
 
 
 def test_without_samples_or_in_evaluation_it_is_the_dropout_of_torch() -> None:

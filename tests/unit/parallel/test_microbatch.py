@@ -111,13 +111,13 @@ def test_microbatches_hold_each_sample_once_and_in_order(name: str, samples: int
     if count == 1:
         assert parts[0] is batch
         return
-    # as numpy cuts, whose sizes differ by one at most, larger ones first
+    # as numpy splits, whose sizes differ by one at most, larger ones first
     assert sizes == [len(part) for part in np.array_split(np.arange(samples), count)]
     assert all(type(part) is type(batch) for part in parts)
-    whole, cut = leaves(batch), [leaves(part) for part in parts]
-    assert all(len(part) == len(whole) for part in cut)
+    whole, split = leaves(batch), [leaves(part) for part in parts]
+    assert all(len(part) == len(whole) for part in split)
     for position, item in enumerate(whole):
-        these = [part[position] for part in cut]
+        these = [part[position] for part in split]
         if isinstance(item, Tensor):
             assert torch.equal(cat(these, item, samples), item)
             continue
@@ -159,7 +159,7 @@ def test_tensors_that_disagree_are_an_error_that_lists_them() -> None:
 @pytest.mark.parametrize(
     ("value", "what"), [(np.ones(4), "ndarray"), ({1, 2}, "set"), (object(), "object"), (iter([]), "list_iterator")]
 )
-def test_what_cannot_be_cut_is_an_error_that_says_where_it_is(value: Any, what: str) -> None:
+def test_what_cannot_be_split_is_an_error_that_says_where_it_is(value: Any, what: str) -> None:
     with pytest.raises(TopologyError, match=rf"batch\['more'\]\[1\] is a {what}"):
         split_batch({"x": rows(4), "more": [1, value]}, 2)
 
@@ -183,7 +183,7 @@ def test_a_named_tuple_of_numbers_is_not_mistaken_for_one_number_per_sample() ->
     assert [part["size"] for part in parts] == [Size(4, 5)] * 2
 
 
-def test_a_list_with_gaps_is_cut_like_one_without() -> None:
+def test_a_list_with_gaps_is_split_like_one_without() -> None:
     parts, _ = split_batch({"x": rows(4), "names": ["a", None, "c", None]}, 2)
     assert [part["names"] for part in parts] == [["a", None], ["c", None]]
 

@@ -26,7 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.weightless import weightless_copy
 from lightning_shardckpt.parallel.tensors.graph_entry import enter
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_unknown, in_stage_run, unknowns
+from lightning_shardckpt.parallel.tensors.placeholder import (
+    Placeholder,
+    first_placeholder,
+    in_stage_run,
+    placeholder_positions,
+)
 
 CPU = torch.device("cpu")
 ORIGIN = "net.layers.3.weight"
@@ -561,9 +566,9 @@ def test_a_change_of_shape_in_place_changes_one_tensor_only() -> None:
 
 def test_unknown_tensors_are_found_in_structures_once_each() -> None:
     a, b, real = unknown(1), unknown(2), torch.ones(1)
-    assert list(unknowns([real, a, 3, b, a, None])) == [1, 3]
-    assert first_unknown({"x": [real, (b, a)]}) is b
-    assert first_unknown([real, None, "a"]) is None
+    assert list(placeholder_positions([real, a, 3, b, a, None])) == [1, 3]
+    assert first_placeholder({"x": [real, (b, a)]}) is b
+    assert first_placeholder([real, None, "a"]) is None
 
 
 # ── weightless copies ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -696,7 +701,7 @@ def test_a_weightless_copy_returns_the_shapes_of_its_original(name: str, trainin
     assert shapes(twin(*map(as_unknown, args), **tree_map(as_unknown, kwargs))) == expected
     # what it draws, it draws for unknown tensors: nothing
     assert torch.equal(rng, torch.get_rng_state())
-    assert first_unknown(twin(*args, **kwargs)) is not None
+    assert first_placeholder(twin(*args, **kwargs)) is not None
 
 
 def test_a_weightless_copy_can_be_looked_into() -> None:

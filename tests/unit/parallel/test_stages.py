@@ -146,7 +146,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_hugging_face_are_cut_without_being_told_how(family: str) -> None:
+def test_models_of_hugging_face_are_split_without_being_told_how(family: str) -> None:
     build, trunk, others = FAMILIES[family]
     root = Root(net=build())
     ranges = {2: [(0, 3), (3, 5)], 3: [(0, 2), (2, 4), (4, 5)], 4: [(0, 2), (2, 3), (3, 4), (4, 5)]}
@@ -163,8 +163,8 @@ def test_models_of_hugging_face_are_cut_without_being_told_how(family: str) -> N
 # ── splits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def every_cut(count: int, stages: int) -> Iterator[list[int]]:
-    return ([0, *cut] for cut in combinations(range(1, count), stages - 1))
+def every_split(count: int, stages: int) -> Iterator[list[int]]:
+    return ([0, *split] for split in combinations(range(1, count), stages - 1))
 
 
 def loads(costs: Sequence[int], starts: Sequence[int]) -> list[int]:
@@ -184,21 +184,21 @@ def test_the_largest_part_is_as_small_as_it_can_be(seed: int) -> None:
         costs = torch.randint(1, 20, (count,), generator=generator).tolist()
         for stages in range(1, count + 1):
             every = [
-                (max(loads(costs, cut)), sum(x * x for x in loads(costs, cut))) for cut in every_cut(count, stages)
+                (max(loads(costs, at)), sum(x * x for x in loads(costs, at))) for at in every_split(count, stages)
             ]
             found = starts_by_cost(costs, stages)
-            assert found in list(every_cut(count, stages))
+            assert found in list(every_split(count, stages))
             assert max(loads(costs, found)) == min(every)[0]
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_equal_layers_are_cut_as_equally_as_can_be_with_the_larger_parts_first(count: int) -> None:
+def test_equal_layers_are_split_as_equally_as_can_be_with_the_larger_parts_first(count: int) -> None:
     for stages in range(1, count + 1):
         expected = [len(part) for part in torch.arange(count).tensor_split(stages)]
         assert loads([1] * count, starts_by_cost([1] * count, stages)) == expected
 
 
-def test_an_even_split_counts_layers_with_parameters_and_keeps_activations_behind_them() -> None:
+def test_an_even_split_counts_layers_with_parameters_and_keeps_activations_after_them() -> None:
     root = Root(net=alternating(), head=linear(50))
     assert plan_stages(root, 2, layers=["net.*"]).ranges == ((0, 4), (4, 6))
     assert plan_stages(root, 3, layers=["net.*"]).ranges == ((0, 2), (2, 4), (4, 6))
@@ -220,7 +220,7 @@ def test_a_split_by_cost_weighs_parameters_and_the_modules_at_the_ends(stages: i
     costs[0] += 10 * WIDTH
     costs[-1] += 7 * WIDTH
     assert_partition(plan)
-    best = min(max(loads(costs, cut)) for cut in every_cut(len(costs), stages))
+    best = min(max(loads(costs, split)) for split in every_split(len(costs), stages))
     assert max(loads(costs, [a for a, _ in plan.ranges])) == best
 
 
@@ -339,7 +339,7 @@ def test_a_layer_that_is_named_twice_is_taken_once_or_refused_as_such() -> None:
 
 
 def test_two_large_parts_in_a_sequential_do_not_hide_the_layers_of_one() -> None:
-    """Which have to be cut, as two parts cannot make four stages."""
+    """Which have to be split, as two parts cannot make four stages."""
     root = Root(model=nn.Sequential(Net(8), linear()))
     assert plan_stages(root, 4).layers == indexed("model.0.layers", 8)
 

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.sources.detect import FORMATS, recognised
 from lightning_shardckpt.sources.source import ReadTarget, Source
@@ -251,4 +251,4 @@ def test_a_hostile_index_is_one_clear_error(index: Any, words: str, tmp_path: Pa
 
 def test_the_whole_of_foreign_weights_is_read_by_one_process(tmp_path: Path) -> None:
     in_two(tmp_path, "safetensors", safe)
-    assert equal(engine.load_full(str(tmp_path))["state_dict"], TENSORS)
+    assert equal(checkpoint.load_full(str(tmp_path))["state_dict"], TENSORS)

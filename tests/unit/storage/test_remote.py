@@ -44,7 +44,7 @@ OPTIMIZERS = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
 
 
 @pytest.fixture
-def places(s3: Bucket) -> StorageRouter:
+def storage(s3: Bucket) -> StorageRouter:
     return StorageRouter(storage_options=s3.options, retry_policy=IMPATIENT)
 
 
@@ -64,9 +64,9 @@ def load(url: str, **options: Any) -> float:
     return float(checkpoint.load_full(url, **options)["state_dict"]["a"].unique())
 
 
-def draft(places: StorageRouter, url: str, save_id: str, **files: bytes) -> Draft:
+def draft(storage: StorageRouter, url: str, save_id: str, **files: bytes) -> Draft:
     """A save that is ready to be published."""
-    found = places.draft(url, save_id)
+    found = storage.draft(url, save_id)
     found.begin()
     for name, content in {**files, ROOT_NAME: root_of(save_id)}.items():
         found.write(name, [content])
@@ -74,63 +74,63 @@ def draft(places: StorageRouter, url: str, save_id: str, **files: bytes) -> Draf
 
 
 @pytest.mark.slow
-def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(places: StorageRouter, s3: Bucket) -> None:
+def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(storage: StorageRouter, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     for before in (None, THIRD_ID):
         if before is not None:
-            draft(places, url, before).publish()
-        first, second = draft(places, url, ID, a=b"1"), draft(places, url, OTHER_ID, a=b"2", b=b"2")
+            draft(storage, url, before).publish()
+        first, second = draft(storage, url, ID, a=b"1"), draft(storage, url, OTHER_ID, a=b"2", b=b"2")
         first.publish()
         with pytest.raises(FileExistsError, match=r"another process saved to .*a\.ckpt.*let each job save to paths"):
             second.publish()
         second.discard()
         assert s3.listed() == [f"a.ckpt/{ID[:16]}-a", f"a.ckpt/{ROOT_NAME}"]
-        places.remove(url)
+        storage.remove(url)
         assert s3.listed() == []
 
 
-def test_a_save_to_a_path_that_is_removed_meanwhile_fails(places: StorageRouter, s3: Bucket) -> None:
+def test_a_save_to_a_path_that_is_removed_meanwhile_fails(storage: StorageRouter, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
-    draft(places, url, ID).publish()
-    second = draft(places, url, OTHER_ID, a=b"2")
-    places.remove(url)
+    draft(storage, url, ID).publish()
+    second = draft(storage, url, OTHER_ID, a=b"2")
+    storage.remove(url)
     with pytest.raises(FileExistsError, match="or removed it"):
         second.publish()
     second.discard()
     assert s3.listed() == []
 
 
-def test_a_save_whose_files_another_one_deleted_is_not_committed(places: StorageRouter, s3: Bucket) -> None:
+def test_a_save_whose_files_another_one_deleted_is_not_committed(storage: StorageRouter, s3: Bucket) -> None:
     """Nothing was there when it began, and nothing is there when it ends: the condition alone would hold."""
     url = s3.url("a.ckpt")
-    first, second = draft(places, url, ID, a=b"1"), draft(places, url, OTHER_ID)
+    first, second = draft(storage, url, ID, a=b"1"), draft(storage, url, OTHER_ID)
     second.publish()
-    places.remove(url)
+    storage.remove(url)
     with pytest.raises(FileExistsError, match="since this save began, and a of it was deleted"):
         first.publish()
     first.discard()
     assert s3.listed() == []
 
 
-def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(places: StorageRouter, s3: Bucket) -> None:
+def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(storage: StorageRouter, s3: Bucket) -> None:
     url, dead = s3.url("runs", "a.ckpt"), THIRD_ID[:16]
     s3.put(f"runs/a.ckpt/{dead}-model-dist-00000-shard-00001.safetensors", b"x" * 2048)
     s3.begin_upload(f"runs/a.ckpt/{dead}-model-dist-00001-shard-00001.safetensors")
     s3.put(f"runs/b.ckpt/{dead}-of-somebody-else")
     with pytest.raises(CheckpointNotFoundError, match=rf"it has no {ROOT_NAME}"):
-        places.open(url)
-    notes = save(url, 1.0, storage=places)
+        storage.open(url)
+    notes = save(url, 1.0, storage=storage)
     assert notes == [
         f"removed the leftover of an unfinished save at {url!r}: 1 file, 2.00 KiB, and 1 unfinished upload"
     ]
-    assert load(url, storage=places) == 1.0
+    assert load(url, storage=storage) == 1.0
     assert [key for key in s3.listed() if dead in key] == [f"runs/b.ckpt/{dead}-of-somebody-else"]
     assert s3.uploads() == []
 
 
 def test_a_store_that_can_not_compare_keeps_what_may_be_of_a_running_save(tmp_path: Path) -> None:
-    url, places = f"another:/{tmp_path}/a.ckpt", StorageRouter()
-    running = draft(places, url, ID, a=b"1")
+    url, storage = f"another:/{tmp_path}/a.ckpt", StorageRouter()
+    running = draft(storage, url, ID, a=b"1")
     assert save(url, 1.0) == [
         f"left 1 file of unfinished saves at {url!r}, 1 B: this store can't tell whether another process is "
         "saving there"
@@ -144,24 +144,24 @@ def test_a_store_that_can_not_compare_keeps_what_may_be_of_a_running_save(tmp_pa
 
 
 @pytest.mark.parametrize("what", ["an object", "objects of somebody"])
-def test_what_is_not_ours_is_never_replaced(what: str, places: StorageRouter, s3: Bucket) -> None:
+def test_what_is_not_ours_is_never_replaced(what: str, storage: StorageRouter, s3: Bucket) -> None:
     key = "a.ckpt" if what == "an object" else "a.ckpt/thesis.tex"
     s3.put(key)
     with pytest.raises(FileExistsError, match=r"a\.ckpt.*use another path"):
-        save(s3.url("a.ckpt"), 1.0, storage=places)
+        save(s3.url("a.ckpt"), 1.0, storage=storage)
     with pytest.raises(CheckpointNotFoundError):
-        places.remove(s3.url("a.ckpt"))
+        storage.remove(s3.url("a.ckpt"))
     assert s3.listed() == [key]
 
 
-def test_what_lies_beside_and_below_a_checkpoint_stays(places: StorageRouter, s3: Bucket) -> None:
-    draft(places, s3.url("run"), ID, a=b"1").publish()
-    draft(places, s3.url("run/epoch=1.ckpt"), THIRD_ID, a=b"1").publish()
+def test_what_lies_beside_and_below_a_checkpoint_stays(storage: StorageRouter, s3: Bucket) -> None:
+    draft(storage, s3.url("run"), ID, a=b"1").publish()
+    draft(storage, s3.url("run/epoch=1.ckpt"), THIRD_ID, a=b"1").publish()
     s3.put("run/config.yaml")
     others = {f"run/epoch=1.ckpt/{THIRD_ID[:16]}-a", f"run/epoch=1.ckpt/{ROOT_NAME}", "run/config.yaml"}
-    draft(places, s3.url("run"), OTHER_ID, a=b"2").publish()
+    draft(storage, s3.url("run"), OTHER_ID, a=b"2").publish()
     assert set(s3.listed()) == others | {f"run/{OTHER_ID[:16]}-a", f"run/{ROOT_NAME}"}
-    places.remove(s3.url("run"))
+    storage.remove(s3.url("run"))
     assert set(s3.listed()) == others
 
 
@@ -382,11 +382,11 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         storage_of("s3://bucket/a")
 
 
-def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, places: StorageRouter) -> None:
+def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, storage: StorageRouter) -> None:
     with pytest.raises(FileNotFoundError, match="bucket"):
-        save(f"{s3.url()}-not/a.ckpt", 1.0, storage=places)
+        save(f"{s3.url()}-not/a.ckpt", 1.0, storage=storage)
     with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt"):
-        load(f"{s3.url()}-not/a.ckpt", storage=places)
+        load(f"{s3.url()}-not/a.ckpt", storage=storage)
 
 
 def test_paths_of_files_stay_what_they_are(tmp_path: Path) -> None:

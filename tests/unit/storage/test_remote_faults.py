@@ -32,25 +32,25 @@ def proxy(s3_port: int) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def places(s3: Bucket, proxy: Proxy) -> StorageRouter:
+def storage(s3: Bucket, proxy: Proxy) -> StorageRouter:
     """The bucket behind the proxy; large objects go in parts, which are small here."""
     options = replace(s3, port=proxy.port).options | {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
     tuning = Tuning(upload_part_bytes=5 << 20)  # S3's least
     return StorageRouter(storage_options=options, retry_policy=IMPATIENT, tuning=tuning)
 
 
-def save(places: StorageRouter, url: str, value: float) -> list[str]:
+def save(storage: StorageRouter, url: str, value: float) -> list[str]:
     """A checkpoint of 6 MB, whose tensors are all of one value."""
     state = {"state_dict": {"a": torch.full((LENGTH,), value), "b": torch.full((3,), value)}, "global_step": 1}
     about = RunInfo(int(value))
     return checkpoint.save(
-        url, lambda: snapshot(state), ranks=Ranks.alone(), about=about, options=SaveOptions(100), storage=places
+        url, lambda: snapshot(state), ranks=Ranks.alone(), about=about, options=SaveOptions(100), storage=storage
     )
 
 
-def load(places: StorageRouter, url: str) -> float:
+def load(storage: StorageRouter, url: str) -> float:
     """The value of all tensors."""
-    found = checkpoint.load_full(url, storage=places)["state_dict"]
+    found = checkpoint.load_full(url, storage=storage)["state_dict"]
     values = {float(tensor.min()) for tensor in found.values()} | {float(tensor.max()) for tensor in found.values()}
     (value,) = values
     return value
@@ -80,16 +80,16 @@ def rest_is_slow(cases: Iterable[tuple[str, ...]], *quick: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", rest_is_slow(((kind,) for kind in PASSING), "answer lost"))
-def test_a_save_survives_what_passes(kind: str, places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
+def test_a_save_survives_what_passes(kind: str, storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
-    save(places, url, FIRST)
+    save(storage, url, FIRST)
     calm = len(proxy.asked)
     proxy.forget()
     proxy.harm = PASSING[kind]
-    save(places, url, SECOND)
+    save(storage, url, SECOND)
     assert len(proxy.asked) <= 3 * (calm + 5)
     proxy.harm = lambda asked: None
-    assert load(places, url) == SECOND
+    assert load(storage, url) == SECOND
     assert s3.uploads() == []
     assert len({key.split("/")[-1][:17] for key in s3.listed() if not key.endswith(ROOT_NAME)}) == 1  # of one save
 
@@ -114,79 +114,79 @@ FAILING = [
 
 @pytest.mark.parametrize(("kind", "before"), FAILING)
 def test_a_save_that_fails_leaves_what_was_there(
-    kind: str, before: str, places: StorageRouter, proxy: Proxy, s3: Bucket
+    kind: str, before: str, storage: StorageRouter, proxy: Proxy, s3: Bucket
 ) -> None:
     url = s3.url("a.ckpt")
     if before == "something":
-        save(places, url, FIRST)
+        save(storage, url, FIRST)
     keys = s3.listed()
     proxy.forget()
     proxy.harm = LASTING[kind]
     with pytest.raises(OSError, match="permit" if "permitted" in kind else r"a\.ckpt") as raised:
-        save(places, url, SECOND)
+        save(storage, url, SECOND)
     assert isinstance(raised.value, PermissionError) == ("permitted" in kind)
     assert len(proxy.asked) < 60
     proxy.harm = lambda asked: None
     assert s3.listed() == keys
     assert s3.uploads() == []
     if before == "something":
-        assert load(places, url) == FIRST
+        assert load(storage, url) == FIRST
     else:
         with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
-            load(places, url)
+            load(storage, url)
 
 
 @pytest.mark.slow
 def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(
-    places: StorageRouter, proxy: Proxy, s3: Bucket
+    storage: StorageRouter, proxy: Proxy, s3: Bucket
 ) -> None:
     url = s3.url("a.ckpt")
     proxy.harm = first_times(501, 1, lambda asked: asked.method == "PUT" and asked.is_root)
     for value in (FIRST, SECOND):
         proxy.forget()
-        assert save(places, url, value) == []
-        assert load(places, url) == value
+        assert save(storage, url, value) == []
+        assert load(storage, url) == value
     assert len({key.split("/")[-1][:17] for key in s3.listed() if not key.endswith(ROOT_NAME)}) == 1
 
 
 @pytest.mark.parametrize(
     "kind", [503, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "truncate", "stall"))]
 )
-def test_a_load_survives_what_passes(kind: Any, places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
+def test_a_load_survives_what_passes(kind: Any, storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
-    save(places, url, FIRST)
+    save(storage, url, FIRST)
     proxy.forget()
     proxy.harm = first_times(kind, 1, lambda asked: asked.method == "GET" and "shard" in asked.path)
-    assert load(places, url) == FIRST
+    assert load(storage, url) == FIRST
 
 
-def test_a_load_reads_hardly_more_than_it_needs(places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
+def test_a_load_reads_hardly_more_than_it_needs(storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
-    save(places, url, FIRST)
+    save(storage, url, FIRST)
     proxy.forget()
-    assert load(places, url) == FIRST
+    assert load(storage, url) == FIRST
     assert proxy.sent_bytes <= 1.1 * (4 * LENGTH + 12)
     proxy.forget()
-    with lazy.OpenCheckpoint(url, True, places) as found:
+    with lazy.OpenCheckpoint(url, True, storage) as found:
         assert float(found["a"][1_000_000:1_500_000].sum()) == 500_000
     assert proxy.sent_bytes <= 1.1 * 2_000_000 + 40_000  # indexes and headers
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_what_is_not_permitted_is_said_at_once(method: str, places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
+def test_what_is_not_permitted_is_said_at_once(method: str, storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
-    save(places, url, FIRST)
+    save(storage, url, FIRST)
     proxy.forget()
     proxy.harm = lambda asked: 403 if asked.method == method else None
     with pytest.raises(PermissionError, match=r"a\.ckpt.*does not permit it.*check the credentials"):
-        load(places, url)
+        load(storage, url)
     assert len(proxy.asked) <= 3
 
 
-def test_an_object_that_always_comes_short_is_an_error(places: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
+def test_an_object_that_always_comes_short_is_an_error(storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
-    save(places, url, FIRST)
+    save(storage, url, FIRST)
     proxy.forget()
     proxy.harm = lambda asked: "truncate" if asked.method == "GET" and "shard" in asked.path else None
     with pytest.raises(OSError, match=r"reading bytes .* of s3://.*shard-00001\.safetensors: failed 4 times within"):
-        load(places, url)
+        load(storage, url)

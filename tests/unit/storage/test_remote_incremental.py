@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shardckpt.checkpoint import checkpoint as engine
+from lightning_shardckpt.checkpoint.checkpoint import load_full, save
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.save_job import RunInfo
@@ -42,7 +42,7 @@ class Run:
         self.proxy.forget()
         url = self.s3.url("run", f"{self.count}.ckpt")
         state = {"state_dict": {"big": self.big, "small": torch.full((SMALL,), float(self.count))}}
-        self.notes += engine.save(
+        self.notes += save(
             url, lambda: snapshot(state), ranks=Ranks.alone(), about=RunInfo(self.count),
             options=SaveOptions(1, incremental=True), storage=self.storage, history=self.history,
         )  # fmt: skip
@@ -50,7 +50,7 @@ class Run:
 
     def check(self, url: str, step: int) -> None:
         """Compare what is loaded with what was saved, every bit."""
-        found = engine.load_full(url, storage=self.storage)["state_dict"]
+        found = load_full(url, storage=self.storage)["state_dict"]
         assert torch.equal(found["big"], self.big)
         assert found["small"].unique().tolist() == [step]
         assert verify(url, storage_options=self.given).findings == ()

@@ -36,7 +36,7 @@ _PARTS = len(SIZES)
 _HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
 _UNIT = 1e6  # of numbers that ranks exchange as integers
 NOTHING_TO_COMPARE = (1, 0, 0)
-"""What `CutCheck.look` returns if random numbers were drawn."""
+"""What `MicrobatchCheck.look` returns if random numbers were drawn."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class _QuietStep:
         return self.step.report(outputs)
 
 
-class CutCheck:
+class MicrobatchCheck:
     """Compares, for the steps of one module, layers on whole batches and on parts of them.
 
     Args:

@@ -12,12 +12,12 @@ from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
 from lightning_shardckpt.state.model import WholeNames
 
-_RECORD, _HALF_FILLED = "_shardckpt_record", "_shardckpt_half_filled"
+_SHARDED, _HALF_FILLED = "_shardckpt_sharded", "_shardckpt_half_filled"
 
 
-def remember(module: pl.LightningModule, record: ShardedModule) -> None:
-    """Keep the record with the module; not as a submodule of it."""
-    object.__setattr__(module, _RECORD, record)
+def remember(module: pl.LightningModule, sharded: ShardedModule) -> None:
+    """Keep with the module how it was sharded; not as a submodule of it."""
+    object.__setattr__(module, _SHARDED, sharded)
 
 
 def recall(module: pl.LightningModule, topology: Topology) -> ShardedModule | None:
@@ -26,21 +26,21 @@ def recall(module: pl.LightningModule, topology: Topology) -> ShardedModule | No
     Raises:
         TopologyError: if it was sharded for other sizes.
     """
-    record: ShardedModule | None = getattr(module, _RECORD, None)
-    if record is None or not record.holds(module):
+    sharded: ShardedModule | None = getattr(module, _SHARDED, None)
+    if sharded is None or not sharded.holds(module):
         return None
-    if record.meshes.topology != topology:
+    if sharded.meshes.topology != topology:
         raise TopologyError(
-            f"this LightningModule is already sharded as {record.meshes.topology}, the strategy asks for "
+            f"this LightningModule is already sharded as {sharded.meshes.topology}, the strategy asks for "
             f"{topology}. Use the same sizes, or a new module."
         )
-    return record
+    return sharded
 
 
-def whole_names(record: ShardedModule) -> WholeNames:
+def whole_names(sharded: ShardedModule) -> WholeNames:
     """Return the names of the whole model, also on a pipeline stage that has a part of it."""
-    parameters = dict.fromkeys(record.canonical_names.values()) if record.pipeline is not None else ()
-    return WholeNames(record.state_names, record.state_ties, tuple(parameters))
+    parameters = dict.fromkeys(sharded.canonical_names.values()) if sharded.pipeline is not None else ()
+    return WholeNames(sharded.state_names, sharded.state_ties, tuple(parameters))
 
 
 @contextmanager

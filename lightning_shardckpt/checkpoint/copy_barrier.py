@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 _T = TypeVar("_T")
 
 
-class StepGate:
+class CopyBarrier:
     """Holds back the steps of all torch optimizers of this process, from when it is made until ``close``.
 
     Args:
