@@ -94,7 +94,7 @@ def save(
         named_by: the module that has the parameters of optimizers, where it is not in the state. Without names they are
             saved by number.
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        sync_files: make the checkpoint durable before this returns; without it only a crash of the machine can spoil it.
+        sync_files: make the checkpoint durable before this returns; else a crash of the machine can spoil it.
         also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it; see ``ShardCkptIO``.
         replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
         digest: record digests of model and optimizer, the same on every topology; by default with ``sync_files``.

@@ -26,9 +26,9 @@ from lightning_shardckpt.parallel.sharding.keyed_dropout import (
     key_dropout,
     unkey_dropout,
 )
-from lightning_shardckpt.system.random_generators import rng_checksum
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, other_draws, set_running_samples
 from lightning_shardckpt.state.data_position import ResumableLoader
+from lightning_shardckpt.system.random_generators import rng_checksum
 
 
 class DropoutBySample(Callback):

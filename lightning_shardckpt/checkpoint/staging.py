@@ -141,8 +141,8 @@ class BackgroundCopies:
             more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
             raise StateError(
                 f"{changed[:_LISTED]}{more} changed while being copied: with overlap_copy=True nothing but an "
-                "optimizer's step may change parameters and optimizer state until a save has copied them. Leave it out, "
-                "or call ShardCkptIO.wait_for_copies() before you change them."
+                "optimizer's step may change parameters and optimizer state until a save has copied them. Leave it "
+                "out, or call ShardCkptIO.wait_for_copies() before you change them."
             )
 
     def forget(self) -> None:

@@ -24,10 +24,10 @@ from lightning_shardckpt.compat.lightning_loops import (
 from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics
 from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
-from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw
 from lightning_shardckpt.strategy.stop_position import plateau_monitors
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
+from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _INEXACT = (
     "resuming after {batches} batches of an epoch, but the order of its data can't be continued exactly, so samples of "

@@ -28,8 +28,8 @@ from lightning_shardckpt.compat.lightning_loops import (
 )
 from lightning_shardckpt.compat.lightning_trainer import validated_metrics
 from lightning_shardckpt.state.data_position import ResumableLoader
-from lightning_shardckpt.system.random_generators import get_rng_state
 from lightning_shardckpt.strategy.lightning_callbacks import trained_names
+from lightning_shardckpt.system.random_generators import get_rng_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The random number generators of this process: Python's, NumPy's, torch's on CPU and on CUDA devices; and of objects."""
+"""Random number generators: those of this process (Python's, NumPy's, torch's on each device) and single objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
     Args:
         every_device: whether it has every CUDA device; else the current one, if this process uses any.
     """
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": np.random.get_state()}
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state["numpy"] = np.random.get_state()
     if every_device and torch.cuda.is_available():  # not run on a GPU by the tests
         state["cuda"] = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
     elif not every_device and _uses_cuda():

@@ -22,7 +22,6 @@ from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatt
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.stages import Where
-from lightning_shardckpt.system.random_generators import advance_rng, derived_rng, rng_checksum
 from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 from lightning_shardckpt.parallel.tensors.placeholder import (
@@ -32,6 +31,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     leaked,
     placeholder_positions,
 )
+from lightning_shardckpt.system.random_generators import advance_rng, derived_rng, rng_checksum
 
 Forward = Callable[..., Any]
 _PLAIN = (int, float, str, bool, type(None))

@@ -28,10 +28,10 @@ from lightning_shardckpt.parallel.pipeline.agree import (
     refused_once_interrupted,
 )
 from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guarded_hooks
-from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, SIZES, MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.layer_attributes import results_as_placeholders
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
+from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, SIZES, MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks, accumulate
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
@@ -42,8 +42,8 @@ from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.system.random_generators import draw_seed, kept_rng, rng_checksum, seed_rng
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, other_draws, parts_of_running
+from lightning_shardckpt.system.random_generators import draw_seed, kept_rng, rng_checksum, seed_rng
 
 LossOf = Literal["batch", "microbatch"]
 

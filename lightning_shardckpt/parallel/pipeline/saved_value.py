@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from lightning_shardckpt.parallel.pipeline.schedule import Op, Schedule
 from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
-from lightning_shardckpt.system.random_generators import seed_rng
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples
 from lightning_shardckpt.parallel.tensors.step_cache import step_cache
+from lightning_shardckpt.system.random_generators import seed_rng
 
 
 class StageRunner:

@@ -27,9 +27,9 @@ from lightning_shardckpt.compat.module_class import argument_hooks, keep_hooks, 
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
-from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import whole
+from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value; sums in another order are off by less
 _REMEDY = (

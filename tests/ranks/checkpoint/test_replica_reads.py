@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint import replica_exchange, replica_reads
+from lightning_shardckpt.checkpoint import checkpoint, replica_exchange, replica_reads
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.checkpoint.replica_reads import PlannedReads, choose, deal, split_tensor

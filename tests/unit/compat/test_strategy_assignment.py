@@ -56,7 +56,7 @@ def test_it_is_refused_where_the_strategy_was_given_the_plugin() -> None:
 
 def test_a_strategy_that_asks_passes_and_another_one_is_named() -> None:
     check_asks(trainer("ddp", TorchCheckpointIO()).strategy, "ShardCkptIO")
-    with pytest.raises(TypeError, match="^ModelParallelStrategy writes and reads .* would not use ShardCkptIO"):
+    with pytest.raises(TypeError, match=r"^ModelParallelStrategy writes and reads .* would not use ShardCkptIO"):
         check_asks(ModelParallelStrategy(), "ShardCkptIO")
 
 
