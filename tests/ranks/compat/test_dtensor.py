@@ -52,7 +52,9 @@ def check_nan_of_rows() -> None:
     tell_nan_of_rows()
     values = distribute_tensor(torch.tensor([1.0, 0.0]), mesh, [Shard(0)]).requires_grad_()
     gradient = distribute_tensor(torch.tensor([1.0, 0.0]), mesh, [Shard(0)])
-    with torch.autograd.detect_anomaly():
+    with pytest.warns(UserWarning, match="Anomaly Detection"):
+        anomalies = torch.autograd.detect_anomaly()
+    with anomalies:
         roots = values.sqrt()  # of which the gradient of 0 is infinite, and times 0 NaN
         if dist.get_rank() == 0:
             roots.backward(gradient)
@@ -76,7 +78,6 @@ def test_a_dtensor_is_its_local_tensor_and_its_spec() -> None:
     run_ranks(2, check_parts)
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomalies_are_looked_for_in_the_rows_of_each_rank() -> None:
     run_ranks(2, check_nan_of_rows)
 
