@@ -2,7 +2,7 @@
 
     python examples/losses.py lightning_logs/main_job losses.svg
 
-Needs matplotlib: pip install 'lightning-shardckpt[bench]'.
+Needs matplotlib: pip install -e '.[bench]'.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def draw(folder: Path, picture: Path) -> None:
             clip_on=False,
         )
         middle = (steps[0] + steps[-1]) / 2
-        label = f"{leg.name} leg\n{leg.topology}"
+        label = f"{leg.name} leg\n" + leg.topology.replace(": ", ":\n")
         above.text(middle, 0.94, label, transform=above.get_xaxis_transform(), ha="center", va="top", color=color)
         for axes in (above, below):
             axes.axvline(steps[-1] + 0.5, color=LINE, linewidth=1, zorder=0)

@@ -2,9 +2,9 @@
 
     python examples/main_job.py
 
-1. An uninterrupted run: 4 processes, FSDP2 x TP2.
-2. The same training in three legs, each from the checkpoint of the one before: 4 processes FSDP2 x TP2, then
-   4 processes PP2 x FSDP2 (two pipeline stages), then 1 process.
+1. An uninterrupted run: 4 processes, FSDP over 2 x tensor parallel over 2.
+2. The same training in three legs, each from the checkpoint of the one before: 4 processes as above, then
+   4 processes, 2 pipeline stages x FSDP over 2, then 1 process.
 3. The checkpoints are inspected and verified, the last one is consolidated; plain torch loads the file and generates
    text.
 
@@ -48,9 +48,9 @@ class Leg:
 
 
 LEGS = (
-    Leg("uninterrupted", "4 processes: FSDP2 x TP2", "fsdp2_tp2.yaml", EPOCHS),
-    Leg("first", "4 processes: FSDP2 x TP2", "fsdp2_tp2.yaml", 1),
-    Leg("second", "4 processes: PP2 x FSDP2", "pp2_fsdp2.yaml", 2, resume_from="first"),
+    Leg("uninterrupted", "4 processes: FSDP over 2 x TP over 2", "fsdp2_tp2.yaml", EPOCHS),
+    Leg("first", "4 processes: FSDP over 2 x TP over 2", "fsdp2_tp2.yaml", 1),
+    Leg("second", "4 processes: 2 stages x FSDP over 2", "pp2_fsdp2.yaml", 2, resume_from="first"),
     Leg("third", "1 process", "single.yaml", 3, resume_from="second"),
 )
 
@@ -166,7 +166,7 @@ def show_losses(job: Job) -> None:
     for leg in LEGS[1:]:
         difference = max(abs(loss - whole[step]) for step, loss in job.losses(leg.name).items())
         found = "equal bit for bit" if difference == 0 else f"largest difference {difference:.1e}"
-        print(f"{leg.name:7} leg, {leg.topology:24} {found}")
+        print(f"{leg.name:7} leg, {leg.topology:35} {found}")
     print(
         "\nAll see the same windows of text in each step. The first leg computes on the topology of the uninterrupted\n"
         "run. The others load what was saved, bit for bit, but sum in another order: they differ by rounding."

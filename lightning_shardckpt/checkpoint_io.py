@@ -106,7 +106,7 @@ class ShardCkptIO(CheckpointIO):
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
             when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.
         digest: record digests of model and optimizer, which are the same on every topology: see ``digest`` of the
-            tools. They take 0.1 s of processor time for each GB and 3 µs for each tensor, which a save that waits for
+            tools. They take 0.1 s of processor time for each GB and 1 µs for each tensor, which a save that waits for
             the disk hardly shows, so by default durable saves do, and those with ``sync_files=False`` don't.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
             Lightning's ModelCheckpoint also looks at its ``dirpath``, and has no such options: give it what it needs by

@@ -31,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog=PROGRAM, description="Tools for sharded checkpoints. None needs a GPU or user code.")
+    about = "Tools for sharded checkpoints. None needs a GPU or user code, except prove-resume, which runs a script."
+    parser = ArgumentParser(prog=PROGRAM, description=about)
     parser.add_argument("--version", action="version", version=_version_text(), help="print the version and exit")
     tools = parser.add_subcommands(title="tools")
 

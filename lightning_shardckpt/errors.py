@@ -14,7 +14,7 @@ A message says what failed, where (path, FQN, rank), what was expected and found
 
 
 class ShardCkptError(Exception):
-    """The root of every error that this package raises by itself."""
+    """The root of the errors about checkpoints, models, topologies and ranks; wrong arguments are plain builtins."""
 
 
 class CheckpointNotFoundError(ShardCkptError, FileNotFoundError):

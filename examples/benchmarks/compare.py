@@ -3,7 +3,7 @@
     python examples/benchmarks/compare.py                  # everything; --only save async, … for some of it
 
 Prints a table for each case, and writes them as results.json beside this file and as the picture of the documentation;
-with --out, both lie side by side. (The picture needs matplotlib: pip install 'lightning-shardckpt[bench]'.)
+with --out, both lie side by side. (The picture needs matplotlib: pip install -e '.[bench]'.)
 
 A case is one set of processes: gloo ranks on this machine with one thread each, and an FSDP2 model in float32 with
 AdamW, --gb GB in all. Before anything is timed, each way has to bring back every bit of what it saved. Then all take

@@ -112,7 +112,7 @@ def draw(results: Mapping[str, Any], path: Path) -> str:
     try:
         from matplotlib import pyplot
     except ImportError:
-        return "no picture: it needs matplotlib, pip install 'lightning-shardckpt[bench]'"
+        return "no picture: it needs matplotlib, pip install -e '.[bench]'"
     sides = [[(panel, _groups(results, panel)) for panel in side] for side in _SIDES]
     sides = [[(panel, groups) for panel, groups in side if groups] for side in sides]
     heights = [sum(_height(groups) for _, groups in side) for side in sides]

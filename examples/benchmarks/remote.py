@@ -37,7 +37,7 @@ def _served(options: Namespace) -> list[Row]:
     try:
         import s3fs  # noqa: F401  # before ranks are forked
     except ImportError as error:
-        raise Missing(f"not installed: pip install 'lightning-shardckpt[bench]' ({error})") from None
+        raise Missing(f"not installed: pip install -e '.[bench]' ({error})") from None
     with serving() as server:
         return on_ranks(_RANKS, _remote, options, server)
 

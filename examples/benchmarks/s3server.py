@@ -56,7 +56,7 @@ def serving() -> Iterator[Server]:
         try:
             port = process.stdout.readline()  # type: ignore[union-attr]
             if not port:
-                raise Missing("moto's server does not run: pip install 'lightning-shardckpt[bench]'")
+                raise Missing("moto's server does not run: pip install -e '.[bench]'")
             found = {"AWS_ENDPOINT_URL": f"http://{_HOST}:{int(port)}", "AWS_DEFAULT_REGION": "us-east-1"}
             with patch.dict(os.environ, found, AWS_ACCESS_KEY_ID="benchmark", AWS_SECRET_ACCESS_KEY="benchmark"):
                 yield Server(int(port))

@@ -117,7 +117,7 @@ class StorageRouter:
         try:
             fs, _ = fsspec.core.url_to_fs(url, **(options_of(self._options) if is_s3 else self._options))
         except ImportError as error:
-            extra = 'pip install "lightning-shardckpt[s3]"' if is_s3 else "install the package that it names"
+            extra = 'pip install "s3fs>=2026.1"' if is_s3 else "install the package that it names"
             raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
         objects = (S3Objects if is_s3 else ObjectStore)(fs, retry_policy=self._retry_policy, tuning=self._tuning)
         return objects, lambda path: str(fs._strip_protocol(path))

@@ -134,8 +134,9 @@ def prove_resume(
     """Run a training straight, and interrupted and resumed, and compare both.
 
     The script is not changed: every Trainer of it gets a callback, which records, and ends the process after the last
-    step, so that nothing after the first ``fit`` runs. The files of its own ModelCheckpoints go to the folder of the
-    proof; what it writes besides, such as logs, it writes three times.
+    step, so that nothing after the first ``fit`` runs. The files of its own ModelCheckpoints, and what is written to
+    ``default_root_dir``, go to the folder of the proof; its loggers write nothing. What the script itself writes
+    elsewhere, it writes three times.
 
     Args:
         command: a Python script and its arguments, or a program that starts one, such as ``torchrun``.

@@ -25,10 +25,12 @@ import pytest
 
 import lightning_shardckpt
 import lightning_shardckpt.errors
+from lightning_shardckpt import cli
 from lightning_shardckpt.errors import ShardCkptError, TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import bubble_fraction, resolve_schedule
 from tests.support.pages import DOCS, SET_UP, Block, blocks, pages, prose, table
 from tests.support.pool import ROOT, run_ranks
+from tests.support.warm_python import Run
 
 README = ROOT / "README.md"
 TEXTS = [*pages(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
@@ -121,7 +123,8 @@ def test_the_command_of_the_main_job_runs_a_script_that_is_there() -> None:
     command, script = SET_UPS[0].rsplit(" ", 1)
     assert command == f"{SET_UP} && .venv/bin/pip install -c configs/constraints.txt -e . && .venv/bin/python"
     assert f"python {script}" in (ROOT / script).read_text()  # test_examples.py runs it
-    assert len(SET_UPS) == 2
+    install = command.rpartition(" && ")[0]
+    assert SET_UPS[2:] == [install]  # of the page on installing
 
 
 def test_all_yaml_is_a_config_of_a_lightning_cli(tmp_path: Path) -> None:
@@ -236,6 +239,16 @@ def test_every_error_class_has_a_section_of_messages_that_the_package_has() -> N
         assert [message for message in shown if not any(is_part(message, text) for text in texts)] == [], name
 
 
+def test_every_option_of_a_tool_is_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, *_ in table(DOCS / "tools.md", "| tool | question | reads |"):
+        tool = name.strip("`")
+        assert cli.main([tool, "--help"]) == 0
+        options = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
+        page = DOCS / ("guide/export.md" if tool == "consolidate" else "tools.md")
+        known = set(re.findall(r"--[\w-]+", page.read_text()))
+        assert options and sorted(options - known) == [], tool
+
+
 def test_every_public_name_is_in_the_api_reference() -> None:
     shown = []
     for path, options in re.findall(r"^::: (\S+)((?:\n    .*)*)", (DOCS / "api.md").read_text(), re.MULTILINE):
@@ -264,12 +277,12 @@ def is_part(message: str, text: str) -> bool:
 
 
 @pytest.mark.slow
-def test_all_code_runs_in_order_and_prints_what_is_shown(tmp_path: Path) -> None:
+def test_all_code_runs_in_order_and_prints_what_is_shown(tmp_path: Path, python: Run) -> None:
     for name in ("examples", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     for block in BLOCKS:
         if block.language == "python":
-            run_python(block, tmp_path)
+            run_python(block, tmp_path, python)
         elif block.language == "console":
             check_transcript(block, tmp_path)
         elif block in COMMANDS and block not in SCRIPTS:
@@ -280,9 +293,12 @@ def test_all_code_runs_in_order_and_prints_what_is_shown(tmp_path: Path) -> None
     assert named - set(os.listdir(tmp_path / "checkpoints" / tree.splitlines()[0].rstrip("/"))) == set()
 
 
-def run_python(block: Block, folder: Path) -> None:
+def run_python(block: Block, folder: Path, python: Run) -> None:
     if named := re.match(r"# (\w+\.py)\n", block.code):
         (folder / named[1]).write_text(block.code)
+        if named[1].startswith("test_"):
+            done = python(["-m", "pytest", named[1]], env=os.environ, folder=folder)
+            assert done.returncode == 0, done.stdout + done.stderr
         return
     run_ranks(block.world, execute, "\n" * (block.line - 1) + block.code, str(block.page), str(folder))
 

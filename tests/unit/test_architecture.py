@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import DOCS, table
+
 PACKAGE = Path(__file__).parents[2] / "lightning_shardckpt"
 
 # A room is a folder of the package or a module of its root. A room imports only from rows above its own.
@@ -123,6 +125,12 @@ def test_a_module_imports_only_from_rows_above_its_own() -> None:
         if part(name) != part(module) and ROW[part(name)] >= ROW[part(module)]
     ]
     assert upward == []
+
+
+def test_the_table_of_layers_in_the_documentation_has_these_rows() -> None:
+    rows = table(DOCS / "how-it-works.md", "| row | folder | content |")
+    shown = [(name, int(row)) for row, names, _ in rows for name in re.findall(r"`(\w+)", names)]
+    assert sorted(shown) == sorted((name, row + 1) for name, row in ROW.items() if row + 1 < len(ROWS))
 
 
 @pytest.mark.parametrize("room", INNER_ROWS)

@@ -378,7 +378,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ImportError, match=r'Install s3fs.*pip install "lightning-shardckpt\[s3\]"'):
+    with pytest.raises(ImportError, match=r'Install s3fs.*pip install "s3fs>=2026.1"'):
         storage_of("s3://bucket/a")
 
 
