@@ -137,6 +137,27 @@ class Ranks:
         result: R = answer["value"]
         return result
 
+    def step_until(
+        self, phase: str, look: Callable[[], T], same: Callable[[list[T], bool], bool], within_s: float
+    ) -> None:
+        """Take a step until all ranks see the same: a network file system may show it to some of them late.
+
+        Collective: every rank must call it.
+
+        Args:
+            phase: as in ``step``.
+            look: gives what this rank sees; JSON.
+            same: called on rank 0 with what the ranks see and whether they are to look again if it differs; returns
+                whether they see the same, or raises.
+            within_s: so long they look again.
+
+        Raises:
+            Exception: as ``step`` does.
+        """
+        deadline = time.monotonic() + within_s
+        while not self.step(phase, look, lambda views: same(views, time.monotonic() < deadline)):
+            time.sleep(self._tuning.look_again_s)
+
     def leave(self, error: BaseException, *, roll_call: bool = False) -> str | None:
         """Tell the others that this rank takes no further step, and why: the one that they wait in fails on all.
 

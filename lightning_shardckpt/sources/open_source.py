@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,8 +17,6 @@ from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.reader import Checkpoint
-
-_LOOK_AGAIN_S = 0.1  # ranks that do not see the same checkpoint
 
 
 @contextmanager
@@ -54,21 +51,23 @@ def opened(
         MismatchError: if the ranks see different checkpoints at the path.
     """
     source: Source | None = None
-    deadline = time.monotonic() + storage.visible_within_s
 
     def look() -> dict[str, str]:
         nonlocal source
+        if source is not None:
+            source.close()
+            source = None
         try:
             source, mark = open_source(path, storage, verify=verify, weights_only=weights_only, tuning=tuning)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
         return {"id": mark}
 
-    def same(views: list[dict[str, str]]) -> bool:
+    def same(views: list[dict[str, str]], look_again: bool) -> bool:
         if all(view == views[0] for view in views) and "id" in views[0]:
             return True
         missing = [rank for rank, view in enumerate(views) if "missing" in view]
-        if len(missing) < len(views) and time.monotonic() < deadline:
+        if len(missing) < len(views) and look_again:
             return False
         if missing:
             others = f" (on ranks {missing} of {len(views)})" if len(views) > 1 else ""
@@ -82,11 +81,7 @@ def opened(
         )
 
     try:
-        while not ranks.step(f"opening checkpoint {path!r}", look, same):
-            if source is not None:
-                source.close()
-            source = None
-            time.sleep(_LOOK_AGAIN_S)
+        ranks.step_until(f"opening checkpoint {path!r}", look, same, storage.visible_within_s)
         assert source is not None
         yield source
     finally:

@@ -11,7 +11,6 @@ import inspect
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _SUFFIX = ".ckpt"
-_LOOK_AGAIN_S = 0.5  # ranks that do not find the same checkpoint
 _ASIDE = re.compile(r"\.old-[0-9a-f]{16}")
 _STEP, _HEAD_BYTES = re.compile(rb'"step":(\d{1,18}),"epoch":'), 1024
 
@@ -104,7 +102,7 @@ def agreed(find: Callable[[], Any], given: Any, ranks: Ranks, visible_within_s: 
         CheckpointNotFoundError: if no rank finds a complete one, though there are some.
         MismatchError: if they still differ when a network file system should have shown all of them the same.
     """
-    deadline, found = time.monotonic() + visible_within_s, given
+    found = given
 
     def look() -> dict[str, str | None]:
         nonlocal found
@@ -114,20 +112,19 @@ def agreed(find: Callable[[], Any], given: Any, ranks: Ranks, visible_within_s: 
             return {"problem": str(error)}
         return {"path": None if found == given else os.fspath(found)}
 
-    def same(views: list[dict[str, str | None]]) -> bool:
+    def same(views: list[dict[str, str | None]], look_again: bool) -> bool:
         problems = [view["problem"] for view in views if "problem" in view]
         if len(problems) == len(views):
             raise CheckpointNotFoundError(problems[0])
         other = next((rank for rank, view in enumerate(views) if view != views[0]), None)
-        if other is not None and time.monotonic() >= deadline:
+        if other is not None and not look_again:
             raise MismatchError(
                 f"the ranks find different checkpoints to resume from: rank 0 {_seen(views[0])}, rank {other} "
                 f"{_seen(views[other])}; the directory must be on a file system that all ranks share"
             )
         return other is None
 
-    while not ranks.step("agreeing on ckpt_path", look, same):
-        time.sleep(_LOOK_AGAIN_S)
+    ranks.step_until("agreeing on ckpt_path", look, same, visible_within_s)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +26,7 @@ from lightning_shardckpt.state.data_position import ResumableLoader, Resumption,
 from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
 from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw
 from lightning_shardckpt.strategy.stop_position import plateau_monitors
-from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
+from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, RankState
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _INEXACT = (
@@ -42,10 +42,10 @@ class Continuation:
     """The work that remains when training starts: random state and position in the data."""
 
     def __init__(
-        self, checkpoint: Mapping[str, Any], rank_state: dict[str, Any], share: DataShare, parts: frozenset[str]
+        self, checkpoint: Mapping[str, Any], rank_state: RankState, share: DataShare, parts: frozenset[str]
     ) -> None:
-        self._rng: dict[str, Any] | None = rank_state["rng"] if "random" in parts else None
-        self._positions: list[Any] | None = rank_state["positions"] if "data" in parts else None
+        self._rng = rank_state.rng if "random" in parts else None
+        self._positions = rank_state.positions if "data" in parts else None
         loops = checkpoint.get("loops")
         self._batches = None if loops is None else batches_done(loops)
         epoch = _NO_EPOCH if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
@@ -53,10 +53,9 @@ class Continuation:
         self._ended: bool = epoch["processed"] >= epoch["started"]
         unfinished = self._batches is None and epoch["completed"] < epoch["started"]
         self._awaited = unfinished and "schedulers" in parts  # others begin anew
-        self._monitored: dict[str, Any] = rank_state.get("monitored", {})
-        self._partial: list[str] = rank_state.get("partial", [])
-        self._trained: list[str] = rank_state.get("trained", []) if "callbacks" in parts else []
-        saved = DataShare(**rank_state["place"])
+        self._monitored, self._partial = rank_state.monitored, rank_state.partial
+        self._trained = rank_state.trained if "callbacks" in parts else ()
+        saved = rank_state.share
         self._saved_size, self._size = saved.data_size, share.data_size
         self._same_data = saved.data_size == share.data_size
         self._found: list[tuple[int, EpochPosition | None]] = []
@@ -153,7 +152,7 @@ class Continuation:
                 "accumulate_grad_batches stay the same."
             )
 
-    def _resume(self, loaders: list[Any], positions: list[Any], trainer: pl.Trainer) -> list[str]:
+    def _resume(self, loaders: list[Any], positions: Sequence[Any], trainer: pl.Trainer) -> list[str]:
         """Prepare the loaders; return why some can't continue with the batches that they would have drawn."""
         if len(positions) != len(loaders):
             return [f"there were {len(positions)} dataloaders, and are {len(loaders)}"]

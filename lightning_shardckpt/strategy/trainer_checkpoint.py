@@ -6,6 +6,7 @@ the states of loaders that have their own, since those differ between ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -67,11 +68,56 @@ class DataShare:
             meshes.data_parallel_rank, topology.data_parallel, topology.tensor, meshes.pipeline_rank, topology.pipeline
         )
 
-    def source_rank(self, rank_state: dict[str, Any]) -> int:
-        """The rank of the saving run whose state this one takes, from any rank's state: of the same data and stage."""
-        saved = DataShare(**rank_state["place"])
+    def source_rank(self, stored: Mapping[str, Any]) -> int:
+        """The rank of the saving run whose state this one takes: of the same data and stage.
+
+        Args:
+            stored: any rank's ``RankState``, as its checkpoint has it.
+        """
+        saved = DataShare(**stored["place"])
         stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
         return (stage * saved.data_size + data_rank) * saved.ranks_each
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What only one rank of a run knows, of which a checkpoint has one for each.
+
+    Attributes:
+        rng: states of the random number generators.
+        share: which data it trained on.
+        positions: where each of its loaders was, None for one that can't tell.
+        monitored: metrics for which schedulers wait, by name.
+        partial: those of them that are means over the batches so far.
+        trained: names of the parameters that are trained, where a callback changes which.
+        loaders: states of its loaders that have one of their own.
+    """
+
+    rng: Mapping[str, Any]
+    share: DataShare
+    positions: Sequence[Any]
+    monitored: Mapping[str, Any]
+    partial: Sequence[str]
+    trained: Sequence[str]
+    loaders: Sequence[Any]
+
+    @classmethod
+    def of(cls, position: Position, share: DataShare, loaders: Sequence[Any]) -> RankState:
+        """Return that of this rank."""
+        at = position
+        return cls(at.rng, share, at.loaders, at.monitored, at.partial, at.trained, loaders)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint has of it: empty fields are left out."""
+        found = {"rng": self.rng, "place": asdict(self.share), "positions": self.positions}
+        rest = {"monitored": self.monitored, "partial": self.partial, "trained": self.trained, "loaders": self.loaders}
+        return found | {key: value for key, value in rest.items() if value}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> RankState:
+        """Return what ``to_json`` was made of."""
+        rest = (stored.get("monitored", {}), *(stored.get(key, ()) for key in ("partial", "trained", "loaders")))
+        return cls(stored["rng"], DataShare(**stored["place"]), stored["positions"], *rest)
 
 
 def save_checkpoint(
@@ -87,23 +133,22 @@ def save_checkpoint(
         path: where to, the same on all ranks.
         storage_options: as Lightning gives them.
     """
-    checkpoint = dict(checkpoint)
-    rank_state: dict[str, Any] = {"rng": position.rng, "place": asdict(share), "positions": position.loaders}
-    rank_state |= {key: found for key in ("monitored", "partial", "trained") if (found := getattr(position, key))}
+    checkpoint, loaders = dict(checkpoint), list[Any]()
     loops = checkpoint.get("loops")
     if loops and position.fit_loop is not None:
         checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
         checkpoint["epoch"] = position.fit_loop["epoch_progress"]["current"]["completed"]
     if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
         state = dict(loops["fit_loop"]["state_dict"])
-        rank_state["loaders"] = state.pop("combined_loader")
+        loaders = state.pop("combined_loader")
         checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
-    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path, storage_options)
+    rank_state = RankState.of(position, share, loaders)
+    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state.to_json()}, path, storage_options)
 
 
 def load_checkpoint(
     io: ShardCkptIO, trainer: pl.Trainer, share: DataShare, path: Any, *, weights_only: bool | None
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+) -> tuple[dict[str, Any], RankState | None]:
     """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
 
     Collective: every rank must call it.
@@ -142,16 +187,16 @@ def load_checkpoint(
     put_values(module, state_dict, loaded.extra_state)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = state_dict
-    rank_state: dict[str, Any] | None = checkpoint.pop(RANK_STATE)
+    stored = checkpoint.pop(RANK_STATE)
+    rank_state = None if stored is None else RankState.from_json(stored)
     checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting and "loops" in parts)
     _leave_out(checkpoint, trainer, parts)
     if left := [part for part in PARTS if part not in parts]:
         rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
-    same_data = rank_state is not None and DataShare(**rank_state["place"]).data_size == share.data_size
-    if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint:
-        states = rank_state.get("loaders", [])
-        if any(states):  # a loader of the user's has a state of its own
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
+    same_data = rank_state is not None and rank_state.share.data_size == share.data_size
+    if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint and any(rank_state.loaders):
+        # a loader of the user's has a state of its own
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = list(rank_state.loaders)
     return checkpoint, rank_state
 
 

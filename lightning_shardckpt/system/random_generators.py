@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
     """Continue every generator from ``state``. Devices that were not there when it was taken stay as they are."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])

@@ -52,6 +52,7 @@ class Tuning:
     turn_wait_s: float = 3600.0  # for another process of this machine that uploads, or downloads the same file
     leftover_quiet_s: float = 3600.0  # what a machine that locks don't reach left untouched so long is of a dead save
     host_look_s: float = 1.0  # between two looks of a waiting rank at the processes of its host
+    look_again_s: float = 0.1  # ranks that see different checkpoints at a path look again so soon
     roll_call_s: float = 10.0  # a collective of training that failed on one rank fails on the others within this time
     rank_grace_s: float = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
     rank_poll_s: float = 0.0005  # between the first looks of a rank into the store; more if there are many ranks
