@@ -43,9 +43,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def kept_rng() -> Iterator[None]:
-    """After it, all generators are as before."""
-    before = get_rng_state(every_device=False)
+def kept_rng(*, every_device: bool = False) -> Iterator[None]:
+    """After it, all generators are as before; of CUDA devices, the current one is, or ``every_device``."""
+    before = get_rng_state(every_device=every_device)
     try:
         yield
     finally:
@@ -62,7 +62,7 @@ def seed_rng(seed: int) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Inside, every generator starts from ``seed``, of 32 bits; after it, they are as before."""
-    with kept_rng():
+    with kept_rng(every_device=True):
         seed_rng(seed)
         yield
 
