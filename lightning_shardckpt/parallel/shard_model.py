@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -194,11 +194,15 @@ def shard(
     fill(slots, first_values, copy_slice)
     fill_buffers(root, buffers)
     after = dict(root.named_parameters(remove_duplicate=False))
-    here_now = {old: after[name] for name, old in before.items() if name in after}  # a tied one may be elsewhere, too
-    follow_parameters(root, here_now)
+    replaced = {old: after[name] for name, old in before.items() if name in after}  # a tied one may be elsewhere, too
+    elsewhere = dict[nn.Parameter, Tensor]()
+    if stages is not None:
+        elsewhere |= {old: stages.weights[id(old)] for old in before.values() if old not in replaced}
+    follow_parameters(root, {**replaced, **elsewhere})
     for old in dict.fromkeys(before.values()):
-        hand_over(old, here_now.get(old))
-    return _sharded_module(root, meshes, recipe, plan, stages, names, state, before, unreduced, device)
+        hand_over(old, replaced.get(old))
+    parameters = _Parameters(before, replaced, elsewhere)
+    return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, unreduced, device)
 
 
 def _refuse_lazy(root: nn.Module) -> None:
@@ -212,6 +216,14 @@ def _refuse_lazy(root: nn.Module) -> None:
         )
 
 
+class _Parameters(NamedTuple):
+    """Those of a module before it was sharded, by name; then what took their places here, or stands for them."""
+
+    before: dict[str, nn.Parameter]
+    replaced: dict[nn.Parameter, nn.Parameter]
+    elsewhere: dict[nn.Parameter, Tensor]
+
+
 def _sharded_module(
     root: nn.Module,
     meshes: Meshes,
@@ -220,7 +232,7 @@ def _sharded_module(
     stages: StagedModule | None,
     names: list[list[str]],
     state: tuple[frozenset[str], tuple[tuple[str, ...], ...]],
-    before: dict[str, nn.Parameter],
+    parameters: _Parameters,
     unreduced: UnreducedGradients,
     device: torch.device,
 ) -> ShardedModule:
@@ -230,11 +242,9 @@ def _sharded_module(
     gradients = GradientSync(root, meshes, device, unreduced, partial=_partial_names(root, plan), shared=shared)
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
-    replaced = {old: after[name] for name, old in before.items() if name in after}
-    pipeline, elsewhere = None, dict[nn.Parameter, Tensor]()
+    pipeline = None
     if stages is not None:
-        elsewhere = {old: stages.weights[id(old)] for old in before.values() if old not in replaced}
-        absent = stages.list_absent(before, replaced, device)
+        absent = stages.list_absent(parameters.before, parameters.replaced, device)
         pipeline = stages.pipeline(root, gradients, absent, device, keep_gathered=recipe.keeps_gathered(meshes))
     return ShardedModule(
         meshes,
@@ -244,8 +254,8 @@ def _sharded_module(
         [tie for tie in clean if len(tie) > 1],
         {name: tie[0] for registered, tie in zip(names, clean, strict=True) for name in registered},
         *state,
-        replaced,
-        elsewhere,
+        parameters.replaced,
+        parameters.elsewhere,
         holders,
     )
 

@@ -37,7 +37,7 @@ GUARDED = {
     "fsdp2": ("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule"),
-    "pp2": ("LooksForLinear",),
+    "pp2": ("LooksForLinear", "GroupsParametersEarly"),
 }
 """Cases that have computed something else once, and run in any case."""
 

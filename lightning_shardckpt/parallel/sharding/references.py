@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _DEPTH = 4  # of containers in containers
 _REGISTRIES = frozenset(vars(nn.Module()))  # what every module has for itself, its parameters among it
 
 
-def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) -> None:
     """Put the new parameters in the place of the old ones, wherever attributes of modules inside ``root`` have them.
 
     Args:
         root: has the new parameters already.
-        replaced: old ones → new ones.
+        replaced: old ones → new ones, or what stands for those of other pipeline stages.
     """
     known = {id(old): new for old, new in replaced.items() if old is not new}
     if not known:
@@ -33,7 +33,7 @@ def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, nn.Parame
                     module.__dict__[name] = found
 
 
-def _followed(value: Any, known: Mapping[int, nn.Parameter], depth: int) -> Any:
+def _followed(value: Any, known: Mapping[int, Tensor], depth: int) -> Any:
     """The new one for an old parameter or its id; a container itself, with the new ones in it, or another tuple."""
     if isinstance(value, nn.Parameter):
         return known.get(id(value), value)
