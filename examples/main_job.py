@@ -179,7 +179,7 @@ def use_checkpoints(job: Job) -> None:
     for leg in LEGS[1:]:
         checkpoint = job.checkpoint(leg.name)
         facts = json.loads(tool("lightning_shardckpt", "inspect", "--json", str(checkpoint)))
-        mesh = " x ".join(f"{axis} {size}" for axis, size in facts["topology"].items() if size > 1) or "not cut"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in facts["topology"].items() if size > 1) or "not sharded"
         ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] > 1)}"
         print(f"{leg.name:7} step {facts['step']:3}, {ranks} ({mesh}), {facts['bytes']:,} bytes")
         print(f"        {tool('lightning_shardckpt', 'verify', str(checkpoint)).replace(str(job.folder), '…')}")
