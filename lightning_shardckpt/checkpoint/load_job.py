@@ -156,7 +156,11 @@ class LoadJob:
         else:
             found.problems.clear()
         if self._live.optimizers is not None:
-            self._compare_optimizers(self._live.optimizers, matched, found)
+            reshaped = frozenset() if len(matched) == len(live.tensors) else _reshaped(stored, live)
+            if "model" not in self._live.parts:
+                for name in sorted(name for name in reshaped if not self._skips(name)):
+                    found.add(name, "has another shape in the checkpoint, and so has its state in optimizers")
+            self._compare_optimizers(self._live.optimizers, matched, reshaped, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
         tensors = self._live.model.tensors
@@ -303,7 +307,9 @@ class LoadJob:
             raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
         self.notes += found.problems
 
-    def _compare_optimizers(self, live: Sequence[Optimizer], matched: Mapping[str, str], found: Differences) -> None:
+    def _compare_optimizers(
+        self, live: Sequence[Optimizer], matched: Mapping[str, str], reshaped: frozenset[str], found: Differences
+    ) -> None:
         document = self.source.document("optimizer")
         if document is None:
             raise MismatchError(
@@ -326,7 +332,7 @@ class LoadJob:
             one = StoredOptimizer(number, document[str(number)], component, decode_equal)
             leaving = Leaving(number, self._live.parts, self._skips if self._live.skip else None)
             whole = self._live.whole.parameters
-            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, whole, leaving, dtypes)
+            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, whole, leaving, dtypes, reshaped)
             load.compare(component, found, self._elsewhere)
             self._optimizers.append(load)
 
@@ -365,3 +371,11 @@ class LoadJob:
         """Put the filled optimizer state in place; the model's tensors were filled where they are."""
         for optimizer in self._optimizers:
             self.notes += optimizer.apply(self.sources)
+
+
+def _reshaped(stored: Component, live: Leaves) -> frozenset[str]:
+    """Return the names of live tensors that are stored with another shape."""
+    known = {**{key: key for key in stored.tensors}, **stored.aliases}
+    there = {name: stored.tensors[known[name]] for name in live.tensors if name in known}
+    found = {name for name, spec in there.items() if spec.shape != shape_of(live.tensors[name])}
+    return frozenset(found | {alias for alias, of in live.aliases.items() if of in found})

@@ -47,6 +47,7 @@ class OptimizerLoad:
             then found out together with the other stages, see ``join_groups``.
         leaving: what stays as it is.
         dtypes: the stored dtype of a parameter, by live FQN, if state may be converted to another dtype.
+        reshaped: live FQNs of parameters that were stored with another shape; they get no state.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class OptimizerLoad:
         whole: Sequence[str] = (),
         leaving: Leaving | None = None,
         dtypes: Callable[[str], str | None] | None = None,
+        reshaped: Container[str] = (),
     ) -> None:
-        self._dtype_of_parameter = dtypes
+        self._dtype_of_parameter, self._reshaped = dtypes, reshaped
         self.number, self._optimizer, self._stored = number, optimizer, stored
         self.is_joined = stored.numbered and bool(whole)
         self._stored_name: dict[int, str] = {}
@@ -254,7 +256,7 @@ class OptimizerLoad:
             on_device = bool(group.get("capturable") or group.get("fused"))
             for param in group["params"]:
                 name = self._stored_name.get(id(param))
-                if name not in self._group_of or self._leaving.param(self._names[id(param)]):
+                if name not in self._group_of or not self._is_taken(param):
                     continue
                 values = self._stored.values.get(name, {})
                 values = copy.deepcopy(values) if name in given else values  # what was tied and is not here
@@ -276,7 +278,12 @@ class OptimizerLoad:
     def _params(self) -> list[torch.Tensor]:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         there = [p for p in params if self._stored_name.get(id(p)) in self._group_of]
-        return [p for p in there if not self._leaving.param(self._names[id(p)])]
+        return [p for p in there if self._is_taken(p)]
+
+    def _is_taken(self, param: torch.Tensor) -> bool:
+        """Return whether a parameter gets the state that the checkpoint has of it."""
+        name = self._names[id(param)]
+        return name not in self._reshaped and not self._leaving.param(name)
 
     def _left(self, param: torch.Tensor) -> set[str]:
         if not self._leaving.has_names:

@@ -161,13 +161,11 @@ class MeshStrategy:
         self.axis_sizes = AxisSizes(
             data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
         )
-        for name, patterns in (
-            ("pipeline_layers", pipeline_layers),
-            ("fsdp_units", fsdp_units),
-            ("activation_checkpointing", activation_checkpointing),
-        ):
-            if isinstance(patterns, str):  # whose characters would be patterns
-                raise TopologyError(f"{name} is a list of patterns, found a single one: write {name}=[{patterns!r}]")
+        _check_patterns(
+            pipeline_layers=pipeline_layers, fsdp_units=fsdp_units, activation_checkpointing=activation_checkpointing
+        )
+        if reshard_after_forward not in (None, True, False):
+            raise TopologyError(f"reshard_after_forward is True, False or None, found {reshard_after_forward!r}")
         pipelined = PipelineRecipe(
             layers=pipeline_layers,
             split=pipeline_split,
@@ -346,3 +344,18 @@ class MeshStrategy:
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
+
+
+# Users construct a ShardedStrategy: this is what Python calls it in an error about an argument that there is not.
+MeshStrategy.__init__.__qualname__ = "ShardedStrategy.__init__"
+
+
+def _check_patterns(**options: Any) -> None:
+    """Raise a TopologyError for an option that is no list of strings; a bool is for another check."""
+    for option, patterns in options.items():
+        if isinstance(patterns, str):  # whose characters would be patterns
+            raise TopologyError(f"{option} is a list of patterns, found a single one: write {option}=[{patterns!r}]")
+        for pattern in () if patterns is None or isinstance(patterns, bool) else patterns:
+            if not isinstance(pattern, str):
+                name = pattern.__name__ if isinstance(pattern, type) else "layers.*"
+                raise TopologyError(f"{option} is a list of names or patterns, found {pattern!r}: write {name!r}")

@@ -61,7 +61,7 @@ def corrupted(path: str, key: str, writer: int, entry: ShardEntry, first: int, l
     """The error for bytes ``[first, last)`` of a file that are not what was saved."""
     return CorruptionError(
         f"checkpoint {path!r}: corrupted data of {key!r} in {entry.file}, written by rank {writer}, "
-        f"bytes {first} to {last}"
+        f"bytes {first} to {last}. Load another checkpoint, or restore the file; verify lists all damage"
     )
 
 

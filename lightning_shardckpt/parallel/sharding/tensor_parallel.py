@@ -225,7 +225,8 @@ def _matched(
             found = list(dict.fromkeys([*found, *matching_base_modules(modules, pattern)]))
         if isinstance(style, str) and style not in STYLES and style not in (PARTIAL, "replicate"):
             if found:
-                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {[*STYLES, PARTIAL]}")
+                known = [*STYLES, "replicate", PARTIAL]
+                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {known}")
         elif not found and strict:
             problems.append(f"  {pattern!r} matches no module{nearest(modules, pattern)}")
         named |= dict.fromkeys(found, style)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,38 @@ def test_state_of_parameters_that_are_not_stored_is_left_as_it_is(tmp_path: Path
         load(tmp_path / "a", {"model": live, "optimizer": second}, strict=False)
     assert differing(second.state[live.weight], {"a": torch.ones(2, 3)}) == []
     assert differing(second.state[live.bias], {"a": torch.full((2,), 7.0), "n": 1}) == []
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_a_parameter_of_another_shape_gets_no_state_and_trains_on_as_a_new_one(
+    tmp_path: Path, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """The twin takes what fits by hand: the first layer's weights and state."""
+    momentum = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+
+    def made(width: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(width)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, width))
+        return model, optimizer(model.parameters(), lr=0.1, **momentum)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (saved, old), (live, new), (twin, by_hand) = made(5), made(6), made(6)
+    step(saved, old)
+    save(tmp_path / "a", {"model": saved, "optimizer": old})
+    with pytest.warns(UserWarning, match=r"1.weight  shape \(5, 4\) in checkpoint, \(6, 4\) in model"):
+        load(tmp_path / "a", {"model": live, "optimizer": new}, strict=False)
+    with torch.no_grad():
+        for mine, theirs in zip(twin[0].parameters(), saved[0].parameters(), strict=True):
+            mine.copy_(theirs)
+            by_hand.state[mine] = deepcopy(old.state[theirs])
+    assert set(new.state) == set(live[0].parameters())
+    for model, which in ((live, new), (twin, by_hand)):
+        step(model, which)
+    assert differing(live.state_dict(), twin.state_dict()) == []
 
 
 def test_a_tensor_whose_elements_are_one_is_refused_before_anything_changes(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
         "F11",
         flip(SHARD, 353),
         CorruptionError,
-        f"corrupted data of 'bias' in {SHARD}, written by rank 0, bytes 344 to 354",
+        f"corrupted data of 'bias' in {SHARD}, written by rank 0, bytes 344 to 354. Load another",
     ),
     ("F11", with_index("metadata/bias/block", 5 << 20), FormatError, "checksums of 5242880 bytes each, from 1 to 4"),
     ("F11", with_index("metadata/bias/block", 4), FormatError, "1 checksums of 4 bytes each for 10 bytes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 from torch import nn
@@ -37,3 +38,23 @@ def test_fabric_builds_modules_without_memory_only_if_it_may(defers: bool) -> No
     with strategy.module_init_context(empty_init=True):
         module = nn.Linear(2, 1)
     assert module.weight.is_meta == defers
+
+
+@pytest.mark.parametrize("name", ["pipeline_layers", "fsdp_units", "activation_checkpointing"])
+def test_a_class_among_names_is_refused_with_its_name(name: str) -> None:
+    options: dict[str, Any] = {name: ["blocks.*", nn.Linear]}
+    with pytest.raises(TopologyError, match=rf"{name} is a list of names or patterns, found <class .*: write 'Linear'"):
+        pytorch.ShardedStrategy(**options)
+
+
+def test_reshard_after_forward_is_no_text() -> None:
+    wrong: Any = "no"
+    with pytest.raises(TopologyError, match="reshard_after_forward is True, False or None, found 'no'"):
+        pytorch.ShardedStrategy(reshard_after_forward=wrong)
+
+
+def test_an_option_that_there_is_not_is_one_of_the_class_that_users_know() -> None:
+    wrong: Any = {"fsdp_unit": ["Linear"]}
+    for strategy in BOTH:
+        with pytest.raises(TypeError, match=r"^ShardedStrategy.__init__\(\) got an unexpected .* 'fsdp_unit'"):
+            strategy(**wrong)
