@@ -297,7 +297,7 @@ def run_python(block: Block, folder: Path, python: Run) -> None:
     if named := re.match(r"# (\w+\.py)\n", block.code):
         (folder / named[1]).write_text(block.code)
         if named[1].startswith("test_"):
-            done = python(["-m", "pytest", named[1]], env=os.environ, folder=folder)
+            done = python(["-m", "pytest", named[1]], env=os.environ | {"PYTHONPATH": str(ROOT)}, folder=folder)
             assert done.returncode == 0, done.stdout + done.stderr
         return
     run_ranks(block.world, execute, "\n" * (block.line - 1) + block.code, str(block.page), str(folder))
