@@ -166,7 +166,7 @@ class Background:
         return notes
 
     def waiting_saves(self) -> int:
-        """Return how many saves wait behind the one that is being written."""
+        """Return how many saves wait for the one that is being written."""
         with self.lock:
             return max(sum(job.memory is not None for job in self._jobs) - 1, 0)
 

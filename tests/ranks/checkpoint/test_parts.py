@@ -282,6 +282,28 @@ def test_a_new_head_is_trained_from_a_run_on_another_topology(tmp_path: Path) ->
                 assert torch.equal(tensor, source[part][name]), name
 
 
+class Wider(tiny.TinyLM):
+    """With more outputs than the stored model had."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.head = nn.Linear(16, tiny.VOCABULARY + 4)
+
+
+def optimizer_of_another_head(directory: str) -> str:
+    path = f"{directory}/a.ckpt"
+    run({}, 1, save_at=path)
+    with pytest.raises(MismatchError) as error:
+        run({}, 2, ckpt_path=path, module=seeded(Wider), resume=["optimizer"])
+    return str(error.value)
+
+
+def test_optimizer_state_alone_is_not_taken_for_a_parameter_of_another_shape(tmp_path: Path) -> None:
+    for said in run_ranks(2, optimizer_of_another_head, str(tmp_path)):
+        assert "head.weight  has another shape in the checkpoint, and so has its state in optimizers" in said
+        assert "head.bias  has another shape" in said and "2 differences" in said
+
+
 def only_weights(directory: str) -> tuple[dict[str, State], ...]:
     path = f"{directory}/a.ckpt"
     saving = tiny.trainer({}, max_steps=3, limit_val_batches=0, callbacks=[Counting()])
