@@ -1,4 +1,6 @@
-"""The quick tests with every supported version of torch and Lightning, each in an environment of its own.
+"""Import, quick tests and main job with every supported version of torch and Lightning, in an environment each.
+
+The wheels are those that pip installs for a user, so a build with CUDA where the index has one.
 
     pipx run nox -f configs/noxfile.py -s versions
     pipx run nox -f configs/noxfile.py -s "versions(torch='2.15.0', lightning='2.6.6')" -- tests/unit
@@ -24,10 +26,12 @@ CHOSEN_HERE = ("torch==", "lightning==", "pytorch-lightning==", "setuptools==")
 @nox.session(python="3.11")
 @nox.parametrize(("torch", "lightning"), VERSIONS)
 def versions(session: nox.Session, torch: str, lightning: str) -> None:
-    """Run the tests that are not slow."""
+    """Import the package, run the tests that are not slow, and train, save, resume and consolidate a few steps."""
     session.chdir(Path(__file__).parents[1])
     pins = Path("configs/constraints.txt").read_text().splitlines()
     constraints = Path(session.create_tmp(), "constraints.txt")
     constraints.write_text("\n".join(pin for pin in pins if not pin.startswith(CHOSEN_HERE)))
     session.install("-c", str(constraints), f"torch=={torch}", f"lightning=={lightning}", "-e", ".[dev]")
+    session.run("python", "-c", "from lightning_shardckpt import *")
     session.run("python", "-m", "pytest", "-m", "not slow", *session.posargs)
+    session.run("python", "examples/main_job.py", "--steps", "12")

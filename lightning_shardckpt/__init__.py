@@ -61,4 +61,8 @@ if not TYPE_CHECKING:  # a type checker would take a module with __getattr__ to 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        try:
+            home = import_module(f"{__name__}.{_HOMES[name]}")
+        except AttributeError as error:  # of which `from lightning_shardckpt import …` would not tell the cause
+            raise ImportError(f"{__name__}.{name} cannot be imported: {error}", name=__name__) from error
+        return getattr(home, name)

@@ -1,7 +1,7 @@
 """Change what autograd functions of users are called with.
 
 Checked with torch 2.12 to 2.15. ``apply`` of an ``autograd.Function`` does not ask ``__torch_function__`` of its
-arguments.
+arguments. It is a class method in Python or in C, by the build of torch: both are descriptors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _NOT_OF_USERS = ("torch.", "lightning_shardckpt.")
-_apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]  # of the bound class method
+_OF_TORCH: Any = torch.autograd.Function.__dict__["apply"]
 
 
 def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[], None]:
@@ -25,13 +25,13 @@ def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]])
     """
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith(_NOT_OF_USERS):
-            return _apply(cls, *args, **kwargs)
-        return _apply(cls, *change(cls, args), **kwargs)
+        if not cls.__module__.startswith(_NOT_OF_USERS):
+            args = change(cls, args)
+        return _OF_TORCH.__get__(None, cls)(*args, **kwargs)
 
-    _set_apply(apply)
-    return lambda: _set_apply(_apply)
+    _set_apply(classmethod(apply))
+    return lambda: _set_apply(_OF_TORCH)
 
 
-def _set_apply(function: Any) -> None:
-    torch.autograd.Function.apply = classmethod(function)  # type: ignore[assignment,method-assign]  # as it was
+def _set_apply(descriptor: Any) -> None:
+    torch.autograd.Function.apply = descriptor  # type: ignore[method-assign]  # put back, or changed on purpose

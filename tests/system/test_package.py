@@ -129,3 +129,16 @@ def names_in(wheel: Path) -> set[str]:
 def metadata_of(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         return message_from_bytes(archive.read(f"{MODULE}-{PROJECT['version']}.dist-info/METADATA"))
+
+
+def test_an_import_that_fails_tells_its_cause(tmp_path: Path) -> None:
+    script = """
+import lightning, torch
+del torch.nn.Dropout1d  # as if another build of torch were without it
+try:
+    from lightning_shardckpt import ShardedDropout
+except ImportError as error:
+    print(error)
+"""
+    printed = python("-c", script, paths=[ROOT, others(tmp_path / "others")], cwd=tmp_path)
+    assert "module 'torch.nn' has no attribute 'Dropout1d'" in printed and "ShardedDropout" in printed
