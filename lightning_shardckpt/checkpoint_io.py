@@ -40,6 +40,8 @@ from lightning_shardckpt.checkpoint.parts import PARTS, checked_parts, checked_p
 from lightning_shardckpt.checkpoint.removal import remove_any
 from lightning_shardckpt.checkpoint.save_series import SaveSeries
 from lightning_shardckpt.checkpoint.whole_load import is_torch_file, load_whole
+from lightning_shardckpt.compat.lightning_attributes import attached_trainer
+from lightning_shardckpt.compat.lightning_trainer import upload_note
 from lightning_shardckpt.compat.strategy_assignment import check_asks
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
@@ -169,7 +171,7 @@ class ShardCkptIO(CheckpointIO):
         )
         self._saves, self._hugging_face = SaveSeries(self.async_saves), HuggingFace()
         self._attached = Attached()
-        self._fabric: FabricStrategy | None = None  # it asks for Fabric's states
+        self._strategy: Strategy | FabricStrategy | None = None
 
     @property
     def names(self) -> WholeNames:
@@ -191,6 +193,11 @@ class ShardCkptIO(CheckpointIO):
 
     # --- who saves ---
 
+    @property
+    def _fabric(self) -> FabricStrategy | None:
+        """The strategy, if it asks for Fabric's states."""
+        return self._strategy if isinstance(self._strategy, FabricStrategy) else None
+
     def assigned_to(self, strategy: Strategy | FabricStrategy) -> None:
         """Save and load, from now on, what this strategy asks for: a Trainer's checkpoint, or the state of Fabric.
 
@@ -199,7 +206,7 @@ class ShardCkptIO(CheckpointIO):
         """
         check_asks(strategy, type(self).__name__)
         self._attached = Attached()
-        self._fabric = strategy if isinstance(strategy, FabricStrategy) else None
+        self._strategy = strategy
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute that is no option: nothing would look at one that is set later."""
@@ -272,7 +279,14 @@ class ShardCkptIO(CheckpointIO):
             options=self.save_options,
             storage=storage,
         )
-        self._warn([*saving.notes, *notes])
+        self._warn([*saving.notes, *notes, *self._upload_notes()])
+
+    def _upload_notes(self) -> list[str]:
+        """Return what ``ShardedStrategy`` says when training begins; other strategies tell nothing before a save."""
+        is_told = self._attached.module is not None
+        trainer = None if is_told else attached_trainer(getattr(self._strategy, "lightning_module", None))
+        note = None if trainer is None else upload_note(trainer)
+        return [] if note is None else [note]
 
     def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
         if options is None:

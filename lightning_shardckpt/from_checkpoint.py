@@ -5,21 +5,26 @@ Lightning's own method of that name asks no CheckpointIO, so it cannot read thes
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint.whole_load import device_of, load_whole
 from lightning_shardckpt.checkpoint_io import as_of_a_trainer
 from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed, migrated
-from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.errors import MismatchError, ShardCkptError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_values import Dropped
+from lightning_shardckpt.state.json_values import Dropped, lost_values
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.pending_saves import drain_all
 
@@ -65,12 +70,7 @@ def load_from_checkpoint(
     checkpoint = migrated(as_of_a_trainer(checkpoint, path, fitting=False), path)
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hyper.update(kwargs)
-    lost = {name: value for name, value in hyper.items() if isinstance(value, Dropped)}
-    if lost:
-        raise StateError(
-            f"checkpoint {path!r} does not hold the hyper-parameter(s) {lost} of {cls.__name__}; "
-            f"pass them: load_from_checkpoint({cls.__name__}, path, {', '.join(f'{name}=…' for name in lost)})"
-        )
+    _check_complete(cls, checkpoint, path)
     if FROZEN not in checkpoint or not issubclass(cls, pl.LightningModule):
         return constructed(cls, checkpoint, strict=strict, **kwargs)
     left_out = checkpoint.pop(FROZEN)
@@ -80,6 +80,52 @@ def load_from_checkpoint(
     assert isinstance(module, pl.LightningModule)
     _check_adapters(module, checkpoint, left_out, path, strict)
     return module
+
+
+def _check_complete(cls: type[Loadable], checkpoint: Mapping[str, Any], path: str) -> None:
+    """Refuse to construct from hyper-parameters that were not stored, of those that ``__init__`` takes."""
+    taken = inspect.signature(cls.__init__).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    takes_all = takes_all or checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in taken  # as one mapping
+    lost = lost_values(checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY])
+    lost = {place: value for place, value in lost.items() if takes_all or _first(place) in taken}
+    if lost:
+        listed = "\n  ".join(f"{place}  {value.type_name}, {value.text}" for place, value in lost.items())
+        given = ", ".join(f"{name}=…" for name in dict.fromkeys(map(_first, lost)))
+        raise StateError(
+            f"checkpoint {path!r} does not hold these hyper-parameters of {cls.__name__}, which are no plain values:\n"
+            f"  {listed}\nPass them: load_from_checkpoint({cls.__name__}, path, {given})"
+        )
+
+
+def _first(place: str) -> str:
+    return place.partition("/")[0]
+
+
+def stored_hyper_parameters(path: str) -> dict[str, Any]:
+    """Return the hyper-parameters of a LightningModule that a checkpoint has, for LightningCLI; no tensor is read.
+
+    Those that the checkpoint lacks are left out, with a warning; as are all, if it can't be read, which is what a run
+    that loads it will be told.
+
+    Args:
+        path: the checkpoint, or a URL.
+    """
+    try:
+        source, _ = open_source(path, StorageRouter())
+        with closing(source):
+            stored: Any = partial(Dropped, "torch.Tensor")
+            trainer = source.trainer(stored)
+    except (ShardCkptError, OSError, ImportError, ValueError) as error:
+        rank_zero_warn(f"LightningCLI takes no hyper-parameters from {path!r}, which cannot be read as it is: {error}")
+        return {}
+    hyper = dict(trainer.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {})
+    lost = sorted(set(map(_first, lost_values(hyper))))
+    if lost:
+        rank_zero_warn(
+            f"{path!r} does not hold the hyper-parameters {lost}, which are taken from the command line and the config"
+        )
+    return {name: value for name, value in hyper.items() if name not in lost}
 
 
 def _check_adapters(

@@ -53,6 +53,7 @@ from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
 from lightning_shardckpt.strategy.disk_space import check_room_for_run
+from lightning_shardckpt.strategy.first_look import look_at_saves
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.module_build import ModuleBuild
 from lightning_shardckpt.strategy.module_marks import check_filled, recall, remember, whole_names
@@ -455,6 +456,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)
+        look_at_saves(self._trainer)
         self._checkpoints.start()
 
     @override

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # what names of hooks and callbacks start with
+_LOGGERS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")  # others upload as they see fit
 Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
 
 
@@ -135,6 +136,28 @@ def save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     Relies on ``ModelCheckpoint.__resolve_ckpt_dir``; ``dirpath`` is None until the callback is set up.
     """
     return os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]  # mangled
+
+
+def upload_note(trainer: pl.Trainer) -> str | None:
+    """Return what to say of loggers that are to upload checkpoints, which they do with single files alone; or None.
+
+    Relies on ``_log_model``, where they keep ``log_model``, and on ``_scan_checkpoints``, with which those of Lightning
+    find the files.
+    """
+    kinds = [
+        type(logger).__name__
+        for logger in trainer.loggers
+        if getattr(logger, "_log_model", False)
+        and getattr(type(logger).after_save_checkpoint, "__module__", "").startswith(_LOGGERS)
+    ]
+    if not kinds:
+        return None
+    return (
+        f"{', '.join(kinds)}(log_model=…) uploads checkpoints that are a single file, and those of ShardCkptIO are "
+        "directories: it uploads none of them. Upload the directories after fit (wandb.Artifact.add_dir, "
+        "MlflowClient.log_artifacts), or what `python -m lightning_shardckpt.consolidate` makes of them; or leave out "
+        "log_model."
+    )
 
 
 # ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ import datetime
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,22 @@ class Dropped:
 
     def __repr__(self) -> str:
         return f"<not stored in the checkpoint: {self.type_name} {self.text}>"
+
+
+def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
+    """Return what was not stored of a decoded value, by its path within it."""
+    if isinstance(value, Dropped):
+        return {place: value}
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        items = enumerate(value)
+    else:
+        return {}
+    inner = (lost_values(item, f"{place}/{key}" if place else str(key)) for key, item in items)
+    return {path: found for one in inner for path, found in one.items()}
 
 
 def union(first: Any, second: Any) -> Any:

@@ -241,3 +241,42 @@ def test_a_run_from_yaml_alone_saves_and_resumes_on_other_ranks(tmp_path: Path) 
     (saved,) = tmp_path.glob("*.ckpt")
     one = write(tmp_path / "one.yaml", {**trainer, "devices": 1, "max_epochs": 2})
     assert run_ranks(1, fit, one, f"--ckpt_path={saved}", bare=True) == [6]
+
+
+def validated(*arguments: str) -> tuple[dict[str, Any], float]:
+    """Collective: every rank must call it. Returns hyper-parameters and loss of ``validate`` from the command line."""
+    from lightning.pytorch.cli import LightningCLI
+
+    from tests.support.scaled import Scaled
+
+    _be_the_command_line(("validate", *arguments))
+    made = LightningCLI(Scaled, save_config_callback=None, seed_everything_default=7)
+    return dict(made.model.hparams), float(made.trainer.callback_metrics["loss"])
+
+
+def saved_scaled(path: str, plain: str) -> None:
+    """Save one run twice: as a directory, and as one process under plain Lightning does."""
+    import lightning.pytorch as pl
+    import torch
+
+    from lightning_shardckpt import ShardCkptIO
+    from tests.support.scaled import Scaled
+
+    pl.seed_everything(7)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False)
+    trainer.fit(Scaled(factor=3.0))
+    trainer.save_checkpoint(plain)
+    ShardCkptIO().save_checkpoint(torch.load(plain, weights_only=True), path)
+
+
+def test_validate_from_the_command_line_takes_the_hyper_parameters_of_a_directory(tmp_path: Path) -> None:
+    directory, plain = str(tmp_path / "a.ckpt"), str(tmp_path / "plain.ckpt")
+    alone(saved_scaled, directory, plain)
+    quiet = ["--trainer.logger=false", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    sharded = [*quiet, "--trainer.plugins=lightning_shardckpt.ShardCkptIO", "--trainer.strategy=sharded"]
+    stock = [*quiet, "--trainer.strategy=ddp"]
+    expected = alone(validated, *stock, "--trainer.devices=1", f"--ckpt_path={plain}", bare=True)
+    assert expected[0]["factor"] == 3.0
+    assert alone(validated, *sharded, "--trainer.devices=1", f"--ckpt_path={directory}", bare=True) == expected
+    both = run_ranks(2, validated, *sharded, "--trainer.devices=2", f"--ckpt_path={directory}", bare=True)
+    assert [hyper for hyper, _ in both] == [expected[0]] * 2

@@ -14,6 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch.distributed.device_mesh import DeviceMesh
@@ -241,3 +243,32 @@ def test_the_launcher_starts_the_script_again() -> None:
     launcher = compat.ScriptLauncher
     assert callable(launcher.launch) and callable(launcher.kill)
     assert launcher._call_children_scripts is not None
+
+
+class Uploads(MLFlowLogger):
+    """Lightning's logger, without what it needs to be installed."""
+
+    save_dir = None
+
+    def __init__(self, log_model: Any) -> None:
+        Logger.__init__(self)
+        self._log_model = log_model
+
+
+class UploadsInItsOwnWay(Uploads):
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("logger", "expected"),
+    [
+        (Uploads("all"), "Uploads(log_model=…) uploads checkpoints that are a single file"),
+        (Uploads(True), "Uploads(log_model=…) uploads"),
+        (Uploads(False), None),
+        (UploadsInItsOwnWay("all"), None),
+        (CSVLogger("."), None),
+    ],
+)
+def test_loggers_of_lightning_that_upload_checkpoints_are_known(logger: Any, expected: str | None) -> None:
+    note = compat.upload_note(pl.Trainer(**{**QUIET, "logger": logger}))
+    assert note is None if expected is None else note is not None and note.startswith(expected)
