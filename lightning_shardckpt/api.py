@@ -35,10 +35,9 @@ from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, checked_state
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.nested_dict import NestedObjects
+from lightning_shardckpt.state.nested_dict import NestedObjects, names_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
@@ -311,7 +310,7 @@ def load(
             raise ValueError(f"skip={skip!r} is about what a state keeps: give the state, too")
         return states_of_checkpoint(checkpoint.load_full(os.fspath(path), verify=verify, storage=storage))
     savers = _savers_of(process_group)
-    objects, whole = _looked_at(state, savers.ranks)
+    objects, whole = _looked_at(state, named_by, savers.ranks)
     mapping = KeyMapping.of(key_mapping)
     restore = NestedLoad(
         state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip, cast=cast
@@ -325,7 +324,7 @@ def load(
     return remainder
 
 
-def _looked_at(state: dict[str, Any], ranks: Ranks) -> tuple[NestedObjects, WholeNames]:
+def _looked_at(state: dict[str, Any], named_by: nn.Module | None, ranks: Ranks) -> tuple[NestedObjects, WholeNames]:
     """Return what is in a state, and names over all ranks, if they have different ones: each a stage of a pipeline.
 
     Collective: every rank must call it.
@@ -335,7 +334,7 @@ def _looked_at(state: dict[str, Any], ranks: Ranks) -> tuple[NestedObjects, Whol
     def look() -> str:
         nonlocal objects
         objects = checked_state(state)
-        names.extend(sorted({clean_fqn(name) for name in objects.state_dict()}))
+        names.extend(sorted(names_in(objects, named_by)))
         return checksum("\n".join(names).encode())
 
     if ranks.step("looking at the state", look, lambda found: len({*found}) == 1):

@@ -306,8 +306,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def describe() -> str:
             objects = objects_in(state)
-            whole = self._sharded.whole_names(objects)
-            checkpoint = checkpoint_of(state, objects, names_for(objects, self._sharded.as_one, whole), filter)
+            whole, named_by = self._sharded.whole_names(objects), self._sharded.naming(objects).root
+            checkpoint = checkpoint_of(state, objects, names_for(objects, named_by, whole), filter)
             found.append((objects, whole, checkpoint))
             return os.fspath(path)
 
@@ -337,7 +337,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         one = state if isinstance(state, dict) else {"state": state}
         objects = objects_in(one)
         whole, skip = self._sharded.whole_names(objects), io.resume_skip
-        restore = NestedLoad(one, objects, named_by=self._sharded.as_one, whole=whole, skip=skip, cast=io.cast)
+        named_by = self._sharded.naming(objects).root
+        restore = NestedLoad(one, objects, named_by=named_by, whole=whole, skip=skip, cast=io.cast)
         remainder, loaded = restore.run(
             os.fspath(path),
             self._ranks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -16,11 +17,12 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.casting import CastingSource, converts
+from lightning_shardckpt.sources.equal_tensors import are_equal
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
-from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of
+from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of, same_tensor
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.partial_optimizer import Leaving
 from lightning_shardckpt.state.snapshot import Leaves
@@ -127,40 +129,20 @@ class LoadJob:
             self.source, problems = self._live.fitting(self.source)
             found.problems += problems
         self._components = self.source.components()
-        stored = self._components.get("model", Component({}))
-        document = self.source.document("model") or {}
-        ties, elsewhere = self._live.whole.ties, self._elsewhere
-        left_out, alike = self.source.document("frozen"), self.source.alike
-        bases = {key.partition(MARK)[0] for key in left_out or ()}
-        records = {k: v for k, v in self._live.model.records.items() if k.partition(MARK)[0] not in bases}
-        extra = (set(document), {*self._live.extra_state, *records})
+        stored, of_model = self._components.get("model", Component({})), Differences()
         live, kept = self._without_adapters(stored)
-        matched = match_model(
-            stored,
-            live,
-            extra,
-            found,
-            ties=ties,
-            elsewhere=elsewhere,
-            left_out=left_out,
-            alike=alike,
-            converts=converts if self._live.cast else operator.eq,
-        )
-        for name in [name for name, record in records.items() if document.get(name, record) != record]:
-            found.add(name, f"{described(document[name])} in checkpoint, {described(records[name])} in model")
-        if self._live.skip:
-            known = {*stored.tensors, *stored.aliases, *extra[0], *extra[1], *(left_out or {})}
-            matched = self._without_skipped(matched, names_of(live, ties), known, found)
+        names = names_of(live, self._live.whole.ties)
+        matched = self._match(stored, live, names, of_model)
         if "model" in self._live.parts:
             self._matched = matched
-        else:
-            found.problems.clear()
+            found.problems += of_model.problems
         if self._live.optimizers is not None:
-            reshaped = frozenset() if len(matched) == len(live.tensors) else _reshaped(stored, live)
+            reshaped = frozenset() if len(matched) == len(live.tensors) else _reshaped(stored, live, names)
             if "model" not in self._live.parts:
                 for name in sorted(name for name in reshaped if not self._skips(name)):
                     found.add(name, "has another shape in the checkpoint, and so has its state in optimizers")
-            self._compare_optimizers(self._live.optimizers, matched, reshaped, found)
+            same = same_tensor(names, self._live.whole.ties, stored)
+            self._compare_optimizers(self._live.optimizers, matched, same, reshaped, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
         tensors = self._live.model.tensors
@@ -175,6 +157,32 @@ class LoadJob:
             "casts": casts,
             "skipped": {"used": sorted(self._skips.used), "names": list(self._skips.names)},
         }
+
+    def _match(
+        self, stored: Component, live: Leaves, names: dict[str, list[str]], found: Differences
+    ) -> dict[str, str]:
+        """Return the stored key of each live tensor that can be loaded, and is not to be skipped; note the rest."""
+        document, left_out = self.source.document("model") or {}, self.source.document("frozen")
+        bases = {key.partition(MARK)[0] for key in left_out or ()}
+        records = {k: v for k, v in self._live.model.records.items() if k.partition(MARK)[0] not in bases}
+        extra = (set(document), {*self._live.extra_state, *records})
+        matched = match_model(
+            stored,
+            live,
+            names,
+            extra,
+            found,
+            elsewhere=self._elsewhere,
+            left_out=left_out,
+            alike=partial(are_equal, self.source, "model"),
+            converts=converts if self._live.cast else operator.eq,
+        )
+        for name in [name for name, record in records.items() if document.get(name, record) != record]:
+            found.add(name, f"{described(document[name])} in checkpoint, {described(records[name])} in model")
+        if not self._live.skip:
+            return matched
+        known = {*stored.tensors, *stored.aliases, *extra[0], *extra[1], *(left_out or {})}
+        return self._without_skipped(matched, names, known, found)
 
     def _without_skipped(
         self, matched: dict[str, str], names: Mapping[str, list[str]], known: set[str], found: Differences
@@ -308,7 +316,12 @@ class LoadJob:
         self.notes += found.problems
 
     def _compare_optimizers(
-        self, live: Sequence[Optimizer], matched: Mapping[str, str], reshaped: frozenset[str], found: Differences
+        self,
+        live: Sequence[Optimizer],
+        matched: Mapping[str, str],
+        same: Callable[[str], Sequence[str]],
+        reshaped: frozenset[str],
+        found: Differences,
     ) -> None:
         document = self.source.document("optimizer")
         if document is None:
@@ -332,8 +345,8 @@ class LoadJob:
             one = StoredOptimizer(number, document[str(number)], component, decode_equal)
             leaving = Leaving(number, self._live.parts, self._skips if self._live.skip else None)
             whole = self._live.whole.parameters
-            load = OptimizerLoad(number, optimizer, one, self._live.names, matched, whole, leaving, dtypes, reshaped)
-            load.compare(component, found, self._elsewhere)
+            load = OptimizerLoad(number, optimizer, one, self._live.names, same, whole, leaving, dtypes, reshaped)
+            load.compare(component, found, self._elsewhere, partial(are_equal, self.source, "optimizer"))
             self._optimizers.append(load)
 
     def _read_trainer(self) -> dict[str, torch.Tensor]:
@@ -373,9 +386,12 @@ class LoadJob:
             self.notes += optimizer.apply(self.sources)
 
 
-def _reshaped(stored: Component, live: Leaves) -> frozenset[str]:
+def _reshaped(stored: Component, live: Leaves, names: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Return the names of live tensors that are stored with another shape."""
     known = {**{key: key for key in stored.tensors}, **stored.aliases}
-    there = {name: stored.tensors[known[name]] for name in live.tensors if name in known}
-    found = {name for name, spec in there.items() if spec.shape != shape_of(live.tensors[name])}
-    return frozenset(found | {alias for alias, of in live.aliases.items() if of in found})
+    found = set[str]()
+    for key, tensor in live.tensors.items():
+        there = next((stored.tensors[known[name]] for name in names[key] if name in known), None)
+        if there is not None and there.shape != shape_of(tensor):
+            found.update(names[key])
+    return frozenset(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
-from lightning_shardckpt.checkpoint.parts import checked_patterns
+from lightning_shardckpt.checkpoint.parts import PARTS, checked_patterns
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
@@ -20,19 +20,21 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.as_values import AsValues
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.renamed import RenamedSource, model_names
+from lightning_shardckpt.sources.renamed import RenamedSource, model_names, parameters_of
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.key_paths import KEYS, Path, key_of
-from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
 from lightning_shardckpt.state.module_io import load_edited, not_live, put_values
 from lightning_shardckpt.state.nested_dict import (
     NestedObjects,
     names_for,
+    names_in,
     put_at,
     remove_at,
     sharded_tensors,
+    unwrapped,
     value_at,
 )
 from lightning_shardckpt.state.state_dicts import checked_keys
@@ -73,7 +75,9 @@ class NestedLoad:
         self._state, self._objects, self._prefix = state, objects, prefix
         self._key_mapping, self._whole = key_mapping, whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
-        self._named = names_for(objects, named_by, self._whole)
+        self._own_names, self._named = names_in(objects, named_by), names_for(objects, named_by, self._whole)
+        if not objects.modules and named_by is not None:
+            self._whole = _of_optimizers(self._own_names, unwrapped(named_by), self._whole)
         self._optimizers = list(objects.optimizers.values())
         self._fitting: set[Path] = set()  # tensors of the state that can be filled
         self.missing: list[str] = []
@@ -96,6 +100,7 @@ class NestedLoad:
             like=sharded_tensors(self._objects),
             remedy="Pass strict=False",
             cast=self._cast,
+            parts=frozenset(PARTS if self._objects.modules else PARTS[1:]),
             skip=self._skip,
         )
 
@@ -129,7 +134,11 @@ class NestedLoad:
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
             problems += self._unnamed(source)
-        names, others = self._names(prefixes, source, problems)
+        here = {self._objects.prefixes[path]: prefix for path, prefix in prefixes.items()}
+        if not self._objects.modules:
+            parameters = parameters_of(source.document("optimizer"), numbers)
+            here = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
+        names, others = self._names(here, source, problems)
         return RenamedSource(source, names, others, numbers), problems
 
     def _wanted_as_values(self, stored: Sequence[str]) -> list[str]:
@@ -198,13 +207,13 @@ class NestedLoad:
         return problems
 
     def _names(
-        self, stored: dict[Path, str], source: Source, problems: list[str]
+        self, here: Mapping[str, str], source: Source, problems: list[str]
     ) -> tuple[dict[str, str | None], Callable[[str], str | None]]:
         """Name here → stored name of all entries; the name that another stored entry of these modules has here.
 
-        Adds a line to ``problems`` for each entry of the key mapping that is about none of them.
+        ``here``: the prefix of each module, and its stored one. Adds a line to ``problems`` for each entry of the key
+        mapping that is about none of them.
         """
-        here = {self._objects.prefixes[path]: prefix for path, prefix in stored.items()}
         back = {prefix: mine for mine, prefix in here.items()}
         known = [n.removeprefix(self._prefix) for n in model_names(source) if n.startswith(self._prefix)]
         if wrong := self._key_mapping.misunderstood(known):
@@ -218,7 +227,7 @@ class NestedLoad:
             return _moved(new[0], back) if new else None
 
         names: dict[str, str | None] = {}
-        for name in sorted({clean_fqn(name) for name in self._state_dict} | self._whole.state):
+        for name in sorted(self._own_names | self._whole.state):
             if (there := _moved(name, here)) is not None:
                 names[name] = self._prefix + stored_names[there] if there in stored_names else None
         return names, other
@@ -282,6 +291,20 @@ def _moved(name: str, prefixes: Mapping[str, str]) -> str | None:
     """The name with the longest prefix that it has replaced; None if it has none of them."""
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
     return None if longest is None else prefixes[longest] + name.removeprefix(longest)
+
+
+def _of_optimizers(own: frozenset[str], module: nn.Module, whole: WholeNames) -> WholeNames:
+    """Return what parameters of optimizers that are loaded alone are called: the names of other ranks, and all ties."""
+    ties = whole.ties or tuple(map(tuple, tied_names(module)))
+    own = own.union(*(tie for tie in ties if own.intersection(tie)))
+    return WholeNames(whole.state - own, ties, whole.parameters)
+
+
+def _common_prefix(names: Iterable[str], keys: Mapping[str, Any] | None) -> str:
+    """Return the prefix of the stored module that has all parameters of the optimizers, if it is one of several."""
+    known, prefixes = list(names), keys["modules"].values() if keys is not None else ()
+    fitting = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in known)]
+    return max(fitting, key=len, default="")
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:

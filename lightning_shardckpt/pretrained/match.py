@@ -24,6 +24,7 @@ from lightning_shardckpt.pretrained.hf_conversion import (
     hugging_face_models,
     joined,
 )
+from lightning_shardckpt.sources.equal_tensors import are_equal
 from lightning_shardckpt.sources.foreign_source import ForeignSource
 from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.key_mapping import KeyMapping
@@ -168,7 +169,7 @@ def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeName
     for tie in whole.ties:
         first = next((name for name in tie if name in found.stored or name in found.made), None)
         kept = list(dict.fromkeys(found.stored[name] for name in tie if name in found.stored))
-        if len(kept) > 1 and not source.alike(kept):
+        if len(kept) > 1 and not are_equal(source, "model", kept):
             found.apart.append(", ".join(tie))
         if first in found.stored:
             found.stored |= dict.fromkeys(tie, found.stored[first])

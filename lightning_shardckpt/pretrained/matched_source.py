@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -100,10 +100,6 @@ class MatchedSource:
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """Return nothing."""
         return {}
-
-    def alike(self, names: Sequence[str]) -> bool:
-        """Never: what is tied has been found."""
-        return False
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor."""

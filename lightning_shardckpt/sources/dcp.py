@@ -82,7 +82,6 @@ class _Directory:
         reader.read_into(DCP_NAME, 0, memoryview(content))
         self._stored = dcp_metadata.parse(bytes(content), DCP_NAME)
         self._boxes: dict[str, list[ForeignBox]] = {key: [] for key in self._stored.tensors}
-        self._crcs: dict[str, list[int]] = {key: [] for key in self._stored.tensors}
         self._values: dict[str, Any] = {}
 
     def source(self, meta: dict[str, Any] | None) -> ForeignSource:
@@ -98,7 +97,7 @@ class _Directory:
         if not layout.optimizers and "lr_schedulers" in rest:  # the optimizers that it had have no state and no groups
             documents["optimizer"] = {}
         tensors = ForeignTensors(self._path, self._reader, {"model": model, "optimizer": optimizer})
-        return ForeignSource(tensors, documents, rest, self._digests(layout))
+        return ForeignSource(tensors, documents, rest)
 
     def _locate(self) -> None:
         """Find the bytes of all chunks and read all values, in the order of the files."""
@@ -112,14 +111,13 @@ class _Directory:
                 continue
             tensor = self._stored.tensors[key]
             chunk = tensor.chunks[number]
-            found, begin, crc = tensor_in(self._windows, chunk.piece)
+            found, begin = tensor_in(self._windows, chunk.piece)
             if (found.dtype, found.shape) != (tensor.dtype, chunk.box.shape):
                 raise FormatError(
                     f"file {chunk.piece.file}: {found.dtype} {found.shape} is stored at byte {chunk.piece.begin} of "
                     f"{shown(key)}, expected {tensor.dtype} {chunk.box.shape}"
                 )
             self._boxes[key].append(ForeignBox(chunk.box, chunk.piece.file, begin))
-            self._crcs[key].append(crc)
 
     def _tensor(self, key: str) -> ForeignTensor:
         tensor = self._stored.tensors[key]
@@ -149,16 +147,6 @@ class _Directory:
             else:
                 other[fqn] = encode_small(self._value(key), f"state_dict/{fqn}")
         return tensors, {"model": other}
-
-    def _digests(self, layout: DCPKeys) -> dict[str, Any]:
-        """Return digests of the model's tensors with CRCs; equal where the bytes are, but for one case in 2^32."""
-        found = {}
-        for name, key in layout.model.items():
-            boxes, crcs = self._boxes.get(key, []), self._crcs.get(key, [])
-            if boxes and all(crcs):
-                parts = sorted(zip([box.box for box in boxes], crcs, strict=True))
-                found[clean_fqn(name)] = (self._stored.tensors[key].dtype, tuple(parts))
-        return found
 
     def _optimizer(
         self, number: int, keys: OptimizerKeys, layout: DCPKeys, tensors: dict[str, ForeignTensor]
@@ -253,5 +241,3 @@ def step_of(path: str, *, weights_only: bool = True) -> tuple[int, bool]:
             layout = layout_of(stored.paths, stored.tensors, extended=True)
             return meta["global_step"], bool(layout.optimizers)
     raise CheckpointNotFoundError(f"{path!r} is no complete sharded checkpoint of Lightning's")
-
-

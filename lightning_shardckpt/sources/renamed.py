@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from lightning_shardckpt.format.index import Component, TensorSpec
@@ -12,10 +13,18 @@ from lightning_shardckpt.sources.source_view import SourceView
 
 
 def model_names(source: Source) -> set[str]:
-    """The stored names of all entries of the model: tensors, names that share one, and values."""
+    """The stored names of all entries of the model: tensors, names that share one, values, parameters of optimizers."""
     model = source.components().get("model", Component({}))
     values, frozen = source.document("model") or {}, source.document("frozen") or {}
-    return {*model.tensors, *model.aliases, *values, *frozen}
+    document = source.document("optimizer") or {}
+    return {*model.tensors, *model.aliases, *values, *frozen, *parameters_of(document, range(len(document)))}
+
+
+def parameters_of(document: Mapping[str, Any] | None, numbers: Iterable[int]) -> Iterator[str]:
+    """Yield the names of the parameters of some stored optimizers, of those that have names."""
+    for one in [document[str(number)] for number in numbers] if document else ():
+        if not one["numbered"]:
+            yield from chain.from_iterable(group["params"] for group in one["groups"].values())
 
 
 class RenamedSource(SourceView):
@@ -48,9 +57,11 @@ class RenamedSource(SourceView):
             if name is not None:
                 name = name if name not in taken else f"{stored} (of the checkpoint)"
                 self._of[name] = stored
-        self._here: dict[str, str] = {}  # stored name → the first name here
+        aliases = self._aliases = self._stored["model"].aliases if "model" in self._stored else {}
+        self._of = dict(sorted(self._of.items(), key=lambda item: item[1] in aliases))  # owners of ties come first
+        self._here: dict[str, str] = {}  # stored key → the name here under which it comes: its own, if it has one
         for name, stored in self._of.items():
-            self._here.setdefault(stored, name)
+            self._here.setdefault(aliases.get(stored, stored), name)
         self._optimizer_keys: dict[str, str] = {}
 
     @cached_property
@@ -69,19 +80,10 @@ class RenamedSource(SourceView):
         return self._components
 
     def _model(self, stored: Component) -> Component:
-        tensors: dict[str, TensorSpec] = {}
-        aliases: dict[str, str] = {}
-        first: dict[str, str] = {}
-        for name, stored_name in self._of.items():
-            key = stored.aliases.get(stored_name, stored_name)
-            if key not in stored.tensors:
-                continue
-            if key in first:
-                aliases[name] = first[key]
-            else:
-                first[key] = name
-                tensors[name] = stored.tensors[key]
-        return Component(tensors, aliases)
+        keys = {name: self._aliases.get(of, of) for name, of in self._of.items()}
+        keys = {name: key for name, key in keys.items() if key in stored.tensors}
+        tensors = {name: stored.tensors[key] for name, key in keys.items() if self._here[key] == name}
+        return Component(tensors, {name: self._here[key] for name, key in keys.items() if self._here[key] != name})
 
     def _optimizer_tensors(self, stored: Component) -> Iterable[tuple[str, TensorSpec]]:
         here = {f"{number}": str(place) for place, number in enumerate(self._optimizers)}
@@ -95,11 +97,7 @@ class RenamedSource(SourceView):
 
     def _param(self, stored: str) -> str:
         """The name here of a parameter of an optimizer."""
-        if stored in self._here:
-            return self._here[stored]
-        aliases = self._stored["model"].aliases if "model" in self._stored else {}
-        known = (self._here[alias] for alias, of in aliases.items() if of == stored and alias in self._here)
-        return next(known, stored)
+        return self._here.get(self._aliases.get(stored, stored), stored)
 
     def document(self, role: str, rank: int = 0) -> Any:
         """Return what was stored under a role, with the names here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -102,9 +102,6 @@ class Source(Protocol):
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The trainer's state; ``stored`` gives the tensor of a key of the component trainer."""
 
-    def alike(self, names: Sequence[str]) -> bool:
-        """Return whether tensors of the model that are stored apart are equal, so that they may be one that is tied."""
-
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor, after making sure that its bytes can be there."""
 
@@ -148,10 +145,6 @@ class ShardedSource:
         """The decoded trainer state."""
         found: dict[str, Any] = decode(self.document("trainer") or {}, stored)
         return found
-
-    def alike(self, names: Sequence[str]) -> bool:
-        """Never: what is tied is stored once."""
-        return False
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor; memory for it may be allocated, since files of its size are there.

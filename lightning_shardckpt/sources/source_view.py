@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,10 +45,6 @@ class SourceView:
     def stored_as(self, component: str, key: str) -> tuple[str, str]:
         """Component and key under which a tensor of this view is stored."""
         return component, key
-
-    def alike(self, names: Sequence[str]) -> bool:
-        """Return whether stored tensors of the model are equal."""
-        return self._source.alike([self.stored_as("model", name)[1] for name in names])
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor, after making sure that its bytes can be there."""

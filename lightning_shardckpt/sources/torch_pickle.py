@@ -81,8 +81,8 @@ def _pickled(content: bytes) -> Any:
     return unpickle(content, _KNOWN, _PICKLE, stored=_storage)
 
 
-def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[Pickled, int, int]:
-    """The one tensor of an archive, where its bytes begin in the file, and their checksum; 0 if it has none.
+def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[Pickled, int]:
+    """The one tensor of an archive, and where its bytes begin in the file.
 
     Raises:
         FormatError: naming file and byte, if there is something else.
@@ -102,7 +102,7 @@ def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[Pickled, int, i
         raise archive.malformed(f"{held} bytes of a tensor of {found.dtype} {found.shape}, expected {expected}")
     if "byteorder" in archive.sizes and archive.content("byteorder", 16) != b"little":
         raise archive.malformed("a tensor in another byte order than little-endian")
-    return found, archive.begin(found.record), archive.crcs[found.record]
+    return found, archive.begin(found.record)
 
 
 def _plain(content: bytes) -> tuple[bool, Any]:

@@ -147,11 +147,6 @@ class TorchFileSource:
         """Everything but model and optimizers, as it was pickled."""
         return {key: value for key, value in self._checkpoint.items() if key != FROZEN}
 
-    def alike(self, names: Sequence[str]) -> bool:
-        """Return whether tensors of the model are equal."""
-        first, *others = (self._leaves["model"].tensors[name] for name in names)
-        return all(other.dtype == first.dtype and torch.equal(other, first) for other in others)
-
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """Return the shape: torch has mapped the tensor."""
         return tuple(self._leaves[component].tensors[key].shape)

@@ -78,7 +78,6 @@ class ZipArchive:
     def __init__(self, windows: CoalescedReads, piece: FilePart) -> None:
         self._windows, self._piece = windows, piece
         self.sizes: dict[str, int] = {}
-        self.crcs: dict[str, int] = {}
         self._headers: dict[str, int] = {}
         # from where all of a small one is in the window
         self._read(max(piece.nbytes - _TAIL_BYTES, 0) if piece.nbytes > _WINDOW_BYTES else 0, 0)
@@ -137,7 +136,7 @@ class ZipArchive:
         position, folder = 0, b""
         while position < len(directory):
             fields = _ENTRY.unpack_from(directory, position)
-            signature, method, crc, lengths = fields[0], fields[4], fields[7], fields[10:13]
+            signature, method, lengths = fields[0], fields[4], fields[10:13]
             position += _ENTRY.size
             path = directory[position : position + lengths[0]]
             extra = directory[position + lengths[0] : position + lengths[0] + lengths[1]]
@@ -147,7 +146,7 @@ class ZipArchive:
             if signature != b"PK\1\2" or method != 0 or size != packed or path != folder + slash + name:
                 raise ValueError(f"record {path[:80]!r} is compressed or malformed")
             key = name.decode()
-            self.sizes[key], self.crcs[key], self._headers[key] = size, crc, header_at
+            self.sizes[key], self._headers[key] = size, header_at
 
 
 def _large(extra: bytes, packed: int, size: int, at: int) -> tuple[int, int, int]:

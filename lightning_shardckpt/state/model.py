@@ -218,13 +218,13 @@ def _described(spec: Any) -> str:
 def match_model(
     stored: Component,
     live: Leaves,
+    names: Mapping[str, list[str]],
     extra: tuple[set[str], set[str]],
     differences: Differences,
     *,
-    ties: Iterable[tuple[str, ...]] = (),
     elsewhere: frozenset[str] = frozenset(),
     left_out: Mapping[str, Any] | None = None,
-    alike: Callable[[Sequence[str]], bool] = lambda _: False,
+    alike: Callable[[Sequence[str], torch.Tensor], bool],
     converts: Callable[[str, str | None], bool] = operator.eq,
 ) -> dict[str, str]:
     """Live key -> stored key of every tensor that can be loaded; the rest is noted in ``differences``.
@@ -234,16 +234,15 @@ def match_model(
     Args:
         stored: the component of the checkpoint.
         live: leaves of the live model.
+        names: of ``names_of``; gets names that a tensor had before.
         extra: names of non-tensor entries in the checkpoint and in the live model.
         differences: collects missing, unexpected, shape and dtype differences.
-        ties: of the whole model, see ``WholeNames``.
         elsewhere: what other ranks have and this one has not.
         left_out: dtype and shape by name of what the checkpoint leaves to others; that it is missing is no difference.
-        alike: whether stored tensors are equal; then they can be one live tensor.
+        alike: whether stored tensors are equal where a live tensor is; then they can be that one.
         converts: whether a stored dtype can be read into a live one.
     """
     left_out = left_out or {}
-    names = names_of(live, ties)
     known = {**{key: key for key in stored.tensors}, **stored.aliases}
     matched: dict[str, str] = {}
     for key, tensor in live.tensors.items():
@@ -253,17 +252,18 @@ def match_model(
             sources = list(dict.fromkeys(known[name] for name in names[key] if name in known))
         absent = next((left_out[name] for name in names[key] if name in left_out), None) if left_out else None
         if not sources and absent is None:
-            names[key] += [name for name in map(base_fqn, names[key]) if name in known]
+            names[key].extend([name for name in map(base_fqn, names[key]) if name in known])
             sources = [known[name] for name in names[key] if name in known][:1]
         if not sources:
             differences.add_absent(key, tensor, absent, known)
             continue
-        if len(sources) > 1 and not alike(sources):
-            differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
         spec, dtype = stored.tensors[sources[0]], dtensor.local_tensor(tensor).dtype
         if spec.shape != dtensor.shape_of(tensor):
             differences.add(key, f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
-        elif not (spec.dtype == DTYPES.get(dtype) or converts(spec.dtype, DTYPES.get(dtype))):
+            continue
+        if len(sources) > 1 and not alike(sources, tensor):
+            differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
+        if not (spec.dtype == DTYPES.get(dtype) or converts(spec.dtype, DTYPES.get(dtype))):
             differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(dtype, dtype)} in model")
         else:
             matched[key] = sources[0]
@@ -286,6 +286,34 @@ def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[st
         for key in names.keys() & set(tie):
             names[key] += [name for name in tie if name not in here]
     return names
+
+
+def same_tensor(
+    names: Mapping[str, Sequence[str]], ties: Iterable[tuple[str, ...]], stored: Component
+) -> Callable[[str], Sequence[str]]:
+    """Return the rule by which state of parameters is found: by any name of the parameter, live or stored.
+
+    Which name of a tie a model registers first, and which one a checkpoint stores it under, is of no consequence.
+
+    Args:
+        names: of ``names_of``.
+        ties: of the whole model, of which ``names`` may have nothing, where an optimizer is loaded alone.
+        stored: the model as it is stored.
+
+    Returns:
+        From the name of a live parameter to all names of the tensor, its own first.
+    """
+    live = {name: group for group in (*ties, *names.values()) if len(group) > 1 for name in group}
+    there: dict[str, list[str]] = {}
+    for alias, of in stored.aliases.items():
+        there.setdefault(of, [of]).append(alias)
+    there |= {alias: there[of] for alias, of in stored.aliases.items()}
+
+    def same(name: str) -> Sequence[str]:
+        own = (name, *live.get(name, ()))
+        return list(dict.fromkeys([*own, *(other for one in own for other in there.get(one, ()))]))
+
+    return same
 
 
 def _absent(key: str, known: Mapping[str, str]) -> str:

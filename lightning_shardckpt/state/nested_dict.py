@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.lightning_attributes import fabric_original
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
-from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.system.gc_pause import gc_paused
@@ -85,6 +86,22 @@ class NestedObjects:
                 )
             found |= state
         return found
+
+
+def names_in(objects: NestedObjects, named_by: nn.Module | None) -> frozenset[str]:
+    """Return the canonical names of all entries of the modules; of a state without any, those of parameters.
+
+    Args:
+        objects: what is in the state.
+        named_by: the module of lone optimizers.
+
+    Raises:
+        StateError: if two modules have an entry of one name.
+    """
+    if objects.modules:
+        return frozenset(map(clean_fqn, objects.state_dict()))
+    parameters, _ = named_tensors(unwrapped(named_by))
+    return frozenset(clean_fqn(name) for name, parameter in parameters if not is_elsewhere(parameter))
 
 
 def objects_in(state: Mapping[str, Any]) -> NestedObjects:
@@ -259,7 +276,7 @@ def names_for(
 
     Names that an optimizer was built with, of ``named_parameters``, count where no module has its parameters.
     """
-    names = parameter_names(named_by, whole) if named_by is not None else {}
+    names = parameter_names(unwrapped(named_by), whole) if named_by is not None else {}
     if objects.modules:
         names |= parameter_names(objects.root, whole)
     for optimizer in objects.optimizers.values():

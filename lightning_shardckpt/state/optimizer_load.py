@@ -29,12 +29,6 @@ Keyed: TypeAlias = tuple[str, torch.Tensor]
 """A tensor with the key under which it is stored."""
 
 
-def _as_pruned(name: str, known: Container[str]) -> str:
-    """The name in the optimizer of what torch.nn.utils.prune had pruned; in the saved model it has its own name."""
-    pruned = f"{name}_orig"
-    return pruned if name not in known and pruned in known else name
-
-
 class OptimizerLoad:
     """The plan to bring one live optimizer to a stored state: compare first, then fill its tensors, then apply.
 
@@ -42,7 +36,7 @@ class OptimizerLoad:
         optimizer: the live optimizer.
         stored: its counterpart in the checkpoint.
         names: FQN by ``id`` of the live parameters.
-        renamed: live FQN -> stored FQN where they differ (ties).
+        same: gives all names, live and stored, of the tensor that has a live FQN, see ``model.same_tensor``.
         whole: on a pipeline stage, the FQNs of all parameters of the model in order; what a stored number means is
             then found out together with the other stages, see ``join_groups``.
         leaving: what stays as it is.
@@ -56,7 +50,7 @@ class OptimizerLoad:
         optimizer: Optimizer,
         stored: StoredOptimizer,
         names: Mapping[int, str],
-        renamed: Mapping[str, str],
+        same: Callable[[str], Sequence[str]],
         whole: Sequence[str] = (),
         leaving: Leaving | None = None,
         dtypes: Callable[[str], str | None] | None = None,
@@ -69,6 +63,8 @@ class OptimizerLoad:
         self._filled: dict[tuple[int, str], torch.Tensor] = {}  # by id of the parameter and name
         self._names, self._leaving = names, leaving or Leaving(number)
         self._mapped = True
+        self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
+        self._apart: dict[str, int] = {}  # stored names that a live parameter has, too, by its id
         live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         if self.is_joined:
             pass
@@ -78,9 +74,11 @@ class OptimizerLoad:
                 for a, b in zip(live, stored.groups, strict=True):
                     self._stored_name.update(zip(a, b, strict=True))
         else:
-            known = {param for group in stored.groups for param in group}
-            self._stored_name = {i: _as_pruned(renamed.get(names[i], names[i]), known) for group in live for i in group}
-        self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
+            for i in (i for group in live for i in group):
+                found = [n for n in same(names[i]) if n in self._group_of]
+                found = found or [n for one in same(names[i]) if (n := f"{one}_orig") in self._group_of]  # pruned
+                self._stored_name[i] = found[0] if found else names[i]
+                self._apart |= dict.fromkeys(found[1:], i)
         if self._leaving.has_names:
             self._leaving.look_at(self._entries())
 
@@ -99,11 +97,19 @@ class OptimizerLoad:
             yield from ((name, key) for name, keys in of.items() for key in keys)
 
     def compare(
-        self, component: Component | None, differences: Differences, elsewhere: frozenset[str] = frozenset()
+        self,
+        component: Component | None,
+        differences: Differences,
+        elsewhere: frozenset[str],
+        alike: Callable[[Sequence[str], torch.Tensor], bool],
     ) -> None:
         """Note parameters that only one side has, and state whose shape no live parameter can take.
 
-        ``elsewhere`` are those of other pipeline stages, which know better.
+        Args:
+            component: the stored tensors of optimizers.
+            differences: collects them.
+            elsewhere: parameters of other pipeline stages, which know better.
+            alike: whether stored tensors are equal where a live one is.
         """
         where = f"optimizer {self.number}"
         known = set(self._group_of)
@@ -114,8 +120,11 @@ class OptimizerLoad:
             return
         live = {self._stored_name[id(p)]: p for g in self._optimizer.param_groups for p in g["params"]}
         for name in sorted(known - live.keys() - elsewhere):
-            if not self._leaving.param(name):
-                differences.add(f"{where}: {name}", "in checkpoint only")
+            if self._leaving.param(name) or self._is_same_state(name, alike):
+                continue
+            own = self._names.get(self._apart.get(name, 0))
+            what = f"one with {own} in the model, with other state in the checkpoint" if own else "in checkpoint only"
+            differences.add(f"{where}: {name}", what)
         for name, param in live.items():
             if self._leaving.param(self._names[id(param)]):
                 continue
@@ -123,6 +132,21 @@ class OptimizerLoad:
                 differences.add(f"{where}: {self._names[id(param)]}", "in model only")
                 continue
             self._compare_state(name, param, component, differences)
+
+    def _is_same_state(self, name: str, alike: Callable[[Sequence[str], torch.Tensor], bool]) -> bool:
+        """Return whether a stored parameter that is one with another here has the state of that one."""
+        if name not in self._apart:
+            return False
+        param = next(p for g in self._optimizer.param_groups for p in g["params"] if id(p) == self._apart[name])
+        one, other = name, self._stored_name[id(param)]
+        values, tensors = self._stored.values, self._stored.tensors.get(one, {})
+        mine, its = values.get(one, {}), values.get(other, {})
+        if mine.keys() != its.keys() or tensors.keys() != self._stored.tensors.get(other, {}).keys():
+            return False
+        if not all(_same(value, its[key]) for key, value in mine.items()):
+            return False
+        pairs = ([key, self._stored.tensors[other][entry]] for entry, key in tensors.items())
+        return all(alike(pair, param) for pair in pairs)
 
     def _compare_state(
         self, name: str, param: torch.Tensor, component: Component | None, differences: Differences

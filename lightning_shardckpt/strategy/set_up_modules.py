@@ -29,12 +29,11 @@ class SetUpModules:
         """Take one more."""
         self._sharded.append(sharded)
 
-    @property
-    def as_one(self) -> nn.Module:
-        """All of them as one module, whose names begin with numbers."""
-        objects = NestedObjects()
-        objects.modules |= {(number,): sharded.root for number, sharded in enumerate(self._sharded)}
-        return objects.root
+    def naming(self, objects: NestedObjects) -> NestedObjects:
+        """Return the modules that have the parameters of a state's optimizers; names of several begin with numbers."""
+        held = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
+        own = [one.root for one in self._sharded if any(id(p) in held for p in one.root.parameters())]
+        return NestedObjects({(number,): root for number, root in enumerate(own)})
 
     @property
     def holders(self) -> dict[Tensor, int]:
@@ -73,7 +72,11 @@ class SetUpModules:
         return sharded
 
     def whole_names(self, objects: NestedObjects) -> WholeNames:
-        """Return the names of the whole modules in a state, also on a pipeline stage that has parts of them."""
+        """Return the names of the whole modules in a state, also on a pipeline stage that has parts of them.
+
+        Of a state without any, of those that have the parameters of its optimizers.
+        """
+        objects = objects if objects.modules else self.naming(objects)
         by_root = {id(sharded.root): sharded for sharded in self._sharded}
         names, ties = set[str](), list[tuple[str, ...]]()
         for path, prefix in objects.prefixes.items():

@@ -94,6 +94,13 @@ def save_and_refuse(path: str) -> None:
     assert fabric.load(path, loaded) == {} and loaded["step"] == 1
     assert differing(whole(again), whole(module)) == []
     assert differing(whole(its.optimizer), whole(optimizer.optimizer)) == []
+    lone = built(fabric, HARD)[1]
+    fabric.load(path, {"optimizer": lone})
+    assert differing(whole(lone.optimizer), whole(optimizer.optimizer)) == []
+    fabric.save(path + "-alone", {"optimizer": lone})
+    lone = built(fabric, HARD)[1]
+    fabric.load_raw(path + "-alone", lone)
+    assert differing(whole(lone.optimizer), whole(optimizer.optimizer)) == []
     if fabric.global_rank == 1:
         again.module.net.norm.register_buffer("more", torch.zeros(2))
     with pytest.raises(MismatchError, match="more  in model only"):

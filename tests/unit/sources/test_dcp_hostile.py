@@ -163,12 +163,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, 
 def test_the_bytes_of_a_tensor_are_found_in_an_archive(tmp_path: Path, dtype: torch.dtype, large: bool) -> None:
     tensor = torch.arange(60_000 if large else 6).view(-1, 3).to(dtype)
     windows, piece = archive_of(tmp_path, tensor)
-    found, begin, crc = tensor_in(windows, piece)
+    found, begin = tensor_in(windows, piece)
     content = (tmp_path / "x").read_bytes()[begin : begin + tensor.nbytes]
     assert found.shape == tuple(tensor.shape)
     assert content == tensor.view(torch.uint8).numpy().tobytes()
-    info = zipfile.ZipFile(io.BytesIO((tmp_path / "x").read_bytes()[77:-33])).getinfo("archive/data/0")
-    assert crc == info.CRC
 
 
 def test_an_archive_beyond_the_32_bit_limits_is_read(tmp_path: Path) -> None:

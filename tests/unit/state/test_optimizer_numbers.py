@@ -35,7 +35,7 @@ def stages(*parts: Sequence[Sequence[str]]) -> tuple[list[OptimizerLoad], Compon
     for part in parts:
         optimizer, names = trained(part)
         stored = StoredOptimizer(0, document["0"], component, decode_equal)
-        loads.append(OptimizerLoad(0, optimizer, stored, names, {}, WHOLE))
+        loads.append(OptimizerLoad(0, optimizer, stored, names, lambda name: [name], WHOLE))
     return loads, component
 
 

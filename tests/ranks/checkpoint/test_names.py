@@ -1,0 +1,196 @@
+"""Which stored tensor is which, through every door. Oracles: the state before the save, and torch's own files."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shardckpt import load, metadata, save
+from lightning_shardckpt.errors import MismatchError
+from tests.ranks.checkpoint.test_functional import differing, whole
+from tests.support import tiny
+from tests.support.pool import run_ranks
+from tests.system.test_fabric import fabric_of
+
+State = dict[str, Any]
+
+
+class Tied(pl.LightningModule):
+    """The input and output embeddings are one tensor; which one is registered first is to be of no consequence."""
+
+    def __init__(self, first: str = "wte") -> None:
+        super().__init__()
+        for name in ("wte", "lm_head") if first == "wte" else ("lm_head", "wte"):
+            self.add_module(name, nn.Embedding(7, 4) if name == "wte" else nn.Linear(4, 7, bias=False))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.lm_head(x)
+
+    def training_step(self, batch: Any, index: int = 0) -> Tensor:
+        tokens = batch[0] % 7 if isinstance(batch, list | tuple) else batch
+        return nn.functional.cross_entropy(self(tokens).flatten(0, -2), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def tied(first: str, seed: int, steps: int = 2, fabric: Any = None) -> State:
+    torch.manual_seed(seed)
+    model: Any = Tied(first)
+    optimizer = model.configure_optimizers()
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        model.mark_forward_method("training_step")
+    for _ in range(steps):
+        loss = model.training_step(torch.arange(6))
+        fabric.backward(loss) if fabric is not None else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def of_names(state: State) -> State:
+    """Whole tensors and the optimizer's state by any order of registration: by layer, and the tied weight's."""
+    module = getattr(state["model"], "module", state["model"])
+    optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])
+    parameters = {"tied": module.wte.weight, **{f"layers.{k}": p for k, p in module.layers.named_parameters()}}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    values = {name: [whole(p), whole(dict(optimizer.state[p]))] for name, p in parameters.items()}
+    return {"parameters": values, "groups": groups}
+
+
+# ── optimizers alone ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def alone(folder: str) -> None:
+    fabric = fabric_of("32-true")
+    saved = tied("wte", 1, fabric=fabric)
+    expected = of_names(saved)
+    other = nn.ModuleDict({"net": saved["model"].module})
+    save(folder + "/alone", {"optimizer": saved["optimizer"]}, named_by=saved["model"])
+    assert all("_original_module" not in name for name in metadata(folder + "/alone", values=True).values or ())
+    save(folder + "/prefixed", {"optimizer": saved["optimizer"]}, named_by=saved["model"], prefix="net.")
+    save(folder + "/two", {"gen": saved["model"], "disc": nn.Linear(2, 2), "optimizer": saved["optimizer"]})
+    save(folder + "/inside", {"model": other, "optimizer": saved["optimizer"]})
+    ways: list[tuple[str, State]] = [("alone", {}), ("two", {}), ("prefixed", {"prefix": "net."})]
+    ways += [("prefixed", {"key_mapping": {"^net\\.": ""}}), ("inside", {"key_mapping": {"^net\\.": ""}})]
+    for name, options in ways:
+        state = tied("lm_head", 2, steps=0, fabric=fabric)
+        load(f"{folder}/{name}", {"optimizer": state["optimizer"]}, named_by=state["model"], **options)
+        state["model"].load_state_dict(saved["model"].state_dict())
+        assert differing(of_names(state), expected) == [], name
+    state = tied("lm_head", 2, steps=0, fabric=fabric)
+    fabric.load(folder + "/two", {"optimizer": state["optimizer"]})
+    state["model"].load_state_dict(saved["model"].state_dict())
+    assert differing(of_names(state), expected) == []
+
+
+def test_an_optimizer_alone_finds_its_parameters_by_the_names_of_a_module(tmp_path: Path) -> None:
+    run_ranks(1, alone, str(tmp_path / "1"))
+    run_ranks(2, alone, str(tmp_path / "2"))
+
+
+# ── ties ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+ORDERS = list(itertools.product(("wte", "lm_head"), repeat=2))
+
+
+def load_tied(folder: str) -> None:
+    """On any number of ranks: functions, Fabric and the Trainer's directories and files, in all orders."""
+    fabric = fabric_of("32-true") if dist.is_initialized() else None
+    for before, now in ORDERS:
+        saved = tied(before, 1, fabric=fabric)
+        expected = of_names(saved)
+        path = f"{folder}/{before}-{now}"
+        save(path, saved)
+        for state in (tied(now, 2, steps=0, fabric=fabric), tied(now, 3, steps=1, fabric=fabric)):
+            load(path, state)
+            assert differing(of_names(state), expected) == []
+        lone = tied(now, 4, steps=0, fabric=fabric)
+        load(path, {"optimizer": lone["optimizer"]}, named_by=lone["model"])
+        load(path, {"model": lone["model"]})
+        assert differing(of_names(lone), expected) == []
+        if fabric is not None:
+            fabric.save(path + "-fabric", saved)
+            state = tied(now, 2, steps=0, fabric=fabric)
+            fabric.load(path + "-fabric", state)
+            assert differing(of_names(state), expected) == []
+
+
+def test_a_tied_weight_has_one_state_whichever_name_is_registered_first(tmp_path: Path) -> None:
+    load_tied(str(tmp_path / "one"))
+    run_ranks(2, load_tied, str(tmp_path / "two"))
+
+
+def of_a_trainer(folder: str) -> None:
+    for name, strategy in (("sharded", {}), ("file", "ddp")):
+        trainer = tiny.trainer(strategy, max_steps=2)
+        module = Tied()
+        trainer.fit(module, tiny.loader())
+        expected = of_names({"model": module, "optimizer": trainer.optimizers[0]})
+        trainer.save_checkpoint(f"{folder}/{name}")
+        for first in ("wte", "lm_head"):
+            state = tied(first, 3, steps=0)
+            load(f"{folder}/{name}", {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]})
+            assert differing(of_names(state), expected) == []
+
+
+def test_functions_load_a_tied_weight_with_its_state_from_a_trainers_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, of_a_trainer, str(tmp_path))
+
+
+def save_stages(folder: str) -> None:
+    """A pipeline by hand: the first rank has the tied weight as input, the last one as output embedding."""
+    whole_state = tied("wte", 1)
+    model, optimizer = whole_state["model"], whole_state["optimizer"]
+    expected = of_names(whole_state)
+    me = dist.get_rank()
+    other = nn.Linear(4, 7, bias=False)
+    other.weight = nn.Parameter(model.wte.weight.detach().clone())
+    parts = [{"wte": model.wte}, {"lm_head": other}][me]
+    stage = nn.ModuleDict({**parts, "layers": nn.ModuleDict({str(me): model.layers[me]})})
+    its = torch.optim.AdamW(stage.parameters(), lr=0.1)
+    for parameter in stage.parameters():
+        same = next((p for p in optimizer.state if p is parameter), model.wte.weight)
+        its.state[parameter] = {k: v.clone() for k, v in optimizer.state[same].items()}
+    mine = {"model": stage, "optimizer": its}
+    found = whole(mine)
+    save(folder + "/stages", mine)
+    if me == 0:
+        save(folder + "/whole", whole_state, process_group=dist.new_group([0], use_local_synchronization=True))
+        torch.save(expected, folder + "/expected.pt")
+    dist.barrier()
+    for path in (folder + "/stages", folder + "/whole"):
+        with torch.no_grad():
+            next(iter(parts.values())).weight.zero_()
+            its.state[next(iter(parts.values())).weight]["exp_avg"].zero_()
+        load(path, {"optimizer": its}, named_by=stage)
+        load(path, {"model": stage})
+        assert differing(whole(mine), found) == []
+        load(path, mine)
+    its.state[next(iter(parts.values())).weight]["exp_avg"] += me
+    save(folder + "/apart", mine)
+
+
+def test_a_tie_over_stages_that_was_stored_apart_is_one_again_if_its_state_is_the_same(tmp_path: Path) -> None:
+    run_ranks(2, save_stages, str(tmp_path))
+    expected = torch.load(tmp_path / "expected.pt")
+    for first in ("wte", "lm_head"):
+        state = tied(first, 2, steps=0)
+        load(tmp_path / "stages", state)
+        assert differing(of_names(state), expected) == []
+        with pytest.raises(MismatchError, match=r"one with \w+\.weight in the model, with other state in the checkp"):
+            load(tmp_path / "apart", state)
