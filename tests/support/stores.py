@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.message import Message
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -130,7 +132,10 @@ def bucket(port: int) -> Bucket:
 # ── a proxy that does harm ──────────────────────────────────────────────────────────────────────────────────────────
 
 Harm = Callable[["Asked"], "str | int | None"]
-"""What to do to a request: nothing, a status to answer with, or one of "reset", "truncate", "stall", "lose", "etag"."""
+"""What to do to a request: nothing, a status to answer with, or a word.
+
+"reset", "truncate", "stall", "lose" (the answer), "etag" (a wrong one), "expired" (a token that renewed ones replaced).
+"""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,8 @@ class Asked:
     turn: int
     copies: bool = False
     """Whether the store is to copy another object."""
+    credential: str = ""
+    """The access key that signed it."""
 
     @property
     def is_part(self) -> bool:
@@ -197,11 +204,13 @@ class Proxy:
         with self._lock:
             return sum(a.method == "PUT" and a.path.partition("?")[0].endswith(name) for a in self.asked) > 1
 
-    def note(self, method: str, path: str, nbytes: int, copies: bool) -> Asked:
+    def note(self, method: str, path: str, nbytes: int, headers: Message) -> Asked:
+        credential = headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
         with self._lock:
             self._turns[method, path] += 1
             self.received_bytes += nbytes
-            self.asked.append(Asked(method, path, self._turns[method, path], copies))
+            copies = "x-amz-copy-source" in headers
+            self.asked.append(Asked(method, path, self._turns[method, path], copies, credential))
             return self.asked[-1]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -223,14 +232,16 @@ class Proxy:
 
             def do(self) -> None:
                 body = self._body()
-                harm = proxy.harm(proxy.note(self.command, self.path, len(body), "x-amz-copy-source" in self.headers))
+                harm = proxy.harm(proxy.note(self.command, self.path, len(body), self.headers))
                 if harm == "stall":
                     proxy.released.wait(30)
                 if harm in ("reset", "stall"):
                     self._drop()
                     return
-                if isinstance(harm, int):
-                    self._answer(harm, {}, f"<Error><Code>{CODES[harm]}</Code><Message>harm</Message></Error>".encode())
+                if isinstance(harm, int) or harm == "expired":
+                    status = harm if isinstance(harm, int) else 400
+                    about = f"<Error><Code>{CODES[harm]}</Code><Message>harm</Message></Error>"
+                    self._answer(status, {}, about.encode())
                     return
                 connection = HTTPConnection("127.0.0.1", proxy._target, timeout=30)
                 connection.request(self.command, self.path, body, dict(self.headers))
@@ -293,6 +304,37 @@ class Proxy:
         return Handler
 
 
+class CredentialsFile:
+    """A file with short-lived credentials, which another program renews; as ``harm``, others have expired."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.renew()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Has S3's clients read it, and nothing else."""
+        return {"AWS_SHARED_CREDENTIALS_FILE": str(self._path), "AWS_DEFAULT_REGION": "us-east-1"}
+
+    def renew(self) -> None:
+        """Let what it holds expire: from here on it holds other credentials."""
+        key = uuid.uuid4().hex
+        names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+        new = self._path.with_suffix(".new")
+        new.write_text("\n".join(["[default]", *(f"{name} = {key}" for name in names)]))
+        new.replace(self._path)
+
+    def harm(self, asked: Asked) -> str | None:
+        """Do to a request what S3 does."""
+        return None if asked.credential and asked.credential in self._path.read_text() else "expired"
+
+
 SKIPPED = {"content-length", "transfer-encoding", "connection", "server", "date"}
-CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
+CODES: dict[int | str, str] = {
+    "expired": "ExpiredToken",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    429: "SlowDown",
+    503: "SlowDown",
+}
 CODES |= {500: "InternalError", 501: "NotImplemented"}

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.objects import Chunks, ObjectStat, ObjectStore
-from lightning_shardckpt.storage.remote.retry import RetryPolicy, status_of
+from lightning_shardckpt.storage.remote.retry import RetryPolicy, error_code, status_of
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import TaskQueue, run_tasks
 
+_T = TypeVar("_T")
 _LARGER_AFTER = 2000  # parts of an object of unknown size
 _DELETED_AT_ONCE = 1000  # S3's limit
 _REFUSED, _UNKNOWN = (409, 412), 501  # HTTP: a condition does not hold, or is nothing that the store knows
+_EXPIRED = ("ExpiredToken", "InvalidAccessKeyId", "TokenRefreshRequired", "400", "403")  # the last two answer HEAD
+_RENEWAL = threading.Lock()
 
 
 def options_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +204,28 @@ class S3Objects(ObjectStore):
         for key, upload in uploads:
             with suppress(FileNotFoundError):
                 self._call("giving up", key, "abort_multipart_upload", UploadId=upload)
+
+    def _retried(self, what: str, call: Callable[[], _T]) -> _T:
+        """As for any store. After an answer that credentials expired, they are read again, once, by a new client."""
+
+        def renew_and_call() -> _T:
+            client = self.fs.s3
+            try:
+                return call()
+            except OSError as error:
+                if error_code(error) not in _EXPIRED:
+                    raise
+            with _RENEWAL:
+                if self.fs.s3 is client:  # else another thread has done it
+                    self.fs.connect(refresh=True)
+            try:
+                return call()
+            except OSError as error:
+                if error_code(error) not in _EXPIRED:
+                    raise
+                raise PermissionError(f"{error}; have the credentials expired?") from error
+
+        return super()._retried(what, renew_and_call)
 
     def _split(self, key: str) -> tuple[str, str]:
         bucket, name, _ = self.fs.split_path(key)
