@@ -23,7 +23,7 @@ from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.slicing import sliced_box
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.detect import recognised
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
 from lightning_shardckpt.sources.paths import files_of
 from lightning_shardckpt.state.document_entries import DocumentEntry, ValueInfo, entries_of
 from lightning_shardckpt.state.documents import document_of
@@ -208,7 +208,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         self._checkpoint: Checkpoint | None = None
         known = recognised(path) if storage is None else None
         try:
-            self._checkpoint = open_checkpoint(path, storage) if known is None else None
+            self._checkpoint = open_checkpoint(path, storage, marks=READABLE) if known is None else None
         except CheckpointNotFoundError:
             copy = storage.local_copy(path, files_of) if isinstance(storage, StorageRouter) and is_url(path) else None
             known = recognised(copy) if copy is not None else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_save_id, check_size
 
+_PART = re.compile(r"([0-9a-f]{16}-)?(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*")
 _BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
 
@@ -56,6 +57,15 @@ def document_name(stem: str, rank: int) -> str:
     'trainer-state-dist-00003.json'
     """
     return f"{stem}-dist-{rank:05d}.json"
+
+
+def is_part(name: str) -> bool:
+    """Return whether a name is of an index of a rank, a shard file or a document, in a directory or in a store.
+
+    >>> is_part("0123456789abcdef-model-dist-00000-shard-00001.safetensors"), is_part("model.safetensors")
+    (True, False)
+    """
+    return _PART.fullmatch(name) is not None
 
 
 def documents_by_rank(documents: Mapping[str, FileInfo]) -> tuple[dict[str, FileInfo], dict[str, dict[int, FileInfo]]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
 from lightning_shardckpt.sources.paths import (
@@ -102,12 +103,10 @@ def _is_other_file(path: str) -> bool:
 def _open_other_file(path: str, weights_only: bool) -> Source:
     from lightning_shardckpt.sources.torch_save import TorchFileSource
 
-    name = os.path.basename(path)
-    if name in (ROOT_NAME, ".metadata", "meta.pt") or name.endswith(".distcp"):
-        raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
     return TorchFileSource(path, weights_only)
 
 
+_PARTS = (ROOT_NAME, ".metadata", "meta.pt")
 FORMATS = (
     Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, _open_dcp),
     Format("a Hugging Face directory", is_hub_directory, _open_hub_directory),
@@ -125,8 +124,12 @@ def recognised(path: str) -> Format | None:
     A checkpoint of this package may hold files for Hugging Face, too. What an unfinished save of it left is nothing.
 
     Raises:
+        CheckpointNotFoundError: for a single file of a sharded checkpoint: what it holds is not whole.
         FormatError: naming the candidates, if there are several.
     """
+    name = os.path.basename(path)
+    if (name in _PARTS or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
+        raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
     if is_unfinished(path):
         return None
     found = [known.name for known in FORMATS if known.matches(path)]

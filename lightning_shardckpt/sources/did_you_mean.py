@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.other_programs import other_program
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import is_url, storage_of
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -19,25 +21,21 @@ _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
 READABLE = (ROOT_NAME, ".metadata")
 """Files that tell a directory that can be resumed from and consolidated: ours, and torch.distributed.checkpoint's."""
 
-_COLOSSAL_PREFIX = "pytorch_model-"  # ColossalAI's indexes of ranks are named like ours otherwise
-_READS = "; `trainer.fit(ckpt_path=…)` and `python -m lightning_shardckpt consolidate` read it"
-_FOREIGN_DIRECTORIES = (
-    ("meta.pt", "a sharded checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy"),
-    (".metadata", "a checkpoint of torch.distributed.checkpoint"),
-    ("model.safetensors.index.json", "a Hugging Face model directory"),
-    ("model.safetensors", "a Hugging Face model directory"),
-    ("zero_to_fp32.py", "a DeepSpeed checkpoint"),
-    ("checkpoint/mp_rank_00_model_states.pt", "a DeepSpeed checkpoint"),
-)
-
 
 def open_checkpoint(
     path: str | os.PathLike[str],
     storage: Storage | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    marks: tuple[str, ...] = (ROOT_NAME,),
 ) -> Checkpoint:
-    """The checkpoint at ``path``, opened for reading; ``storage_options`` are for URLs, where no storage is given.
+    """The checkpoint at ``path``, opened for reading.
+
+    Args:
+        path: of a directory, or a URL.
+        storage: where it is; by default the storage of the path.
+        storage_options: for URLs, where no storage is given.
+        marks: files that tell a directory that the caller can read, to suggest one.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
@@ -50,10 +48,13 @@ def open_checkpoint(
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
-        said = described(path)
-        hint = did_you_mean(path)
-        message = str(error).partition("; did you mean")[0] if said is None else said
-        raise CheckpointNotFoundError(message + hint) from None
+        raise CheckpointNotFoundError(explained(path, error, marks)) from None
+
+
+def explained(path: str, error: CheckpointNotFoundError, marks: tuple[str, ...]) -> str:
+    """Return the message of an error about a path of the file system, with what is there, and what may be meant."""
+    said = described(path) or str(error).partition("; did you mean")[0]
+    return said + did_you_mean(path, marks)
 
 
 def described(path: str | os.PathLike[str]) -> str | None:
@@ -63,13 +64,12 @@ def described(path: str | os.PathLike[str]) -> str | None:
         return f"no checkpoint at {str(path)!r}: there is nothing at this path"
     if path.is_file():
         return f"{str(path)!r} is a file{_kind_of_file(path)}; a sharded checkpoint is a directory"
-    for name, kind in _FOREIGN_DIRECTORIES:
-        if (path / name).exists():
-            reads = _READS if (path / ".metadata").is_file() else ""
-            return f"{str(path)!r} is {kind}, not of lightning-shardckpt{reads}"
     if is_unfinished(path):
         return f"{str(path)!r} is what an unfinished save left: it has no {ROOT_NAME}, so nothing of it can be trusted"
-    return None
+    if not path.is_dir() or (path / ROOT_NAME).exists():
+        return None
+    program = other_program(os.listdir(path))
+    return None if program is None else f"{str(path)!r} {program}"
 
 
 def is_unfinished(path: str | os.PathLike[str]) -> bool:
@@ -77,8 +77,7 @@ def is_unfinished(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     if (path / ROOT_NAME).exists() or not path.is_dir():
         return False
-    ours = (f for f in path.glob("*-meta-dist-*.index.json") if not f.name.startswith(_COLOSSAL_PREFIX))
-    return path.name.startswith(".tmp-") or any(ours)
+    return path.name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))
 
 
 def _kind_of_file(path: Path) -> str:

@@ -10,7 +10,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.sources.detect import Format, recognised
-from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean
+from lightning_shardckpt.sources.did_you_mean import READABLE, explained
 from lightning_shardckpt.sources.paths import files_of
 from lightning_shardckpt.sources.source import ShardedSource, Source
 from lightning_shardckpt.storage.protocol import Storage
@@ -124,8 +124,9 @@ def open_source(
         other = recognised(copy) if copy is not None else None
         if copy is not None and other is not None:
             return _of_others(other, copy, weights_only)
-        hint = did_you_mean(path, READABLE) if "://" not in path and "did you mean" not in str(error) else ""
-        raise CheckpointNotFoundError(str(error) + hint) from None
+        if is_url(path):
+            raise
+        raise CheckpointNotFoundError(explained(path, error, READABLE)) from None
     return sharded, sharded.checkpoint.root.save_id
 
 

@@ -86,13 +86,11 @@ def is_safetensors(path: str) -> bool:
 
 
 def files_of(names: Sequence[str]) -> list[str]:
-    """Return which names in a store's folder are those of another program's checkpoint; of a single file, that one.
+    """Return which names in a store's folder are those of another program's checkpoint.
 
     >>> files_of([".metadata", "__0_0.distcp", "notes/a.txt"]), files_of(["model.safetensors", "big.h5"])
     (['.metadata', '__0_0.distcp'], ['model.safetensors'])
     """
-    if len(names) == 1:
-        return [name for name in names if _is_plain(name)]
     for start in ("", f"{MODEL_AND_OPTIMIZER}/"):
         if start + DCP_NAME in names:
             return [n for n in names if n.startswith(start) and _is_plain(n.removeprefix(start))]

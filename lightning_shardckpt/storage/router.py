@@ -132,14 +132,15 @@ class StorageRouter:
 
         Args:
             url: of a file or a folder.
-            chosen: of the names of files there, those to copy.
+            chosen: of the names of a folder's files, those to copy.
 
         Raises:
             CheckpointNotFoundError: if there is something to copy, and no folder was given for it.
         """
         storage = self.remote(url)
+        is_object = storage.is_object(url)
         there, found = storage.contents(url)
-        names = chosen(found)
+        names = found if is_object else chosen(found)
         if not names:
             return None
         if self._cache is None:
@@ -152,7 +153,7 @@ class StorageRouter:
         for name in names:
             make_directories(os.path.dirname(os.path.join(folder, name)), sync=False)
             download_file(reader, name, folder, self._tuning)
-        return os.path.join(folder, names[0]) if storage.is_object(url) else folder
+        return os.path.join(folder, names[0]) if is_object else folder
 
     def draft(self, path: str, save_id: str) -> Draft:
         """A new checkpoint that will appear at ``path``."""

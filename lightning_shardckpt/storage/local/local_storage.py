@@ -32,6 +32,7 @@ from lightning_shardckpt.storage.local.posix import (
     write_parts,
 )
 from lightning_shardckpt.storage.local.replaceable import check_replaceable
+from lightning_shardckpt.storage.other_programs import other_program
 from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
@@ -149,9 +150,9 @@ def _or_aside(path: str) -> str:
 
 
 def _why_incomplete(path: str) -> str:
-    if os.path.exists(os.path.join(path, ".metadata")):
-        return f"{path!r} is a checkpoint of torch.distributed.checkpoint, not of lightning-shardckpt"
     inside = sorted(os.listdir(path))
+    if (program := other_program(inside)) is not None:
+        return f"{path!r} {program}"
     near = [n for n in inside if os.path.exists(os.path.join(path, n, ROOT_NAME))]
     hint = f"; did you mean {os.path.join(path, near[0])!r}?" if near else ""
     return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}{hint}"

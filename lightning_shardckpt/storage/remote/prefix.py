@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 
+from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Reader
 
 HEAD_BYTES = 4096  # of a root index, where it says what its prefix is
 _PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
 TAGGED = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_PLAIN = re.compile(
-    r"(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*|(huggingface|peft)\.json"
-)
+_FOR_EXPORTS = ("huggingface.json", "peft.json")
 
 
 def is_ours(name: str) -> bool:
@@ -23,7 +22,7 @@ def is_ours(name: str) -> bool:
     >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
     (False, False)
     """
-    return TAGGED.fullmatch(name) is not None or _PLAIN.fullmatch(name) is not None
+    return TAGGED.fullmatch(name) is not None or is_part(name) or name in _FOR_EXPORTS
 
 
 def prefix_in(root: bytes) -> str | None:

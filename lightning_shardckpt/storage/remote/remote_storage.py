@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.storage.other_programs import other_program
 from lightning_shardckpt.storage.remote.draft import RemoteDraft
 from lightning_shardckpt.storage.remote.objects import ObjectStore
 from lightning_shardckpt.storage.remote.prefix import HEAD_BYTES, TAGGED, is_ours, prefix_in
@@ -138,8 +139,8 @@ class RemoteStorage:
         found = self._objects.names(folder)
         if not found:
             return f"no checkpoint at {path!r}: there is nothing at this path"
-        if ".metadata" in found:
-            return f"{path!r} is a checkpoint of torch.distributed.checkpoint, not of lightning-shardckpt"
+        if (program := other_program(found)) is not None:
+            return f"{path!r} {program}"
         near = sorted(name for name in found if name.endswith(f"/{ROOT_NAME}"))
         hint = f"; did you mean {path.rstrip('/')}/{near[0].removesuffix(f'/{ROOT_NAME}')}?" if near else ""
         return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}{hint}"
