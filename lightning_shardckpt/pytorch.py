@@ -424,8 +424,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Put into the module what load_checkpoint could not fill in place, and what hooks have changed since."""
-        self._checkpoints.put_edited(self._module, checkpoint["state_dict"], whole_names(self.sharded))
+        """Put into the module what load_checkpoint could not fill in place, and what hooks have changed since.
+
+        Collective: every rank must call it.
+        """
+        self._checkpoints.finish_load(self._module, checkpoint["state_dict"], whole_names(self.sharded))
 
     @override
     def save_checkpoint(

@@ -30,6 +30,7 @@ from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.load_code import ForCode
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
@@ -171,13 +172,15 @@ def _finished(
 class Loaded:
     """The result of a load besides the tensors: the trainer's state dict, non-tensor module state, and notes.
 
-    ``notes`` are of what nobody asked for; ``skipped`` are of what was to be skipped.
+    ``notes`` are of what nobody asked for; ``skipped`` are of what was to be skipped. ``for_code`` is of the model's
+    tensors, too: what its modules' own code is to load.
     """
 
     trainer: dict[str, Any]
     extra_state: dict[str, Any]
     notes: list[str]
     skipped: list[str]
+    for_code: ForCode
 
 
 def load(
@@ -235,7 +238,7 @@ def load(
             if share:
                 ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
             job.apply()
-        return Loaded(job.trainer, job.extra_state, job.notes, job.skipped)
+        return Loaded(job.trainer, job.extra_state, job.notes, job.skipped, job.for_code)
 
 
 def load_full(

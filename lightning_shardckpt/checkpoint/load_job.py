@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.parts import PARTS, Skips, note_of_skipped
+from lightning_shardckpt.checkpoint.set_aside import SetAside
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn
@@ -22,6 +23,7 @@ from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
+from lightning_shardckpt.state.load_code import NO_CODE, ForCode, LoadCode
 from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of, same_tensor
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.partial_optimizer import Leaving
@@ -53,6 +55,7 @@ class LoadTargets:
         cast: whether floating tensors may be read into those of another floating dtype.
         parts: of ``parts.PARTS``; of those the first three matter here.
         skip: patterns of names that stay as they are, see ``parts.Skips``.
+        code: the code that runs when the model's state dict is loaded.
     """
 
     model: Leaves
@@ -69,6 +72,7 @@ class LoadTargets:
     cast: bool = True
     parts: frozenset[str] = frozenset(PARTS)
     skip: tuple[str, ...] = ()
+    code: LoadCode = NO_CODE
 
 
 class Skipped(TypedDict):
@@ -118,6 +122,8 @@ class LoadJob:
         self._matched: dict[str, str] = {}  # live name → stored key of the model's tensors to fill
         self.notes: list[str] = []
         self.skipped: list[str] = []
+        self.for_code = ForCode()
+        self._aside: SetAside
 
     def compare(self) -> RankFindings:
         """Match the stored tensors with the live ones. Changes nothing. Runs on every rank.
@@ -131,12 +137,15 @@ class LoadJob:
         self._components = self.source.components()
         stored, of_model = self._components.get("model", Component({})), Differences()
         live, kept = self._without_adapters(stored)
-        names = names_of(live, self._live.whole.ties)
-        matched = self._match(stored, live, names, of_model)
+        names, values = names_of(live, self._live.whole.ties), self._live.extra_state
+        code = self._live.code if "model" in self._live.parts else NO_CODE
+        self._aside = SetAside(code, self.source, live, values, names, self._elsewhere)
+        matched = self._match(stored, self._aside.rest_of(live), names, of_model)
         if "model" in self._live.parts:
             self._matched = matched
             found.problems += of_model.problems
         if self._live.optimizers is not None:
+            matched = matched | self._aside.matched()
             reshaped = frozenset() if len(matched) == len(live.tensors) else _reshaped(stored, live, names)
             if "model" not in self._live.parts:
                 for name in sorted(name for name in reshaped if not self._skips(name)):
@@ -165,22 +174,29 @@ class LoadJob:
         document, left_out = self.source.document("model") or {}, self.source.document("frozen")
         bases = {key.partition(MARK)[0] for key in left_out or ()}
         records = {k: v for k, v in self._live.model.records.items() if k.partition(MARK)[0] not in bases}
-        extra = (set(document), {*self._live.extra_state, *records})
+        aside = self._aside
+        extra = aside.outside(document), aside.outside({*self._live.extra_state, *records})
         matched = match_model(
             stored,
             live,
             names,
             extra,
             found,
-            elsewhere=self._elsewhere,
+            elsewhere=self._elsewhere | aside.names,
             left_out=left_out,
             alike=partial(are_equal, self.source, "model"),
             converts=converts if self._live.cast else operator.eq,
         )
         for name in [name for name, record in records.items() if document.get(name, record) != record]:
             found.add(name, f"{described(document[name])} in checkpoint, {described(records[name])} in model")
+        if not self._live.cast:
+            aside.compare_dtypes(found)
+        aside.note_absent(live, matched, left_out or (), found)
+        if self._strict:
+            aside.leave_to_hooks(found)
         if not self._live.skip:
             return matched
+        aside.skip(self._skips)
         known = {*stored.tensors, *stored.aliases, *extra[0], *extra[1], *(left_out or {})}
         return self._without_skipped(matched, names, known, found)
 
@@ -282,11 +298,13 @@ class LoadJob:
             filled += [("optimizer", key, tensor) for key, tensor in there]
             new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
+        self.for_code, aside = self._aside.allocate()
         if "model" in self._live.parts:
             wanted = (name for name in extra if name in self._live.extra_state and not self._skips(name))
             self.extra_state = {name: decode_small(extra[name]) for name in wanted}
         for key, tensor in self._read_trainer().items():
             (filled if tensor is self._live.placed.get(key) else new).append(("trainer", key, tensor))
+        _refuse_meta(self.source.path, filled)
         targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in filled]
         for target in targets:
             if is_expanded(target.local):
@@ -294,7 +312,7 @@ class LoadJob:
                     f"{target.component}/{target.key} cannot be filled: elements of the tensor, of shape "
                     f"{tuple(target.local.shape)} and strides {target.local.stride()}, are one; load into a clone of it"
                 )
-        return targets + [ReadTarget(component, key, tensor, fresh=True) for component, key, tensor in new]
+        return targets + aside + [ReadTarget(component, key, tensor, fresh=True) for component, key, tensor in new]
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that optimizer state could share memory with."""
@@ -384,6 +402,17 @@ class LoadJob:
         """Put the filled optimizer state in place; the model's tensors were filled where they are."""
         for optimizer in self._optimizers:
             self.notes += optimizer.apply(self.sources)
+
+
+def _refuse_meta(path: str, filled: Sequence[tuple[str, str, torch.Tensor]]) -> None:
+    """Raise a StateError for tensors that have no memory to be filled."""
+    names = [f"{component}/{key}" for component, key, tensor in filled if local_tensor(tensor).is_meta]
+    if names:
+        listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+        raise StateError(
+            f"cannot load {path!r} into tensors on the meta device, which have no memory: {listed}. Give them some "
+            'first, such as by module.to_empty(device="cpu"), or in Fabric load after fabric.setup'
+        )
 
 
 def _reshaped(stored: Component, live: Leaves, names: Mapping[str, Sequence[str]]) -> frozenset[str]:

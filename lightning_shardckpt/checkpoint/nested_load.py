@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.key_paths import KEYS, Path, key_of
+from lightning_shardckpt.state.load_code import LoadCode
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
-from lightning_shardckpt.state.module_io import load_edited, not_live, put_values
+from lightning_shardckpt.state.module_io import entries_loaded, load_rest, not_live
 from lightning_shardckpt.state.nested_dict import (
     NestedObjects,
     names_for,
@@ -102,6 +105,7 @@ class NestedLoad:
             cast=self._cast,
             parts=frozenset(PARTS if self._objects.modules else PARTS[1:]),
             skip=self._skip,
+            code=LoadCode.of(self._objects.named),
         )
 
     def fitting(self, source: Source) -> tuple[Source, list[str]]:
@@ -254,20 +258,25 @@ class NestedLoad:
                     f"{', '.join(map(repr, self.present))}. Pass strict=False to load the rest"
                 ) from error
             raise
-        return self.finish(loaded.trainer, loaded.extra_state), loaded
+        finish = partial(self._finish_modules, loaded, strict=options.strict)
+        phase = f"loading the rest of {path!r} into modules"
+        loaded.notes.extend(ranks.step(phase, finish, lambda found: list(dict.fromkeys(chain(*found)))))
+        return self.finish(loaded.trainer), loaded
+
+    def _finish_modules(self, loaded: Loaded, *, strict: bool) -> list[str]:
+        """Load what could not be filled in place; returns the differences that only code of modules could tell."""
+        modules, live = self._objects.named, self._state_dict
+        now = entries_loaded(modules, live, loaded.extra_state, loaded.for_code)
+        copies = not_live(self._root, live)
+        return load_rest(modules, live, now, copies, loaded.for_code, self._whole, strict=strict)
 
     @torch.no_grad()
-    def finish(self, trainer: dict[str, Any], extra_state: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(self, trainer: dict[str, Any]) -> dict[str, Any]:
         """Put the rest of what was loaded into the objects and the dict; returns what of the checkpoint is left.
 
         Args:
             trainer: what ``checkpoint.load`` returned of the trainer's state.
-            extra_state: what it returned of the model's values that are no tensors.
         """
-        if self._objects.modules:
-            put_values(self._root, self._state_dict, extra_state)
-            state = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
-            load_edited(self._root, state, state, not_live(self._root, state), self._whole)
         placed = {path: self._objects.tensors[path] for path in self._fitting}
         absent, taken = {*self.missing}, list[Path]()
         for path in (*placed, *self._objects.stateful, *self._objects.values):

@@ -98,8 +98,9 @@ def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
         frozen=frozenset(prefix + key for key in plain.frozen),
     )
     other = {prefix + key: value for key, value in found.documents["model"].items()}
-    leaves, documents = {**found.leaves, "model": model}, {**found.documents, "model": other}
-    return replace(found, leaves=leaves, documents=documents)
+    versions = {f"{prefix}{name}".removesuffix("."): v for name, v in (found.documents["versions"] or {}).items()}
+    documents = {**found.documents, "model": other, "versions": versions}
+    return replace(found, leaves={**found.leaves, "model": model}, documents=documents)
 
 
 def _refuse_existing(path: str, storage: StorageRouter) -> None:

@@ -104,7 +104,7 @@ class SaveJob:
         if self._ranks.world > 1 and self._options.replicas == "same":
             self._digests = replica_digests(self._snapshot.leaves, self._own_tables, this_rank())
         tables = self._plans.digest.of(self._own_tables, lambda: table_digest(self._own_tables))
-        documents = [self._snapshot.documents.get(role) for role in ("model", "frozen")]
+        documents = [self._snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
         digest = tables + "".join(json.dumps(sorted(document or ())) for document in documents)
         return {
             "path": str(self.path),
@@ -280,7 +280,8 @@ class SaveJob:
             names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
             found["trainer"] = found.get("trainer") if self._trainer is None else self._trainer
         if any(rank == group[0][0] for group in agreed["groups"]):
-            names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in ("model", "optimizer", "frozen")}
+            roles = ("model", "optimizer", "frozen", "versions")
+            names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in roles}
         for role, name in names.items():
             if found.get(role) or (role == "optimizer" and role in found):  # that there are none is told, too
                 content = json.dumps(found[role], separators=(",", ":"), allow_nan=False).encode()

@@ -20,6 +20,7 @@ from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import decode_with, no_tensor
 from lightning_shardckpt.state.key_paths import KEYS
+from lightning_shardckpt.state.module_versions import METADATA, renamed_versions, with_versions
 from lightning_shardckpt.state.state_dicts import is_told_apart, states_of_checkpoint
 from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -120,7 +121,8 @@ def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
         return
     naming.check(state)
     names = unique((name, naming.new(name), id(value)) for name, value in state.items() if naming.takes(name))
-    checkpoint["state_dict"] = {new: state[old] for new, old in names.items()}
+    versions = renamed_versions(getattr(state, METADATA, None), names)
+    checkpoint["state_dict"] = with_versions({new: state[old] for new, old in names.items()}, versions)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [_renamed(one, naming) for one in checkpoint["optimizer_states"]]
 

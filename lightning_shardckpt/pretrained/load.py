@@ -19,8 +19,9 @@ from lightning_shardckpt.sources.casting import converts
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.state.load_code import ForCode
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
-from lightning_shardckpt.state.module_io import load_edited, not_live
+from lightning_shardckpt.state.module_io import load_rest, not_live
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 
@@ -60,7 +61,8 @@ class PretrainedStart:
             fitted.fill(targets)
 
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
-        load_edited(module, state_dict, state_dict, not_live(module, state_dict), whole)
+        copies = not_live(module, state_dict)
+        load_rest({"": module}, state_dict, state_dict, copies, ForCode(), whole, strict=False)
 
 
 @contextmanager

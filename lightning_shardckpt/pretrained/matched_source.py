@@ -17,6 +17,7 @@ from lightning_shardckpt.sources.foreign_source import ForeignSource
 from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
 from lightning_shardckpt.sources.source import ReadTarget, ShardedSource, Source
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.module_versions import renamed_versions
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors
@@ -95,6 +96,8 @@ class MatchedSource:
 
     def document(self, role: str, rank: int = 0) -> Any:
         """Return what is stored of the model beside its tensors."""
+        if role == "versions":
+            return renamed_versions(self._source.document(role), self._fit.stored)
         return self._source.document(role, rank) if role == "model" else None
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:

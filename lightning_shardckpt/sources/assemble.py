@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.documents import FROZEN
+from lightning_shardckpt.state.module_versions import with_versions
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 
 
@@ -50,7 +51,9 @@ def assemble(
         state: dict[str, Any] = {key: tensor("model", key) for key in components["model"].tensors}
         state |= {alias: state[of] for alias, of in components["model"].aliases.items()}
         state |= {name: decoded(value) for name, value in (source.document("model") or {}).items()}
-        found["state_dict"] = state
+        versions = source.document("versions")
+        decoded_versions = None if versions is None else {name: decoded(value) for name, value in versions.items()}
+        found["state_dict"] = with_versions(state, decoded_versions)
         if frozen := source.document("frozen"):
             found[FROZEN] = frozen
     document = source.document("optimizer") if optimizers else None

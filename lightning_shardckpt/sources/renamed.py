@@ -10,6 +10,7 @@ from typing import Any
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import SourceView
+from lightning_shardckpt.state.module_versions import renamed_versions
 
 
 def model_names(source: Source) -> set[str]:
@@ -102,6 +103,8 @@ class RenamedSource(SourceView):
     def document(self, role: str, rank: int = 0) -> Any:
         """Return what was stored under a role, with the names here."""
         found = self._source.document(role, rank)
+        if role == "versions":
+            return renamed_versions(found, self._of)
         if role in ("model", "frozen"):
             return {name: found[stored] for name, stored in self._of.items() if stored in found} if found else found
         if role != "optimizer" or (found is None and self._optimizers):

@@ -24,8 +24,10 @@ from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTenso
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.dtensor_layout import this_rank, view_at
+from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.key_paths import KEYS
 from lightning_shardckpt.state.model import model_leaves
+from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
 from lightning_shardckpt.state.state_dicts import checkpoint_of_states, is_lightnings, is_weights
@@ -72,6 +74,7 @@ class TorchFileSource:
         self._documents: dict[str, Any] = {}
         if state_dict is not None:
             self._leaves["model"], self._documents["model"] = model_leaves(state_dict)
+            self._documents["versions"] = versions_of(state_dict, encode_small)
         if "optimizer_states" in self._checkpoint:
             states = self._checkpoint.pop("optimizer_states")
             self._leaves["optimizer"], self._documents["optimizer"] = optimizer_leaves(states)
@@ -140,7 +143,7 @@ class TorchFileSource:
         return self._components
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """The JSON of "model", "optimizer" or "frozen"."""
+        """The JSON of "model", "optimizer", "frozen" or "versions"."""
         return self._documents.get(role)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
@@ -208,9 +211,9 @@ def _split(found: Any, path: str, only: str | None) -> CheckpointAndWeights:
         checkpoint = dict(found) if is_lightnings(found) else checkpoint_of_states(found, nested=True, only=only)
         state_dict = None if checkpoint is None else checkpoint.pop("state_dict", None)
         if checkpoint is not None and (isinstance(state_dict, Mapping) or "optimizer_states" in checkpoint):
-            return checkpoint, None if state_dict is None else dict(state_dict)
+            return checkpoint, state_dict
     if is_weights(found):
-        return {}, dict(found)
+        return {}, found
     raise CheckpointNotFoundError(
         f"{path!r} is a file, but no checkpoint: it has no state_dict, nor the state of a module or an optimizer under "
         "another key, nor is it a dict of tensors"

@@ -16,7 +16,7 @@ from lightning_shardckpt.format.box import Shape
 _TAG = "$"
 _MAPPINGS = ("map", "odict", "counter", "namespace")
 _SEQUENCES = ("tuple", "deque")
-_PLAIN = ("frozen", "peft", "huggingface")
+_PLAIN = ("frozen", "versions", "peft", "huggingface")
 
 
 @dataclass(frozen=True, slots=True)

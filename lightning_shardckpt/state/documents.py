@@ -28,7 +28,8 @@ _COMPANION_BYTES = 1 << 27
 
 
 def checked(role: str, content: bytes, where: str) -> Any:
-    """The JSON of a document of a role: "trainer", "rank", "model", "optimizer", "frozen", "peft" or "huggingface".
+    """The JSON of a document of a role: "trainer", "rank", "model", "optimizer", "frozen", "versions", "peft" or
+    "huggingface".
 
     Raises:
         FormatError: naming ``where`` and what is wrong.
@@ -39,6 +40,9 @@ def checked(role: str, content: bytes, where: str) -> Any:
             _optimizers(value)
         elif role == "frozen":
             check_frozen(value)
+        elif role == "versions":
+            for name, version in _object(value, "").items():
+                _object(version, shown(name))
         elif role == "peft":
             adapters_from_json(value)
         elif role == "huggingface":
@@ -51,7 +55,10 @@ def checked(role: str, content: bytes, where: str) -> Any:
 
 
 def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
-    """The JSON of a role, None if there is none; of "model", "optimizer" and "frozen" the union over ranks."""
+    """The JSON of a role, None if there is none; of those that groups of ranks store the union.
+
+    Of "versions" that is never None, since a module that is not in it is of version 1.
+    """
     known = checkpoint.root.documents
     single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
     single |= {"peft": PEFT, "huggingface": HUGGING_FACE}
@@ -63,6 +70,7 @@ def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
     found = [checked(role, checkpoint.document(name), f"{checkpoint.path!r}, {name}") for name in names]
     if role == "optimizer" and len(found) > 1:
         return merge_optimizers(found)
+    found += [{}] if role == "versions" else []
     return {name: value for one in reversed(found) for name, value in one.items()} if found else None
 
 

@@ -1,19 +1,28 @@
-"""Bring loaded values into a module where its state dict is not its own memory."""
+"""Bring loaded values into modules by their own ``load_state_dict``, where filling tensors in place is not enough.
+
+That is for entries that are no tensors, or copies, for those that hooks have changed, and for modules that run code of
+their own when they are loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.state.compound_tensors import memory_of
+from lightning_shardckpt.state.compound_tensors import is_compound, memory_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice
-from lightning_shardckpt.state.model import WholeNames, is_extra_state, is_value
+from lightning_shardckpt.state.load_code import ForCode
+from lightning_shardckpt.state.model import WholeNames, is_value
+from lightning_shardckpt.state.module_versions import versions_in, with_versions
+
+_LISTED = 20
 
 
 def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
@@ -41,52 +50,129 @@ def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]
     )
 
 
-def load_edited(
-    module: nn.Module,
-    loaded: Mapping[str, Any],
-    now: Mapping[str, Any],
-    copies: frozenset[str],
-    whole: WholeNames | None = None,
-) -> None:
-    """Bring entries of the loaded state dict into the module that filling it in place did not, or that hooks replaced.
+def entries_loaded(
+    modules: Mapping[str, nn.Module], live: Mapping[str, Any], values: Mapping[str, Any], for_code: ForCode
+) -> dict[str, Any]:
+    """Return the state dict that was loaded, under the names that the modules have: live tensors, and what is not in
+    the modules yet.
 
     Args:
-        module: the live module.
-        loaded: entries as they were filled.
-        now: the same after on_load_checkpoint hooks; whole tensors may stand for sharded ones.
-        copies: names of entries that are not the module's own memory.
+        modules: by what stands before the names of each.
+        live: their state dict, of which tensors are filled.
+        values: loaded entries that are no tensors, by canonical name.
+        for_code: what else is not in the modules yet, and what was not stored.
+    """
+    registered = {clean_fqn(name): name for name in live}
+    found = {name: value for name, value in live.items() if clean_fqn(name) not in for_code.absent}
+    found |= {registered[name]: value for name, value in values.items() if name in registered}
+    if not for_code.entries:
+        return found
+    starts = {
+        start + clean_fqn(f"{name}." if name else ""): start + (f"{name}." if name else "")
+        for start, root in modules.items()
+        for name, _ in root.named_modules(remove_duplicate=False)
+    }
+    for name, value in for_code.entries.items():
+        start, last = name, ""
+        while start and start not in starts:
+            start, _, part = start.removesuffix(".").rpartition(".")
+            start, last = f"{start}." if start else "", f"{part}.{last}"
+        found[registered.get(name) or starts.get(start, "") + last.removesuffix(".")] = value
+    return found
+
+
+def load_rest(
+    modules: Mapping[str, nn.Module],
+    live: Mapping[str, Any],
+    now: Mapping[str, Any],
+    copies: frozenset[str],
+    for_code: ForCode,
+    whole: WholeNames | None = None,
+    *,
+    strict: bool,
+) -> list[str]:
+    """Bring entries into the modules that filling tensors in place did not, through ``load_state_dict`` of each.
+
+    Code of the modules may use parameters as wholes, so every rank must call it that has a part of them.
+
+    Args:
+        modules: by what stands before the names of each.
+        live: their state dict, of which tensors are filled.
+        now: what ``entries_loaded`` returned, as on_load_checkpoint hooks left it; whole tensors may stand for sharded
+            ones.
+        copies: names of entries of ``live`` that are not the modules' own memory.
+        for_code: what is left to code of the modules.
         whole: names of the model over all pipeline stages; a hook may name what another stage has.
+        strict: whether differences are errors.
+
+    Returns:
+        Differences that only code of the modules could tell.
 
     Raises:
-        MismatchError: for entries that the module does not have.
+        MismatchError: for entries that the modules do not have, or lack, if ``strict``; for those that do not fit.
+        StateError: if a hook took out what had been loaded.
     """
     whole = whole or WholeNames()
-    edited = {name: value for name, value in now.items() if name in copies or value is not loaded.get(name)}
+    edited = _edited(live, now, copies, whole)
+    removed = [name for name in live if name not in now and clean_fqn(name) not in for_code.absent]
+    if removed and not strict:
+        raise StateError(
+            f"on_load_checkpoint took {removed[:_LISTED]} out of the state dict, but they are loaded already. To keep "
+            "the values that the model has, name them in ShardCkptIO(resume_skip=[…])."
+        )
+    if not (edited or removed or for_code.is_needed):
+        return []
+    of_modules = {start: _named(module) for start, module in modules.items()}
+    own = {start + name: tensor for start, named in of_modules.items() for name, tensor in named.items()}
+    compound = {name for name, tensor in own.items() if name not in edited and is_compound(tensor)}
+    entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in now.items()}
+    missing, unexpected = list[str](), list[str]()
+    for start, module in modules.items():
+        mine = {n.removeprefix(start): v for n, v in entries.items() if n.startswith(start) and n not in compound}
+        versions = None if for_code.versions is None else versions_in(for_code.versions, start)
+        found = _loaded(module, with_versions(mine, versions, (name for name, _ in module.named_modules())))
+        missing += [start + name for name in found[0]]
+        unexpected += [start + name for name in found[1]]
+    there = {name for name in live if name not in copies}
+    lines = [f"{name}  in model only" for name in missing if name in live and name not in compound]
+    strangers = (name for name in unexpected if name not in there and clean_fqn(name) not in whole.state)
+    lines += [f"{name}  in checkpoint only" for name in strangers]
+    if lines and strict:
+        raise MismatchError(f"{len(lines)} differences after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
+    return lines
+
+
+def _loaded(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
+    """Have a module load a state dict; returns the names that are missing and unexpected."""
+    try:
+        found = module.load_state_dict(state_dict, strict=False)
+    except RuntimeError as error:
+        if str(error).startswith("Error(s) in loading state_dict"):
+            raise MismatchError(str(error)) from error
+        raise
+    return found or ((), ())  # a method of the user's may return nothing
+
+
+def _named(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return dict(chain(*named))
+
+
+def _edited(
+    live: Mapping[str, Any], now: Mapping[str, Any], copies: frozenset[str], whole: WholeNames
+) -> dict[str, Any]:
+    """Return the entries that are not in the modules, whole tensors cut to the shards that they are for."""
+    edited = {name: value for name, value in now.items() if name in copies or value is not live.get(name)}
     for tie in whole.ties:  # the hook may have used a name that another stage has for the tensor
         names = [name for name in edited if clean_fqn(name) in tie]
         if names:
             value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
-            edited |= {name: value for name in loaded if clean_fqn(name) in tie}
+            edited |= {name: value for name in live if clean_fqn(name) in tie}
     for name, value in edited.items():
-        before = loaded.get(name)
-        if isinstance(before, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        before = live.get(name)
+        if not isinstance(before, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if before.shape == value.shape and not value.is_meta:
             edited[name] = torch.empty_like(before, dtype=value.dtype)
             copy_slice(edited[name], value)
-    if edited:
-        found = module.load_state_dict(edited, strict=False).unexpected_keys
-        unexpected = [name for name in found if clean_fqn(name) not in whole.state]
-        if unexpected and getattr(module, "strict_loading", True):
-            raise MismatchError(f"on_load_checkpoint left entries that the model does not have: {unexpected}")
-
-
-def put_values(module: nn.Module, state_dict: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Bring loaded values, by canonical name, into the module and into its state dict: extra state, and no tensors."""
-    for name, sub in module.named_modules():
-        key = clean_fqn(f"{name}._extra_state" if name else "_extra_state")
-        if key in values:
-            sub.set_extra_state(values[key])
-    keys = {name: clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)}
-    found = {name: values[key] for name, key in keys.items() if key in values}
-    state_dict.update(found)
-    if others := {name: value for name, value in found.items() if not is_extra_state(name)}:
-        module.load_state_dict(others, strict=False)
+    return edited

@@ -8,6 +8,7 @@ in order. Everything else is trainer state at its place in the dict.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -24,6 +25,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors
 from lightning_shardckpt.state.module_io import parameter_names
+from lightning_shardckpt.state.module_versions import METADATA
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.system.gc_pause import gc_paused
 
@@ -60,6 +62,11 @@ class NestedObjects:
         return {path: ".".join(map(str, path)) + "." if len(self.modules) > 1 else "" for path in self.modules}
 
     @property
+    def named(self) -> dict[str, nn.Module]:
+        """The modules by the text before the names of each."""
+        return {prefix: self.modules[path] for path, prefix in self.prefixes.items()}
+
+    @property
     def root(self) -> nn.Module:
         """A module with all modules, that has their parameters under the names with prefixes."""
         if len(self.modules) == 1:
@@ -76,15 +83,20 @@ class NestedObjects:
         Raises:
             StateError: if two modules have an entry of one name.
         """
-        found: dict[str, Any] = {}
+        found = OrderedDict[str, Any]()
+        versions = OrderedDict[str, Any]()
         for path, prefix in self.prefixes.items():
-            state = {prefix + name: value for name, value in self.modules[path].state_dict().items()}
+            of_module = self.modules[path].state_dict()
+            state = {prefix + name: value for name, value in of_module.items()}
+            for name, version in getattr(of_module, METADATA, {}).items():
+                versions[f"{prefix}{name}".removesuffix(".")] = version
             if twice := found.keys() & state.keys():
                 raise StateError(
                     f"{key_of(path)!r} and another module of the state both have {max(twice)!r}: choose keys of which "
                     "none is the beginning of another one"
                 )
             found |= state
+        vars(found)[METADATA] = versions
         return found
 
 

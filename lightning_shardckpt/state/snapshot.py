@@ -40,9 +40,9 @@ class Snapshot:
     """Everything that one rank contributes.
 
     ``leaves`` by component; ``own`` holds plain trainer tensors, of which rank 0's are stored. ``documents`` by role:
-    "trainer", "peft" and "huggingface" (rank 0's is stored), "rank" (every rank's), "model", "optimizer" and "frozen"
-    (stored once per group of ranks that hold the same tensors). Of the trainer's state, other groups add what rank 0
-    does not have. ``notes`` is what a person should know. Values must not change until the save returned.
+    "trainer", "peft" and "huggingface" (rank 0's is stored), "rank" (every rank's), "model", "optimizer", "frozen"
+    and "versions" (stored once per group of ranks that hold the same tensors). Of the trainer's state, other groups add
+    what rank 0 does not have. ``notes`` is what a person should know. Values must not change until the save returned.
     """
 
     leaves: dict[str, Leaves]

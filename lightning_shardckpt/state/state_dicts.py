@@ -15,10 +15,10 @@ from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
+from lightning_shardckpt.state.module_versions import METADATA, versions_in
 
 VERSION = "pytorch-lightning_version"
 """Key of a Trainer's checkpoint that Fabric's states don't have."""
-_METADATA = "_metadata"
 _NOTHING = object()
 
 
@@ -51,7 +51,7 @@ def is_weights(found: Any) -> bool:
 
 
 def _is_module_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and hasattr(value, _METADATA)
+    return isinstance(value, Mapping) and hasattr(value, METADATA)
 
 
 def checkpoint_of_states(states: Mapping[str, Any], *, nested: bool, only: str | None = None) -> dict[str, Any] | None:
@@ -120,7 +120,7 @@ class _Found:
 
 
 def _joined(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
+    joined, versions = OrderedDict[str, Any](), OrderedDict[str, Any]()
     for prefix, state in by_prefix.items():
         named = {prefix + name: value for name, value in state.items()}
         if twice := joined.keys() & named.keys():
@@ -129,6 +129,9 @@ def _joined(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 "of which none is the beginning of another one"
             )
         joined |= named
+        for name, version in getattr(state, METADATA, {}).items():
+            versions[f"{prefix}{name}".removesuffix(".")] = version
+    vars(joined)[METADATA] = versions
     return joined
 
 
@@ -162,7 +165,7 @@ def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
     model, optimizers = checkpoint.pop("state_dict", {}), checkpoint.pop("optimizer_states", [])
     for key, prefix in keys["modules"].items():
         state = OrderedDict((n.removeprefix(prefix), value) for n, value in model.items() if n.startswith(prefix))
-        setattr(state, _METADATA, OrderedDict())  # so it is told from a dict of tensors
+        vars(state)[METADATA] = versions_in(getattr(model, METADATA, {}), prefix)  # and no dict of tensors
         insert(checkpoint, key, state)
     for key, state in zip(keys["optimizers"], optimizers, strict=False):
         insert(checkpoint, key, state)

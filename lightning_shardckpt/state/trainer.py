@@ -18,6 +18,7 @@ from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
+from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.peft_modules import adapters_of, unchanging, without
 from lightning_shardckpt.state.peft_names import adapters_to_json
@@ -60,6 +61,7 @@ def snapshot(
     documents: dict[str, Any] = {"trainer": tree, "rank": encode_small(rank_state, "rank_state")}
     if "state_dict" in checkpoint:
         leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module, whole)
+        documents["versions"] = versions_of(checkpoint["state_dict"], encode_small)
         if adapters_only and module is not None:
             frozen = unchanging(module, checkpoint.get("optimizer_states", ()))
             records = leaves["model"].records

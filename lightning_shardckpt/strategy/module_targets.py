@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.pretrained.matched_source import fitted_to
+from lightning_shardckpt.state.load_code import LoadCode
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.peft_modules import adapter_tensors
@@ -37,4 +38,5 @@ def module_targets(
     adapters = adapter_tensors(module, leaves.tensors)
     fitting = partial(fitted_to, module=module, live=leaves, whole=whole)
     names = parameter_names(module, whole) if optimizers is not None else {}
-    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, fitting)
+    code = LoadCode.of({"": module})
+    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, fitting, code=code)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,15 +23,15 @@ from lightning_shardckpt.compat.lightning_trainer import assigned_path, requeued
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.module_io import load_edited, not_live
+from lightning_shardckpt.state.module_io import load_rest, not_live
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
 from lightning_shardckpt.strategy.lightning_callbacks import keep_groups
-from lightning_shardckpt.strategy.module_marks import check_filled, is_half_filled
+from lightning_shardckpt.strategy.module_marks import check_filled, filling, is_half_filled
 from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
 from lightning_shardckpt.strategy.resume import Continuation
 from lightning_shardckpt.strategy.stop_position import Stopping
-from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, load_checkpoint, save_checkpoint
+from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, LoadedModule, load_checkpoint, save_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class RunCheckpoints:
         self._ending = Ending.NONE
         self._continuation: Continuation | None = None
         self._awaited = False
-        self._loaded: tuple[dict[str, Any], frozenset[str]] | None = None
+        self._loaded: LoadedModule | None = None
 
     # --- a run begins ---
 
@@ -130,19 +131,31 @@ class RunCheckpoints:
         """
         run = self._begun
         safe = run.launcher.weights_only if weights_only is None else weights_only
-        checkpoint, rank_state = load_checkpoint(io, run.trainer, run.share, path, weights_only=safe)
-        state_dict = dict(checkpoint["state_dict"])
-        self._loaded = state_dict, not_live(run.trainer.lightning_module, state_dict)
+        found = load_checkpoint(io, run.trainer, run.share, path, weights_only=safe)
+        checkpoint, rank_state, self._loaded = found
         if run.is_fit and rank_state is not None:
             self._continuation = Continuation(checkpoint, rank_state, run.share, io.resume)
         return checkpoint
 
-    def put_edited(self, module: pl.LightningModule, state_dict: Mapping[str, Any], names: WholeNames) -> None:
-        """Put into the module what could not be filled in place, and what ``on_load_checkpoint`` hooks have changed."""
-        if self._loaded is not None:
-            loaded, copies = self._loaded
-            self._loaded = None
-            load_edited(module, loaded, state_dict, copies, names)
+    def finish_load(self, module: pl.LightningModule, state_dict: Mapping[str, Any], names: WholeNames) -> None:
+        """Load what could not be filled in place, what hooks have changed, and what code of the module is to load.
+
+        Collective: every rank must call it.
+        """
+        if self._loaded is None:
+            return
+        (path, live, for_code), self._loaded = self._loaded, None
+
+        def load() -> list[str]:
+            copies = not_live(module, live)
+            strict = module.strict_loading
+            return load_rest({"": module}, live, state_dict, copies, for_code, names, strict=strict)
+
+        with filling(module, path):
+            phase = f"loading the rest of {path!r} into {type(module).__name__}"
+            notes: list[str] = self._begun.ranks.step(phase, load, lambda found: sorted({*chain(*found)}))
+        if notes:
+            rank_zero_warn(f"{len(notes)} differences between {path!r} and this model:\n  " + "\n  ".join(notes))
 
     # --- training begins ---
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +21,8 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.module_state import live_state_dict
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.state.module_io import put_values
+from lightning_shardckpt.state.load_code import ForCode
+from lightning_shardckpt.state.module_io import entries_loaded
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
 from lightning_shardckpt.strategy.module_marks import filling
 from lightning_shardckpt.strategy.module_targets import module_targets
@@ -120,6 +121,14 @@ class RankState:
         return cls(stored["rng"], DataShare(**stored["place"]), stored["positions"], *rest)
 
 
+class LoadedModule(NamedTuple):
+    """A module of which a checkpoint has filled tensors in place: its live state dict, and what is left to its code."""
+
+    path: str
+    live: dict[str, Any]
+    for_code: ForCode
+
+
 def save_checkpoint(
     io: ShardCkptIO, position: Position, share: DataShare, checkpoint: dict[str, Any], path: Any, storage_options: Any
 ) -> None:
@@ -148,7 +157,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     io: ShardCkptIO, trainer: pl.Trainer, share: DataShare, path: Any, *, weights_only: bool | None
-) -> tuple[dict[str, Any], RankState | None]:
+) -> tuple[dict[str, Any], RankState | None, LoadedModule]:
     """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
 
     Collective: every rank must call it.
@@ -161,8 +170,9 @@ def load_checkpoint(
         weights_only: for a file of ``torch.save``, as in ``torch.load``; None is True.
 
     Returns:
-        Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, for hooks to see; and the state of the
-        saving rank that stood in this one's place, None if there is none.
+        Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, for hooks to see, and what code of the
+        modules is to load; the state of the saving rank that stood in this one's place, None if there is none; and
+        what of the model is loaded already.
     """
     module = trainer.lightning_module
     with gc_paused():
@@ -184,9 +194,8 @@ def load_checkpoint(
     )
     for note in loaded.skipped:
         rank_zero_info(note)
-    put_values(module, state_dict, loaded.extra_state)
     checkpoint = loaded.trainer
-    checkpoint["state_dict"] = state_dict
+    checkpoint["state_dict"] = entries_loaded({"": module}, state_dict, loaded.extra_state, loaded.for_code)
     stored = checkpoint.pop(RANK_STATE)
     rank_state = None if stored is None else RankState.from_json(stored)
     checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting and "loops" in parts)
@@ -197,7 +206,7 @@ def load_checkpoint(
     if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint and any(rank_state.loaders):
         # a loader of the user's has a state of its own
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = list(rank_state.loaders)
-    return checkpoint, rank_state
+    return checkpoint, rank_state, LoadedModule(str(path), state_dict, loaded.for_code)
 
 
 def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset[str]) -> None:

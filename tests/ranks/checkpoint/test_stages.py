@@ -26,8 +26,9 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.json_tree import decode_equal
+from lightning_shardckpt.state.load_code import ForCode
 from lightning_shardckpt.state.model import WholeNames, tied_names
-from lightning_shardckpt.state.module_io import load_edited, parameter_names
+from lightning_shardckpt.state.module_io import load_rest, parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_leaves, optimizer_state
 from lightning_shardckpt.state.optimizer_merge import merge_optimizers
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
@@ -453,9 +454,11 @@ def edit_on_load(path: str) -> dict[str, Any]:
     stage.load(path)
     now = loaded | {"layers.0.linear.bias": torch.ones(7), "layers.2.linear.bias": torch.ones(7)}
     now["embed.weight"] = torch.full((11, 7), 3.0)
-    load_edited(stage.module, loaded, now, frozenset(), stage.names)
+    modules, code = {"": stage.module}, ForCode()
+    load_rest(modules, loaded, now, frozenset(), code, stage.names, strict=True)
     with pytest.raises(MismatchError, match=r"nobody\.has"):
-        load_edited(stage.module, loaded, {**loaded, "nobody.has": torch.ones(1)}, frozenset(), stage.names)
+        stranger = {**loaded, "nobody.has": torch.ones(1)}
+        load_rest(modules, loaded, stranger, frozenset(), code, stage.names, strict=True)
     return stage.state()
 
 
