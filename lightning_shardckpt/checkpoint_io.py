@@ -53,6 +53,7 @@ from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.system.text import count_text
 
 _FIXED = {
     *("size_per_shard", "verify", "also", "replicas", "digest", "incremental", "share_reads"),
@@ -376,7 +377,7 @@ class ShardCkptIO(CheckpointIO):
         found = load_whole(path, map_location, verify=verify, weights_only=safe, storage=storage)
         self._saves.loaded(path)
         if not is_torch_file(path) and (frozen := found.pop(FROZEN, None)):
-            self._warn([f"{path!r} has no {len(frozen)} frozen parameters: {_WITHOUT_STRATEGY}"])
+            self._warn([f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: {_WITHOUT_STRATEGY}"])
         return found
 
     def load_into(

@@ -27,6 +27,7 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import Dropped, lost_values
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
 
@@ -143,4 +144,4 @@ def _check_adapters(
     if problems and (module.strict_loading if strict is None else strict):
         listed = "\n  ".join(problems[:_LISTED])
         name = type(module).__name__
-        raise MismatchError(f"cannot load {path!r} into {name}: {len(problems)} differences\n  {listed}")
+        raise MismatchError(f"cannot load {path!r} into {name}: {count_text(len(problems), 'difference')}\n  {listed}")

@@ -31,6 +31,7 @@ from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
+from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
 
@@ -243,21 +244,21 @@ class LoadJob:
         problems = list(dict.fromkeys(lines + found.problems))
         count = len(problems)
         lines = problems[:_LISTED] + ([f"… and {count - _LISTED} more"] if count > _LISTED else [])
-        listed, path = "\n  ".join(lines), repr(self.source.path)
+        listed, path, differences = "\n  ".join(lines), repr(self.source.path), count_text(count, "difference")
         if count and self._strict:
             raise MismatchError(
-                f"cannot load {path} into this model: {count} differences\n  {listed}\n"
+                f"cannot load {path} into this model: {differences}\n  {listed}\n"
                 f"{self._live.remedy} to load the rest, or look with "
                 "`python -m lightning_shardckpt inspect PATH`."
             )
-        note = f"{count} differences between {path} and this model were left as they are:\n  {listed}"
+        note = f"left as they are: {differences} between {path} and this model\n  {listed}"
         sources: dict[str, list[int] | None] = {}
         for group, numbers in ((g, n) for report in reports for g, n in report["sources"].items()):
             known = sources.get(group)
             sources[group] = known if numbers is None else list(dict.fromkeys([*(known or ()), *numbers]))
         notes = [note] if count else []
         if kept := list(dict.fromkeys(key for report in reports for key in report["kept"])):
-            notes.append(f"{path} has no adapters: {len(kept)} tensors of adapters keep the values that they have")
+            notes.append(f"{path} has no adapters: {count_text(len(kept), 'tensor')} of adapters left as they are")
         if casts := sorted({cast for report in reports for cast in report["casts"]}):
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         return {"notes": notes, "skipped": skipped, "sources": sources, "joined": joined}

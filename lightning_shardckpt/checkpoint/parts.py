@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.system.text import count_text
 
 PARTS = ("model", "optimizer", "param_groups", "schedulers", "loops", "data", "callbacks", "random")
 """The parts that ``ShardCkptIO(resume=…)`` may name, in the words of torch and Lightning."""
@@ -93,7 +94,8 @@ def note_of_skipped(patterns: Sequence[str], used: Iterable[str], names: Sequenc
             "live. Names are those of tensors of the model and of optimizers, as `lightning_shardckpt.metadata` lists "
             "them, and * is any text"
         )
-    return [f"{path!r}: {len(names)} entries are skipped and keep what they have: {listed(names)}"] if names else []
+    count = count_text(len(names), "entry", "entries")
+    return [f"{path!r}: skipped, and left as they are: {count}, {listed(names)}"] if names else []
 
 
 def listed(names: Sequence[str]) -> str:

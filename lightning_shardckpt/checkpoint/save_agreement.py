@@ -7,6 +7,7 @@ import json
 from lightning_shardckpt.checkpoint.save_values import SaveWish
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.replica_digests import Digests, differing
+from lightning_shardckpt.system.text import count_text
 
 _LISTED = 10
 
@@ -58,6 +59,7 @@ def refuse_differing(path: str, groups: list[list[int]], reports: list[Digests])
     listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)
     raise MismatchError(
         f"cannot save {path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
-        f"{len(lines)} tensors, by the ranks that hold the same:\n  {listed}\nMake them equal (average them, …), "
+        f"{count_text(len(lines), 'tensor')}, by the ranks that hold the same:\n  {listed}\n"
+        "Make them equal (average them, …), "
         'or take those of the lowest rank with replicas="first".'
     )

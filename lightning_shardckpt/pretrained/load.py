@@ -24,6 +24,7 @@ from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, 
 from lightning_shardckpt.state.module_io import load_rest, not_live
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.system.text import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def _judging(path: str, *, strict: bool) -> Callable[[list[dict[str, list[str]]]
         if problems:
             listed = "\n  ".join(limited(problems, 20))
             raise MismatchError(
-                f"cannot begin with the weights at {path!r}: {len(problems)} tensors differ\n  {listed}\n"
+                f"cannot begin with the weights at {path!r}: {count_text(len(problems), 'difference')}\n  {listed}\n"
                 "Leave them out with a pretrained_key_mapping that makes None of their names, or change the model."
             )
         notes = reports[0]["report"]

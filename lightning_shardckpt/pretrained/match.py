@@ -32,6 +32,7 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.peft_names import added_names
+from lightning_shardckpt.system.text import count_text
 
 _LISTED = 10
 _UNCHANGED = KeyMapping()
@@ -209,13 +210,14 @@ def _ignored(model: nn.Module | None) -> tuple[_Patterns, _Patterns]:
 
 def report(found: Match, path: str) -> list[str]:
     """A sentence on what is missing, unexpected or without effect, for a warning or an error; none if nothing is."""
-    kinds = {
-        "tensors of the model are not in it and keep their first values": found.missing,
-        "tensors in it are not in the model": found.unexpected,
-        "tensors are tied in the model and apart in it; the first is taken": found.apart,
-        "entries of pretrained_key_mapping are about no name in it": found.idle,
-    }
-    lines = [f"{len(names)} {what}:\n  " + "\n  ".join(limited(names)) for what, names in kinds.items() if names]
+    kinds = [
+        ("not in it, so with first values", found.missing, "tensor", "tensors"),
+        ("not in the model", found.unexpected, "tensor", "tensors"),
+        ("one in the model and apart in it, where the first is taken", found.apart, "tie", "ties"),
+        ("of pretrained_key_mapping, about no name in it", found.idle, "entry", "entries"),
+    ]
+    counted = [(f"{what}: {count_text(len(names), one, many)}", names) for what, names, one, many in kinds if names]
+    lines = ["\n  ".join([what, *limited(names)]) for what, names in counted]
     return [f"pretrained weights at {path!r}: " + "\n".join(lines)] if lines else []
 
 

@@ -34,6 +34,7 @@ from lightning_shardckpt.state.json_tree import tensor_from_bytes
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.system.text import count_text
 
 _PICKLED, _GROUPS = "non_tensor_keys", "param_groups"
 _SMALL_BYTES = 64 << 20  # what is no tensor, and tensors without dims
@@ -115,7 +116,8 @@ def _check_complete(path: str, index: str, files: Mapping[str, str], found: Mapp
     lost = [key for key in files if key not in found]
     if lost:
         listed = "\n  ".join(f"parameter {shown(key)} should be in {files[key]}" for key in lost[:_LISTED])
-        raise CorruptionError(f"{path!r}: the state of {len(lost)} parameters of {index} is not there\n  {listed}")
+        count = count_text(len(lost), "parameter")
+        raise CorruptionError(f"{path!r}: the state of {count} of {index} is not there\n  {listed}")
 
 
 # ── files of safetensors ──────────────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, read_all
+from lightning_shardckpt.system.text import count_text
 
 _LISTED = 5
 
@@ -111,5 +112,5 @@ def _safe(
     lost = [key for key in weight_map if key not in tensors]
     if lost:
         listed = "\n  ".join(f"{shown(key)} should be in {weight_map[key]}" for key in lost[:_LISTED])
-        raise CorruptionError(f"{path!r}: {len(lost)} tensors of the index are not in the files\n  {listed}")
+        raise CorruptionError(f"{path!r}: {count_text(len(lost), 'tensor')} of the index not in the files\n  {listed}")
     return ForeignSource(ForeignTensors(path, reader, {"model": tensors}))

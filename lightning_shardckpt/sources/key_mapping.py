@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.system.text import count_text
 
 NewNames: TypeAlias = "str | Sequence[str] | None"
 KeyMappingLike: TypeAlias = (
@@ -152,7 +153,7 @@ class KeyMapping:
         if collisions:
             more = [f"… and {len(collisions) - _LISTED} more"] if len(collisions) > _LISTED else []
             listed = "\n  ".join([*collisions[:_LISTED], *more])
-            raise MismatchError(f"{self.option} gives {len(collisions)} names several times\n  {listed}")
+            raise MismatchError(f"{self.option} gives {count_text(len(collisions), 'name')} several times\n  {listed}")
         return {new: olds[0] for new, olds in found.items()}
 
     def unused(self, names: Iterable[str]) -> list[str]:

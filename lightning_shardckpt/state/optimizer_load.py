@@ -29,6 +29,13 @@ Keyed: TypeAlias = tuple[str, torch.Tensor]
 """A tensor with the key under which it is stored."""
 
 
+_OF_SCHEDULERS = "initial_lr"
+_OF_ANY_CLASS = {
+    *("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", _OF_SCHEDULERS),
+}
+"""Settings that came to classes of torch over the years, or that schedulers add: they tell no class from another."""
+
+
 class OptimizerLoad:
     """The plan to bring one live optimizer to a stored state: compare first, then fill its tensors, then apply.
 
@@ -63,6 +70,7 @@ class OptimizerLoad:
         self._filled: dict[tuple[int, str], torch.Tensor] = {}  # by id of the parameter and name
         self._names, self._leaving = names, leaving or Leaving(number)
         self._mapped = True
+        self._is_other = bool(stored.hyper) and all(self._settings()) and not self._leaving.all
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
         self._apart: dict[str, int] = {}  # stored names that a live parameter has, too, by its id
         live = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
@@ -113,7 +121,9 @@ class OptimizerLoad:
         """
         where = f"optimizer {self.number}"
         known = set(self._group_of)
-        if self.is_joined:
+        if self._is_other:
+            differences.add(where, self._other_class())
+        if self._is_other or self.is_joined:
             return
         if not self._mapped:
             differences.add(where, self._unmapped(in_part=bool(elsewhere)))
@@ -132,6 +142,19 @@ class OptimizerLoad:
                 differences.add(f"{where}: {self._names[id(param)]}", "in model only")
                 continue
             self._compare_state(name, param, component, differences)
+
+    def _settings(self) -> tuple[set[str], set[str]]:
+        """Return the settings that the stored optimizer has alone, and those that the live one's class has alone."""
+        stored = {key for hyper in self._stored.hyper for key in hyper} - _OF_ANY_CLASS
+        own = set(getattr(self._optimizer, "defaults", ())) - _OF_ANY_CLASS
+        return stored - own.union(*self._optimizer.param_groups), own - stored
+
+    def _other_class(self) -> str:
+        there, here = (", ".join(sorted(keys)) for keys in self._settings())
+        return (
+            f"is of another class in the checkpoint: that has {there}, and {type(self._optimizer).__name__} has {here} "
+            "in param groups. To begin with a new optimizer, load the model without it"
+        )
 
     def _is_same_state(self, name: str, alike: Callable[[Sequence[str], torch.Tensor], bool]) -> bool:
         """Return whether a stored parameter that is one with another here has the state of that one."""
@@ -296,7 +319,7 @@ class OptimizerLoad:
                     state = {k: v for k, v in state.items() if k not in left} | kept
                 if state:
                     self._optimizer.state[param] = state
-        groups = enumerate(() if self._leaving.hyper else self._optimizer.param_groups)
+        groups = enumerate(() if self._leaving.hyper or self._is_other else self._optimizer.param_groups)
         return [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
 
     def _params(self) -> list[torch.Tensor]:
@@ -307,7 +330,7 @@ class OptimizerLoad:
     def _is_taken(self, param: torch.Tensor) -> bool:
         """Return whether a parameter gets the state that the checkpoint has of it."""
         name = self._names[id(param)]
-        return name not in self._reshaped and not self._leaving.param(name)
+        return not self._is_other and name not in self._reshaped and not self._leaving.param(name)
 
     def _left(self, param: torch.Tensor) -> set[str]:
         if not self._leaving.has_names:
@@ -336,7 +359,7 @@ class OptimizerLoad:
             else:
                 group[key] = copy.deepcopy(values[0])  # another group may take it, too
         known = {k for i in sources for k in self._stored.hyper[i]}
-        missing = [k for k in group if sources and k not in known and k not in NOT_HYPER]
+        missing = [k for k in group if sources and k not in known and k not in (*NOT_HYPER, _OF_SCHEDULERS)]
         if missing:
             notes.append(f"{where}: not in the checkpoint, kept as configured: {missing}")
         return notes

@@ -27,6 +27,11 @@ class Leaving:
         self._is_skipped = is_skipped
 
     @property
+    def all(self) -> bool:
+        """Whether nothing of the optimizer is taken."""
+        return not self._state and self.hyper
+
+    @property
     def has_names(self) -> bool:
         """Whether anything is left by its name. Where nothing is, as in nearly all loads, nobody need ask for each."""
         return self._is_skipped is not None

@@ -126,7 +126,7 @@ def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
     assert {base_fqn(key) for key in first if "lora_" not in key} == {k for k in expected if k.startswith("model/")}
     assert [key for key in first if not torch.equal(first[key], last[key])]  # it trains from there
     (note,) = ranks[0][2]
-    assert "has no adapters: 20 tensors of adapters keep the values that they have" in note
+    assert "has no adapters: 20 tensors of adapters left as they are" in note
 
 
 def resume_refused(path: str, options: dict[str, Any], base: str | None) -> str:
@@ -170,7 +170,7 @@ def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) 
 
     small.edit(path, "frozen-state-dist-00000.json", shrunk)
     (message,) = run_ranks(1, refused_alone, str(path), base)
-    assert f"1 differences\n  {name}  F32 (16,) when the checkpoint left it out, BF16 (16,) in model" in message
+    assert f"1 difference\n  {name}  F32 (16,) when the checkpoint left it out, BF16 (16,) in model" in message
 
 
 def refused_alone(path: str, base: str) -> str:

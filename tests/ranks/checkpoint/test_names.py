@@ -194,3 +194,62 @@ def test_a_tie_over_stages_that_was_stored_apart_is_one_again_if_its_state_is_th
         assert differing(of_names(state), expected) == []
         with pytest.raises(MismatchError, match=r"one with \w+\.weight in the model, with other state in the checkp"):
             load(tmp_path / "apart", state)
+
+
+# ── optimizers of other classes ───────────────────────────────────────────────────────────────────────────────────
+
+OTHERS: list[Any] = [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_settings_of_an_optimizer_of_another_class_are_not_taken(kind: Any, tmp_path: Path) -> None:
+    saved = tied("wte", 1)
+    save(tmp_path / "a", saved)
+    model = tied("wte", 2, steps=0)["model"]
+    state = {"model": model, "optimizer": kind(model.parameters(), lr=0.5)}
+    before = whole(state)
+    told = rf"1 difference\n  optimizer 0  is of another class .* amsgrad.* {kind.__name__} has"
+    with pytest.raises(MismatchError, match=told):
+        load(tmp_path / "a", state)
+    assert differing(whole(state), before) == []
+    with pytest.warns(UserWarning, match="left as they are: 1 difference"):
+        load(tmp_path / "a", state, strict=False)
+    assert differing(whole(state), {"model": whole(saved["model"]), "optimizer": before["optimizer"]}) == []
+
+
+def test_an_optimizer_of_another_version_of_torch_or_with_other_schedulers_goes_on(tmp_path: Path) -> None:
+    """Settings that torch added, of schedulers, and of the user make no other class of it."""
+    saved = tied("wte", 1)
+    expected = whole(saved["optimizer"])
+    torch.optim.lr_scheduler.OneCycleLR(saved["optimizer"], 0.1, 9)
+    group = saved["optimizer"].param_groups[0]
+    del group["decoupled_weight_decay"], group["fused"]
+    group["named"] = "all"
+    save(tmp_path / "a", saved)
+    stored = {k: v for k, v in whole(saved["optimizer"])["param_groups"][0].items() if k != "params"}
+    state = tied("wte", 2, steps=0)
+    with pytest.warns(UserWarning, match=r"kept as configured: \['fused', 'decoupled_weight_decay'\]"):
+        load(tmp_path / "a", state)
+    found = whole(state["optimizer"])
+    assert {k: found["param_groups"][0][k] for k in stored} == stored
+    assert differing(found["state"], expected["state"]) == []
+    state = tied("wte", 2, steps=0)
+    torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
+    save(tmp_path / "b", tied("wte", 1))
+    load(tmp_path / "b", state)  # a scheduler was added: its initial_lr is nothing to tell
+    assert "initial_lr" in state["optimizer"].param_groups[0]
+
+
+def resume_with_another_optimizer(folder: str) -> None:
+    for name, strategy in (("sharded", {}), ("file", "ddp")):
+        trainer = tiny.trainer(strategy, max_steps=2)
+        trainer.fit(tiny.TinyLM("adamw"), tiny.loader())
+        trainer.save_checkpoint(f"{folder}/{name}")
+        again = tiny.trainer({}, max_steps=3)
+        with pytest.raises(MismatchError, match=r"optimizer 0  is of another class .* and SGD has dampening, momentum"):
+            again.fit(tiny.TinyLM("momentum"), tiny.loader(), ckpt_path=f"{folder}/{name}")
+        assert again.global_step == 0
+
+
+def test_a_trainer_does_not_resume_an_optimizer_of_another_class(tmp_path: Path) -> None:
+    run_ranks(2, resume_with_another_optimizer, str(tmp_path))

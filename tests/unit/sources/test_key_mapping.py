@@ -54,7 +54,7 @@ def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) 
     if found is not None:
         assert mapping.renamed(NAMES) == found
         return
-    with pytest.raises(MismatchError, match=r"gives 1 names several times\n  c.w  of a.w, b.w"):
+    with pytest.raises(MismatchError, match=r"gives 1 name several times\n  c.w  of a.w, b.w"):
         mapping.renamed(NAMES)
 
 
