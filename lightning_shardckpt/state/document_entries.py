@@ -77,6 +77,8 @@ def _of_optimizer(place: str, one: Mapping[str, Any]) -> Iterator[tuple[str, Doc
     for number, group in one["groups"].items():
         yield from _leaves(group["hyper"], f"{place}/param_groups/{number}")
         yield f"{place}/param_groups/{number}/params", DocumentEntry(ValueInfo("list"), group["params"], is_plain=True)
+    for key, value in one.get("own", {}).items():
+        yield from _leaves(value, f"{place}/own/{key}")
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, DocumentEntry]]:

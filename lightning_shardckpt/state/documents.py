@@ -112,6 +112,8 @@ def _numbered(value: Any, place: str) -> list[tuple[str, Any]]:
 def _optimizers(value: Any) -> None:
     for place, optimizer in _numbered(value, ""):
         _object(optimizer, place, "groups", "values", "numbered")
+        own = _object(optimizer.get("own", {}), f"{place}/own")
+        _object(own.get("state", {}), f"{place}/own/state")
         numbered = optimizer["numbered"]
         if type(numbered) is not bool:
             raise FormatError(f"{place}/numbered is not true or false: {shown(numbered)}")

@@ -26,7 +26,7 @@ from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.module_versions import METADATA
-from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, refuse_zero_redundancy
+from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, own_entries, refuse_zero_redundancy
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
@@ -271,6 +271,7 @@ def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return an optimizer's state by parameter name, or by number if nobody knows a name."""
     if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         return optimizer_state(optimizer, names)
+    own_entries(optimizer)  # raises for one that this would not keep
     found: dict[str, Any] = optimizer.state_dict()
     return found
 

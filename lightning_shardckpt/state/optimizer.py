@@ -4,7 +4,8 @@ That function takes a step with zero gradients when the state is still empty, wh
 (torch 2.13). Here an optimizer without state has no state.
 
 Tensors shaped like their parameter are leaves ``<optimizer>/<fqn>/<name>``. Everything else (``step``, 0-dim tensors,
-numbers) and the hyper-parameters of the param groups go into a JSON document.
+numbers) and the hyper-parameters of the param groups go into a JSON document; so does what is of no parameter: state
+under a text (``optimizer.state["k"]``), and entries that an optimizer adds to its ``state_dict``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, saves_in_its_own_way
+from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, loads_in_its_own_way, saves_in_its_own_way
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
@@ -25,6 +26,7 @@ from lightning_shardckpt.state.optimizer_merge import add_value
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
 
+_OF_TORCH = ("state", "param_groups")
 NOT_HYPER = ("params", "param_names")
 """Keys of a param group that are no hyper-parameters."""
 
@@ -37,11 +39,11 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         names: FQN by ``id`` of the parameter.
 
     Raises:
-        StateError: if the optimizer has a parameter that the model does not have, or state of no parameter.
+        StateError: if the optimizer has a parameter that the model does not have, or state that can't be told apart.
     """
     refuse_zero_redundancy(optimizer, "the optimizer")
     _check_keys(optimizer)
-    _check_own_entries(optimizer)
+    own = own_entries(optimizer)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
@@ -51,8 +53,12 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
                 "module does not have; build the optimizer from the module's parameters in configure_optimizers"
             )
         groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+    kept: Mapping[Any, Any] = optimizer.state
+    of_none = {key: value for key, value in kept.items() if isinstance(key, str)}
+    if both := of_none.keys() & names.values():
+        raise StateError(f"{type(optimizer).__name__} has state under {min(both)!r}, which is a parameter's name, too")
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
-    return {"state": state, "param_groups": groups}
+    return {"state": state | of_none, "param_groups": groups, **own}
 
 
 def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
@@ -75,8 +81,11 @@ def is_of_torch(value: object, name: str) -> bool:
 
 
 def _check_keys(optimizer: Optimizer) -> None:
-    for key, values in optimizer.state.items():
+    kept: Mapping[Any, Any] = optimizer.state
+    for key, values in kept.items():
         of = f"{type(optimizer).__name__} has"
+        if isinstance(key, str) and not isinstance(values, Mapping):
+            continue
         if not isinstance(key, torch.Tensor):
             raise StateError(
                 f"{of} state under {shown(key)}, which is no parameter, so that no load could tell where it belongs; "
@@ -86,18 +95,49 @@ def _check_keys(optimizer: Optimizer) -> None:
             raise StateError(f"{of} state that is no dict with texts as keys, for a parameter of {tuple(key.shape)}")
 
 
-def _check_own_entries(optimizer: Optimizer) -> None:
-    """Refuse what an optimizer keeps besides the state of parameters, and what it does when it is loaded."""
-    kind = type(optimizer)
-    is_own = saves_in_its_own_way(optimizer)
-    entries = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})) if is_own else []
-    if entries or has_load_hooks(optimizer):
-        what = f"the entries {entries} in its state_dict" if entries else "hooks on load_state_dict"
+def own_entries(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the entries that an optimizer adds to torch's ``state_dict``.
+
+    Args:
+        optimizer: any torch optimizer.
+
+    Raises:
+        StateError: for one that does more than that, there or when it is loaded, which is not known here.
+    """
+    name, found = type(optimizer).__name__, dict[str, Any]()
+    doing = "hooks on load_state_dict" if has_load_hooks(optimizer) else ""
+    if saves_in_its_own_way(optimizer):
+        state_dict = optimizer.state_dict()
+        found = {key: value for key, value in state_dict.items() if key not in _OF_TORCH}
+        if not state_dict.keys() >= {*_OF_TORCH}:
+            doing = f"a state_dict of its own, of {sorted(map(str, state_dict))}"
+        elif found and not _is_left_alone(optimizer, state_dict["state"]):
+            doing = f"a state_dict that changes the state of parameters and adds {sorted(map(str, found))}"
+    if doing:
         raise StateError(
-            f"{kind.__name__} has {what}, which a sharded checkpoint does not keep, so that a resumed run would be "
-            "another one. Keep such values in optimizer.param_groups, which are saved, or save them in "
-            "on_save_checkpoint and take them back in on_load_checkpoint."
+            f"{name} has {doing}, which a sharded checkpoint does not keep, so that a resumed run would be another "
+            "one. Entries beside torch's 'state' and 'param_groups' are kept; or keep such values in "
+            "optimizer.param_groups, or save them in on_save_checkpoint and take them back in on_load_checkpoint."
         )
+    return found
+
+
+def _is_left_alone(optimizer: Optimizer, saved: Mapping[Any, Any]) -> bool:
+    live = {id(value) for value in optimizer.state.values()}
+    return all(id(value) in live for value in saved.values())
+
+
+def load_own(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
+    """Give an optimizer what is of no parameter, as its ``load_state_dict`` takes it; the rest of it is there already.
+
+    Args:
+        optimizer: whose state and param groups were loaded.
+        own: like its ``state_dict``, without parameters.
+    """
+    optimizer.state.update(own.get("state", {}))
+    entries = {key: value for key, value in own.items() if key not in _OF_TORCH}
+    if entries and loads_in_its_own_way(optimizer):
+        optimizer.load_state_dict({**Optimizer.state_dict(optimizer), **entries})
 
 
 def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, Any]]:
@@ -110,9 +150,17 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
     document: dict[str, Any] = {}
     for number, state in enumerate(states):
         state = state or {"state": {}, "param_groups": []}  # of a LightningModule without optimizers, from Lightning
+        if not state.keys() >= {*_OF_TORCH}:
+            raise StateError(
+                f"optimizer_states/{number} is no state dict as torch's optimizers have it, with 'state' and "
+                f"'param_groups': it has {sorted(map(str, state))}"
+            )
+        own = {k: v for k, v in state["state"].items() if isinstance(k, str) and not isinstance(v, Mapping)}
         values: dict[str, Any] = {}
         having: dict[tuple[Any, ...], list[str]] = {}  # the parameters with a value, by its mark
         for param, found in state["state"].items():
+            if param in own:
+                continue
             for name, value in found.items():
                 key = f"{number}/{_name(param)}/{name}"
                 if "/" in name:
@@ -137,7 +185,17 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
         numbered = any(isinstance(p, int) for group in state["param_groups"] for p in group["params"])
         shared = {name: list(by_value.values()) for name, by_value in values.items()}
         document[str(number)] = {"groups": groups, "values": shared, "numbered": numbered}
+        entries = {key: value for key, value in state.items() if key not in _OF_TORCH}
+        if own or entries:
+            document[str(number)]["own"] = _own_document(own, entries, f"optimizer_states/{number}")
     return Leaves(tensors), document
+
+
+def _own_document(state: Mapping[str, Any], entries: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    if odd := [key for key in (*state, *entries) if not isinstance(key, str) or key.startswith("$")]:
+        raise StateError(f"{where}: {odd[0]!r} cannot be stored as the name of an entry")
+    found: dict[str, Any] = encode_small({**({"state": dict(state)} if state else {}), **entries}, where)
+    return found
 
 
 def _mark(name: str, value: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
 from lightning_shardckpt.state.model import Differences
-from lightning_shardckpt.state.optimizer import NOT_HYPER
+from lightning_shardckpt.state.optimizer import NOT_HYPER, load_own
 from lightning_shardckpt.state.partial_optimizer import Leaving
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
@@ -101,6 +101,7 @@ class OptimizerLoad:
                 for key in every if self.is_joined else of.pop(stored, ()) if stored is not None else ():
                     yield self._names[id(param)], key
             yield from ((f"param_groups/{number}", key) for key in group if key not in NOT_HYPER)
+        yield from (("own", key) for key in self._stored.own)
         if not self._stored.numbered:
             yield from ((name, key) for name, keys in of.items() for key in keys)
 
@@ -320,7 +321,10 @@ class OptimizerLoad:
                 if state:
                     self._optimizer.state[param] = state
         groups = enumerate(() if self._leaving.hyper or self._is_other else self._optimizer.param_groups)
-        return [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
+        notes = [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
+        own = {} if self._is_other else self._stored.own
+        load_own(self._optimizer, {k: v for k, v in own.items() if not self._leaving.own(k)})
+        return notes
 
     def _params(self) -> list[torch.Tensor]:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -22,8 +22,8 @@ def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> list
 def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what one process would have stored, from the documents of groups of ranks: pipeline stages.
 
-    Hyper-parameters are those of the first document. Parameters are in the order of the documents, each once: several
-    stages have those of containers, and tied ones.
+    Hyper-parameters, and what is of no parameter, are those of the first document that has them. Parameters are in the
+    order of the documents, each once: several stages have those of containers, and tied ones.
     """
     merged: dict[str, Any] = {}
     for number in dict.fromkeys(n for document in documents for n in document):
@@ -44,4 +44,6 @@ def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             seen.add((name, param))
         shared = {name: list(by_value.values()) for name, by_value in values.items()}
         merged[number] = {"groups": groups, "values": shared, "numbered": any(part["numbered"] for part in parts)}
+        if own := next((part["own"] for part in parts if "own" in part), None):
+            merged[number]["own"] = own
     return merged

@@ -49,6 +49,10 @@ class Leaving:
         """Return whether an entry of a parameter's state stays."""
         return self._is_skipped is not None and self._is_skipped(f"optimizer/{self._number}/{name}/{key}")
 
+    def own(self, key: str) -> bool:
+        """Return whether an entry of the state that is of no parameter stays."""
+        return not self._state or self.entry("own", key)
+
     def setting(self, group: int, key: str) -> bool:
         """Return whether a hyper-parameter of a param group stays."""
         return self.entry(f"param_groups/{group}", key)

@@ -33,7 +33,7 @@ def is_lightnings(found: Mapping[str, Any]) -> bool:
 
 def is_optimizer_state(value: Any) -> bool:
     """Return whether a value is what ``Optimizer.state_dict`` gives."""
-    if not isinstance(value, Mapping) or value.keys() != {"state", "param_groups"}:
+    if not isinstance(value, Mapping) or not value.keys() >= {"state", "param_groups"}:
         return False
     groups = value["param_groups"]
     if not isinstance(value["state"], Mapping) or not isinstance(groups, list):

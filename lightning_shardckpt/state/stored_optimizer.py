@@ -29,6 +29,8 @@ class StoredOptimizer:
         self.groups: list[list[str]] = [group["params"] for group in groups]
         self.hyper: list[dict[str, Any]] = [decoded(group["hyper"], 1)[0] for group in groups]
         self.numbered: bool = document["numbered"]
+        self.own: dict[str, Any] = decoded(document.get("own", {}), 1)[0]
+        """Like a state dict, without parameters: state under a text, and entries that only this optimizer has."""
         self.values: dict[str, dict[str, Any]] = {}
         for name, shared in document["values"].items():
             for item in shared:
@@ -61,4 +63,4 @@ class StoredOptimizer:
         groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
         if not groups and not state:
             return {}  # as Lightning has it where a LightningModule has no optimizers
-        return {"state": state, "param_groups": groups}
+        return {**self.own, "state": {**state, **self.own.get("state", {})}, "param_groups": groups}

@@ -274,6 +274,7 @@ def _of_values(document: Mapping[str, Any]) -> int:
         for state, values in of["values"].items():
             stored = [(one["value"], name) for one in values for name in one["params"]]
             found += [(number, name, f"state {state}", value) for value, name in stored]
+        found += [(number, "", key, value) for key, value in of.get("own", {}).items()]
     return values_digest(found)
 
 

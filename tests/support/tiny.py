@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.system.tuning import TUNING, Tuning
+from tests.support.own_state import KINDS
 
 EXECUTES = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
 """Options of ``fit`` for a file with classes in it; Lightning 2.5 has no such option, and reads them anyway."""
@@ -102,7 +103,8 @@ class TinyLM(pl.LightningModule):
             "adafactor": lambda: torch.optim.Adafactor(groups, lr=1e-2),
             "momentum": lambda: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
         }
-        optimizer = kinds[self.hparams["optimizer"]]()
+        name = self.hparams["optimizer"]
+        optimizer = kinds[name]() if name in kinds else KINDS[name](groups, lr=1e-2, momentum=0.9)  # type: ignore[call-arg]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -154,6 +156,8 @@ def full_state(module: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
                 found |= {f"{name}/{k}": v for k, v in group.items() if k not in ("params", "param_names")}
                 for key, value in optimizer.state.get(parameter, {}).items():
                     found[f"{name}/state/{key}"] = whole(value) if isinstance(value, Tensor) else value
+        own = {key: value for key, value in optimizer.state.items() if isinstance(key, str)} | optimizer.state_dict()
+        found |= {f"{number}/own/{key}": value for key, value in own.items() if key not in ("state", "param_groups")}
     return found
 
 

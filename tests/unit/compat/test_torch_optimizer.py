@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, saves_in_its_own_way
+from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, loads_in_its_own_way, saves_in_its_own_way
 
 
 class Own(SGD):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "mine": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
 
 
 def made(kind: type[SGD] = SGD) -> SGD:
@@ -21,11 +24,11 @@ def made(kind: type[SGD] = SGD) -> SGD:
 
 
 def test_an_optimizer_of_torch_has_no_own_way() -> None:
-    assert not saves_in_its_own_way(made()) and not has_load_hooks(made())
+    assert not saves_in_its_own_way(made()) and not has_load_hooks(made()) and not loads_in_its_own_way(made())
 
 
 def test_a_method_or_a_hook_that_adds_entries_is_seen() -> None:
-    assert saves_in_its_own_way(made(Own))
+    assert saves_in_its_own_way(made(Own)) and loads_in_its_own_way(made(Own))
     optimizer = made()
 
     def add(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

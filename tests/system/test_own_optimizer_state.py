@@ -1,0 +1,142 @@
+"""What an optimizer keeps beside the state of parameters is saved and taken back. Oracle: torch's on one process."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shardckpt import load, load_keys, metadata, save
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.tools.digest import digest
+from tests.support import tiny
+from tests.support.own_state import KINDS
+from tests.support.pool import run_ranks
+from tests.system.test_fabric import fabric_of
+
+KEEPING = ["Counts", "Adds"]
+FSDP2 = {"data_parallel_shard_size": 2}
+
+
+def fit(strategy: Any, steps: int, kind: str, save: str | None = None, resume: str | None = None) -> dict[str, Any]:
+    options: dict[str, Any] = {"plugins": []} if strategy == "ddp" else {}
+    data = {"shuffle": False, "batch_size": 2 // dist.get_world_size()}
+    run = tiny.fit(strategy, steps, model={"optimizer": kind}, data=data, save=save, resume=resume, **options)
+    found: dict[str, Any] = run["state"]
+    return found
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_run_goes_on_with_all_of_it(kind: str, tmp_path: Path) -> None:
+    two, plain = str(tmp_path / "two.ckpt"), str(tmp_path / "plain.ckpt")
+    (expected,) = run_ranks(1, fit, "ddp", 3, kind, plain)
+    (loaded,) = run_ranks(1, fit, {}, 3, kind, None, plain)
+    assert tiny.differences(loaded, expected) == []
+    straight = run_ranks(2, fit_twice, kind, two)
+    assert [tiny.differences(*found) for found in straight] == [[], []]
+    file = str(consolidate(two, tmp_path / "file.ckpt"))
+    back, here = (run_ranks(1, fit, strategy, 3, kind, None, path)[0] for strategy, path in (("ddp", file), ({}, two)))
+    assert tiny.differences(back, here) == []
+    own = {key: value for key, value in back.items() if "/own/" in key}
+    assert tiny.differences(own, {key: value for key, value in expected.items() if "/own/" in key}) == [] and own
+
+
+def fit_twice(kind: str, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collective: every rank must call it. Returns the state after five steps, and after three and two."""
+    straight = fit(FSDP2, 5, kind)
+    fit(FSDP2, 3, kind, save=path)
+    return straight, fit(FSDP2, 5, kind, resume=path)
+
+
+def stepped(kind: str, steps: int, made: Any = lambda *objects: objects) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2)
+    optimizer = KINDS[kind](model.parameters(), lr=0.1, momentum=0.9)  # type: ignore[call-arg]  # as SGD
+    model, optimizer = made(model, optimizer)
+    for _ in range(steps):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """What torch gives of it, whole: weights, and the optimizer's state dict."""
+    found = deepcopy(state["optimizer"].state_dict())
+    weights = {name: tiny.whole(value) for name, value in state["model"].state_dict().items()}
+    return {"weights": weights, "optimizer": found}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return tiny.same(a, b)
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_functions_load_what_torch_would(kind: str, tmp_path: Path) -> None:
+    saved, expected, found = stepped(kind, 3), stepped(kind, 0), stepped(kind, 0)
+    save(tmp_path / "a", saved)
+    load(tmp_path / "a", found)
+    for key in ("model", "optimizer"):
+        expected[key].load_state_dict(deepcopy(saved[key].state_dict()))
+    assert same(plain(found), plain(expected)) and same(plain(found), plain(saved))
+    assert load(tmp_path / "a")["optimizer"].keys() == saved["optimizer"].state_dict().keys()
+    alone = stepped(kind, 0)  # without names
+    save(tmp_path / "b", {"optimizer": saved["optimizer"]})
+    load(tmp_path / "b", {"optimizer": alone["optimizer"]})
+    assert same(alone["optimizer"].state_dict(), plain(saved)["optimizer"])
+
+
+def test_the_tools_know_it(tmp_path: Path) -> None:
+    save(tmp_path / "a", saved := stepped("Adds", 3))
+    names = {name for name in metadata(tmp_path / "a", values=True).values or () if "/own/" in name}
+    assert names == {f"optimizer/0/own/{key}" for key in ("steps", "mean", "warmup/left", "warmup/decay")}
+    assert dict(load_keys(tmp_path / "a", ["optimizer/0/own/steps"])) == {"optimizer/0/own/steps": 3}
+    saved["optimizer"].steps += 1
+    save(tmp_path / "b", saved)
+    a, b = (digest(str(tmp_path / name))["optimizer_values"] for name in "ab")
+    assert a != b
+
+
+def through_fabric(kind: str, path: str) -> list[bool]:
+    """Collective: every rank must call it."""
+    fabric = fabric_of(**FSDP2)
+    saved, found = stepped(kind, 3, fabric.setup), stepped(kind, 0, fabric.setup)
+    fabric.save(path, saved)
+    fabric.load(path, found)
+    keys = saved["optimizer"].state_dict().keys() - {"state", "param_groups"}
+    states = [one["optimizer"].optimizer.state_dict() for one in (saved, found)]
+    own = [{**{key: one[key] for key in keys}, **{k: v for k, v in one["state"].items() if k == "k"}} for one in states]
+    return [same(own[0], own[1]), bool(own[0]), same(plain(saved)["weights"], plain(found)["weights"])]
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_fabric_keeps_it(kind: str, tmp_path: Path) -> None:
+    assert run_ranks(2, through_fabric, kind, str(tmp_path / "a")) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("Wraps", r"Wraps has a state_dict of its own, of \['base_optimizer', 'slow'\]"),
+        (
+            "Scales",
+            r"Scales has a state_dict that changes the state of parameters and adds \['mean', 'steps', 'warmup'\]",
+        ),
+        ("AddsObject", r"optimizer_states/0/generator: builtins.object"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(kind: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=error):
+        save(tmp_path / "a", stepped(kind, 1))
+    with pytest.raises(StateError, match=error):
+        save(tmp_path / "a", {"optimizer": stepped(kind, 1)["optimizer"]})
