@@ -7,7 +7,7 @@ transformers is not imported: its functions are called where the program has imp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
@@ -93,14 +93,26 @@ def own_tensor_parallel_plan(module: nn.Module) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def can_initialize(model: nn.Module) -> bool:
-    """Return whether a model is one of transformers, which can fill the weights of its modules.
+def is_model(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(module, kind)
 
-    Relies on ``PreTrainedModel._init_weights``.
+
+def mark_initialized(tensor: Tensor) -> None:
+    """Keep `initialize` from filling a tensor, with transformers 5 and later. Relies on ``_is_hf_initialized``."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def initialize(model: nn.Module, modules: Collection[nn.Module]) -> None:
+    """Fill the tensors of some modules of a model, as ``from_pretrained`` does those that are not in its files.
+
+    Relies on ``initialize_weights``, which leaves modules with ``_is_hf_initialized`` alone, and gives it to others.
+
+    Args:
+        model: of transformers.
+        modules: those to fill, with all that contain them.
     """
-    return hasattr(model, "_init_weights")
-
-
-def initialize(model: nn.Module, module: nn.Module) -> None:
-    """Give a module of a model of transformers its first values, as ``init_weights`` does for each of them."""
-    model._init_weights(module)  # type: ignore[operator]  # a method
+    for module in model.modules():
+        module.__dict__["_is_hf_initialized"] = module not in modules
+    model.initialize_weights()  # type: ignore[operator]  # a method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,18 +16,16 @@ from lightning_shardckpt.compat.dynamo import compiled_from
 from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import (
     CopySlice,
-    FirstValues,
-    Value,
     allocate,
     broadcast_weights,
     fill,
-    fill_buffers,
     meta_slots,
     retie,
-    unfilled,
 )
+from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_meta
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, StagedModule, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.sharding.fqn import (
@@ -140,7 +138,7 @@ def shard(
     recipe: Recipe,
     *,
     device: torch.device,
-    values: FirstValues | None = None,
+    values: DeferredInit | None = None,
     copy_slice: CopySlice,
     loaded: Collection[str] = (),
     is_called: bool = False,
@@ -168,6 +166,9 @@ def shard(
     before = dict(root.named_parameters(remove_duplicate=False))
     state = frozenset(clean_fqn(name) for name in root.state_dict()), tuple(tied_state(root))
     broadcast_weights(root, device)
+    values = values if values is not None else DeferredInit()
+    values.materialize_buffers(root)
+    initialize_meta(root, values, loaded)
     if meshes.topology.pipeline > 1 and is_parallel(root):
         raise TopologyError(
             f"{type(root).__name__} shards itself in configure_model; ShardedStrategy must do that to pipeline it. "
@@ -176,23 +177,19 @@ def shard(
     stages = split_into_stages(root, meshes, recipe.pipeline, device)
     plan, unreduced = TensorPlan(), UnreducedGradients()
     home = torch.device("cpu") if recipe.cpu_offload else device
-    skip, slots, buffers = unfilled(root, loaded)
-    first_values: Iterable[Value] = ()
+    skip = _slots_of(root, loaded)
     if not is_parallel(root):
         plan = _shard_by_plan(root, meshes, recipe, ties)
         units, recomputed = _choose(root, recipe)
         if stages is not None:
             stages.drop_other_stages(root)
-        first_values = values.replay(root, skip_foreign=True, skip=skip) if values is not None else ()
+        first_values = values.replay(root, skip=skip)
         _shard_parameters(root, meshes, plan, home)
         _make_units(root, meshes, recipe, units, recomputed, unreduced, device, is_called=is_called)
-    elif values is not None:
-        first_values = values.replay(root, skip_foreign=True, skip=skip)
+    else:
+        first_values = values.replay(root, skip=skip)
     _materialize(root, ties, home, device)
-    here = {(id(module), name) for module in root.modules() for name in parameter_slots(module)}
-    slots = [(m, n) for m, n in slots if (id(m), n) in here or values is None or not values.knows(m, n)]
-    fill(slots, first_values, copy_slice)
-    fill_buffers(root, buffers)
+    fill(first_values, copy_slice)
     after = dict(root.named_parameters(remove_duplicate=False))
     replaced = {old: after[name] for name, old in before.items() if name in after}  # a tied one may be elsewhere, too
     elsewhere = dict[nn.Parameter, Tensor]()
@@ -203,6 +200,18 @@ def shard(
         hand_over(old, replaced.get(old))
     parameters = _Parameters(before, replaced, elsewhere)
     return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, unreduced, device)
+
+
+def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
+    """The parameters that have one of these clean FQNs, or are tied to one that has, as (id of module, name)."""
+    found = list(root.named_parameters(remove_duplicate=False))
+    filled = {parameter for name, parameter in found if clean_fqn(name) in names}
+    return {
+        (id(module), name)
+        for module in root.modules()
+        for name, parameter in parameter_slots(module).items()
+        if parameter is not None and parameter in filled
+    }
 
 
 def _refuse_lazy(root: nn.Module) -> None:

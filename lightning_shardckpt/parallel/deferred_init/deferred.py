@@ -36,8 +36,10 @@ from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import Log, TrackedView
 from lightning_shardckpt.parallel.deferred_init.recorder import Facade, Recorder
+from lightning_shardckpt.parallel.sharding.references import replace_in_attributes
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
+_LARGEST = 10_000  # items in a container whose tensors are looked for
 _FOREIGN = "is on the meta device, but was not made by this deferred context"
 
 
@@ -63,8 +65,8 @@ class DeferredInit:
     [('weight', (3, 2)), ('bias', (3,))]
 
     Real memory used inside: 64 MiB, or three times the largest tensor, beyond what the code itself holds.
-    Not reentrant; only the entering thread is affected, except that ``nn.Parameter.__new__`` and
-    ``nn.Module.__setstate__`` are wrapped for all, and pass other threads on.
+    It can be entered again, but not inside itself. Only the entering thread is affected, except that
+    ``nn.Parameter.__new__`` and ``nn.Module.__setstate__`` are wrapped for all, and pass other threads on.
     """
 
     def __init__(self, tuning: Tuning = TUNING) -> None:
@@ -102,8 +104,21 @@ class DeferredInit:
         """Return whether the parameter of that name of ``module`` was made in this context."""
         return name in self._registered.get(module, {})
 
+    def take(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """Let ``value``, made in this context, be that of a parameter of ``module`` on the meta device; inside it."""
+        parameter: Any = parameter_slots(module)[name]
+        self._remember(module, name, value)  # type: ignore[arg-type]  # acts as a parameter
+        with below_modes():
+            if type(parameter) is nn.Parameter and self._log.is_mirror(value):
+                parameter.data = value.detach()
+
+    def is_defined(self, tensor: torch.Tensor) -> bool:
+        """Return whether no element of ``tensor`` depends on memory that nothing initialised, as far as is known."""
+        with below_modes():
+            return self._log.is_defined(tensor)
+
     def replay(
-        self, root: nn.Module, *, skip_foreign: bool = False, skip: Collection[tuple[int, str]] = ()
+        self, root: nn.Module, *, skip: Collection[tuple[int, str]] = ()
     ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Compute (owner, name, full real tensor) for each meta parameter of ``root``; make its buffers real at once.
 
@@ -113,7 +128,6 @@ class DeferredInit:
 
         Args:
             root: the module, or a part of what was built.
-            skip_foreign: leave out meta parameters that were not made in this context, instead of raising.
             skip: (id of the module, name) of parameters that are not computed.
 
         Raises:
@@ -128,8 +142,6 @@ class DeferredInit:
                 if (id(module), name) in skip:
                     continue
                 view = self._origin(module, name, parameter)
-                if view is _FOREIGN and skip_foreign:
-                    continue
                 if isinstance(view, str):
                     unknown.append(f"  {fqn}  {view}")
                 else:
@@ -144,16 +156,21 @@ class DeferredInit:
         return self._values(slots, dtypes)
 
     def materialize_buffers(self, root: nn.Module) -> None:
-        """Make buffers and tensor attributes real that were computed from parameters; the others are real already."""
+        """Make buffers and tensors in attributes real that were computed from parameters; the others are already."""
         done: dict[int, torch.Tensor] = {}
+
+        def real(value: Any) -> Any:
+            if type(value) is not torch.Tensor or not self._log.is_mirror(value):
+                return value
+            if id(value) not in done:
+                done[id(value)] = self._log.real(value).clone().requires_grad_(value.requires_grad)
+            return done[id(value)]
+
         with below_modes():
             for module in root.modules():
-                for attributes in (buffer_slots(module), module.__dict__):
-                    for name, value in list(attributes.items()):
-                        if type(value) is torch.Tensor and self._log.is_mirror(value):
-                            if id(value) not in done:
-                                done[id(value)] = self._log.real(value).clone().requires_grad_(value.requires_grad)
-                            attributes[name] = done[id(value)]
+                slots = buffer_slots(module)
+                slots.update({name: real(buffer) for name, buffer in slots.items()})
+            replace_in_attributes(root, real, _LARGEST)
             self._log.cache.clear()
 
     def _values(
@@ -189,11 +206,11 @@ class DeferredInit:
 
     def _finish(self) -> None:
         for module, parameters in self._parameters.items():
-            self._registered[module] = {
-                name: _Registered(p, TrackedView.of(p, storage), version_of(p))
+            self._registered.setdefault(module, {}).update(
+                (name, _Registered(p, TrackedView.of(p, storage), version_of(p)))
                 for name, p in parameters.items()
                 if (storage := self._log.find(p)) is not None
-            }
+            )
         self._parameters.clear()
         self._log.cache.clear()
         self._base.clear()

@@ -108,8 +108,8 @@ class Operation:
     random: tuple[torch.Generator, torch.Tensor] | None
     default_dtype: torch.dtype
 
-    def run(self, memory: dict[TrackedStorage, torch.UntypedStorage]) -> None:
-        """Compute on ``memory``, and add what this creates."""
+    def run(self, memory: dict[TrackedStorage, torch.UntypedStorage], fill: int = 0) -> None:
+        """Compute on ``memory``, and add what this creates; every byte that nothing initialised is ``fill``."""
 
         def given(x: object) -> object:
             if isinstance(x, TrackedView):
@@ -127,7 +127,7 @@ class Operation:
             outputs = tree_flatten(self.func(*args, **kwargs))[0]
         for position, storage in self.created:
             if self.func.overloadpacket in _UNINITIALISED:
-                outputs[position].zero_()  # so that ranks agree about memory that nobody initialised
+                outputs[position].untyped_storage().fill_(fill)  # so that ranks agree about it
             memory[storage] = outputs[position].untyped_storage()
 
 
@@ -220,17 +220,36 @@ class Log:
             _return_freed_memory()
             self.freed_bytes = 0
 
-    def run(self, wanted: TrackedStorage, until: int) -> torch.UntypedStorage:
+    def run(self, wanted: TrackedStorage, until: int, fill: int = 0) -> torch.UntypedStorage:
         """The bytes of ``wanted`` before operation ``until``; every other storage lives only while it is needed."""
         positions = self._slice(wanted, until)
         last_use = {storage: i for i in positions for storage in self._uses(i)}
         memory: dict[TrackedStorage, torch.UntypedStorage] = {}
         for i in positions:
-            self.operations[i].run(memory)
+            self.operations[i].run(memory, fill)
             for storage in self._uses(i):
                 if last_use[storage] == i and storage is not wanted:
                     memory.pop(storage, None)
         return memory[wanted]
+
+    def is_defined(self, tensor: torch.Tensor) -> bool:
+        """Return whether no element of ``tensor`` depends on memory that nothing initialised."""
+        storage, end = self.find(tensor), len(self.operations)
+        if storage is None or self._is_overwritten(storage, end):
+            return True
+        view = TrackedView.of(tensor, storage)
+        zeros, ones = (view.on(self.run(storage, end, fill)).reshape(-1).view(torch.uint8) for fill in (0, 255))
+        return torch.equal(zeros, ones)
+
+    def _is_overwritten(self, storage: TrackedStorage, until: int) -> bool:
+        """Return whether that is certain of all of ``storage`` without computing it."""
+        for position in reversed([position for position in storage.writers if position < until]):
+            operation = self.operations[position]
+            if not all(s is storage or self._is_overwritten(s, position) for s in operation.touched):
+                return False
+            if operation.overwritten is storage:
+                return True
+        return self.operations[storage.writers[0]].func.overloadpacket not in _UNINITIALISED
 
     def _uses(self, position: int) -> set[TrackedStorage]:
         operation = self.operations[position]

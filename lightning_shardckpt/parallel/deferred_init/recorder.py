@@ -187,12 +187,21 @@ _SHOWN: dict[Any, Any] = {
     _Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
 }
 _SET_DATA: Any = _Tensor.data.__set__  # type: ignore[attr-defined]
-_ON_REAL: set[Any] = {_Tensor.to, _Tensor.cpu, _Tensor.type, _Tensor.tolist, _Tensor.__repr__, _Tensor.get_device}
+_ON_REAL: set[Any] = {
+    _Tensor.to, _Tensor.cpu, _Tensor.type, _Tensor.tolist, _Tensor.__repr__, _Tensor.get_device, _Tensor.new_tensor,
+}  # fmt: skip
+_INDEXING: set[Any] = {_Tensor.__getitem__, _Tensor.__setitem__}
 _TO_NUMPY: set[Any] = {_Tensor.numpy, _Tensor.__array__}
 _ESCAPES: set[Any] = _TO_NUMPY | {
     _Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage,
     _Tensor.share_memory_, _Tensor.__dlpack__, _Tensor.__dlpack_device__,
 }  # fmt: skip
+
+
+def _makes_tensors(index: Any) -> bool:
+    """Return whether torch makes tensors of an index, as of lists and arrays, on the device of what is indexed."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return not all(isinstance(part, int | slice | torch.Tensor | type(None) | type(...)) for part in parts)
 
 
 class Facade(TorchFunctionMode):
@@ -210,7 +219,8 @@ class Facade(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        special = func in _SHOWN or func in _ON_REAL or func in _ESCAPES or func == _SET_DATA
+        indexes = func in _INDEXING and _makes_tensors(args[1])
+        special = func in _SHOWN or func in _ON_REAL or func in _ESCAPES or func == _SET_DATA or indexes
         if not special or self._in_distributed():
             return func(*args, **kwargs)
         log = self._log

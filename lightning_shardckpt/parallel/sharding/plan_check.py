@@ -189,5 +189,3 @@ def _worst(found: list[Tensor], expected: list[Tensor], tolerance: float) -> str
         if off > tolerance * largest:
             return f"its output is off by {off:.3g} of {largest:.3g}"
     return ""
-
-

@@ -6,13 +6,14 @@ one. So containers in attributes (lists, tuples, sets, dicts, also of ids of par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 _DEPTH = 4  # of containers in containers
-_REGISTRIES = frozenset(vars(nn.Module()))  # what every module has for itself, its parameters among it
+REGISTRIES = frozenset(vars(nn.Module()))
+"""The attributes that every module has for itself, its parameters among them."""
 
 
 def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) -> None:
@@ -25,24 +26,39 @@ def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) 
     known = {id(old): new for old, new in replaced.items() if old is not new}
     if not known:
         return
+
+    def new_one(value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return known.get(id(value), value)
+        return id(known[value]) if type(value) is int and value in known else value
+
+    replace_in_attributes(root, new_one, len(known) + 100)  # data has more items than there are parameters
+
+
+def replace_in_attributes(root: nn.Module, new_one: Callable[[Any], Any], limit: int) -> None:
+    """Put ``new_one(value)`` in the place of each value in attributes of modules, and in containers that these are.
+
+    Args:
+        root: the parameters, buffers and children of its modules are left alone.
+        new_one: returns its argument to leave it.
+        limit: containers with more items are left alone.
+    """
     for module in root.modules():
         for name, value in list(vars(module).items()):
-            if name not in _REGISTRIES:
-                found = _followed(value, known, _DEPTH)
+            if name not in REGISTRIES:
+                found = _replaced(value, new_one, limit, _DEPTH)
                 if found is not value:
                     module.__dict__[name] = found
 
 
-def _followed(value: Any, known: Mapping[int, Tensor], depth: int) -> Any:
-    """The new one for an old parameter or its id; a container itself, with the new ones in it, or another tuple."""
-    if isinstance(value, nn.Parameter):
-        return known.get(id(value), value)
-    if type(value) is int:
-        return id(known[value]) if value in known else value
-    if type(value) not in (list, tuple, set, frozenset, dict) or not depth or len(value) > len(known) + 100:
-        return value  # data has more items than there are parameters
+def _replaced(value: Any, new_one: Callable[[Any], Any], limit: int, depth: int) -> Any:
+    """The new one for a value; a container itself, with the new ones in it, or another tuple."""
+    if type(value) not in (list, tuple, set, frozenset, dict):
+        return new_one(value)
+    if not depth or len(value) > limit:
+        return value
     items = [*value.items()] if type(value) is dict else [*value]
-    found = [_followed(item, known, depth - 1) for item in items]
+    found = [_replaced(item, new_one, limit, depth - 1) for item in items]
     if all(new is old for new, old in zip(found, items, strict=True)):
         return value
     if type(value) in (tuple, frozenset):

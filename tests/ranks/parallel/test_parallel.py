@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
-from lightning_shardckpt.parallel.deferred_init.materialize import fill, meta_slots
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value, grad_norm
 from lightning_shardckpt.parallel.sharding.fqn import named_modules, parameter_names
 from lightning_shardckpt.parallel.sharding.fsdp import choose_units, trunk_layers
@@ -252,25 +251,6 @@ def test_ranks_draw_alike_where_they_must_and_apart_elsewhere() -> None:
     assert after1 == torch.rand(()).item()
     assert inside1 == inside
     assert shared1 == shared
-
-
-def test_modules_on_the_meta_device_reset_themselves() -> None:
-    with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    slots = meta_slots(net)
-    net.to_empty(device="cpu")
-    torch.manual_seed(5)
-    fill(slots, (), lambda parameter, whole: parameter.copy_(whole))
-    torch.manual_seed(5)
-    expected = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True))
-
-
-def test_meta_parameters_without_any_value_are_an_error() -> None:
-    with torch.device("meta"):
-        net = Net()
-    with pytest.raises(TopologyError, match="parameters of Net are on the meta device"):
-        fill(meta_slots(net), (), lambda parameter, whole: None)
 
 
 def test_the_plan_of_these_tests_fits_the_net() -> None:

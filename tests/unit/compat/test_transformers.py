@@ -13,9 +13,10 @@ from torch import nn
 
 from lightning_shardckpt.compat.transformers import (
     Conversion,
-    can_initialize,
     conversions_of,
     initialize,
+    is_model,
+    mark_initialized,
     names_not_saved,
     own_tied_patterns,
     patterns_that_may_be_missing,
@@ -115,11 +116,14 @@ def test_tied_patterns_are_of_names_that_are_saved_once(tmp_path: Path) -> None:
     assert missing == {"lm_head.weight"}
 
 
-def test_a_model_initializes_a_module_as_its_constructor_does(mixture: Any) -> None:
-    assert can_initialize(mixture) and not can_initialize(nn.Linear(1, 1))
-    head = mixture.lm_head
+def test_a_model_initializes_some_modules_as_its_constructor_does_but_for_tensors_that_are_marked(mixture: Any) -> None:
+    assert is_model(mixture) and not is_model(nn.Linear(1, 1))
+    head, norm, embedding = mixture.lm_head, mixture.model.norm, mixture.model.embed_tokens
     with torch.no_grad():
-        head.weight.fill_(torch.inf)
-    initialize(mixture, head)
+        for module in (head, norm, embedding):
+            module.weight.fill_(torch.inf)
+    mark_initialized(norm.weight)
+    initialize(mixture, [mixture, mixture.model, norm, head])
     assert head.weight.isfinite().all() and head.weight.unique().numel() > 1
     assert head.weight.std() < 3 * mixture.config.initializer_range
+    assert norm.weight.isinf().all() and embedding.weight.isinf().all()

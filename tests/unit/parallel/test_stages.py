@@ -183,9 +183,7 @@ def test_the_largest_part_is_as_small_as_it_can_be(seed: int) -> None:
     for count in range(1, 9):
         costs = torch.randint(1, 20, (count,), generator=generator).tolist()
         for stages in range(1, count + 1):
-            every = [
-                (max(loads(costs, at)), sum(x * x for x in loads(costs, at))) for at in every_split(count, stages)
-            ]
+            every = [(max(loads(costs, at)), sum(x * x for x in loads(costs, at))) for at in every_split(count, stages)]
             found = starts_by_cost(costs, stages)
             assert found in list(every_split(count, stages))
             assert max(loads(costs, found)) == min(every)[0]

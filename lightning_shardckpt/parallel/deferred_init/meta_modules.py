@@ -1,0 +1,246 @@
+"""First values of what was built on the meta device: the modules' own methods, run before anything is sharded.
+
+That a method exists does not mean that it fills everything. So the methods write to stand-ins of uninitialised memory,
+under `DeferredInit`, which knows of every element whether it still depends on that memory. Models of transformers run
+``initialize_weights``, as ``from_pretrained`` does for what is not in its files; others ``reset_parameters``, children
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
+from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.transformers import initialize, is_model, mark_initialized
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
+from lightning_shardckpt.parallel.sharding.references import REGISTRIES
+
+_LISTED = 20
+_LARGEST = 10_000  # items in a list whose tensors are looked for
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a module has a tensor.
+
+    Attributes:
+        slots: the module's parameters, its buffers, or its other attributes.
+        wanted: whether the tensor has no value, and nobody else will fill it.
+        follows: whether it gets the value of another place, to which it is tied.
+    """
+
+    fqn: str
+    module: nn.Module
+    slots: MutableMapping[str, Any]
+    name: str
+    tensor: Tensor
+    wanted: bool
+    follows: bool
+
+    def __str__(self) -> str:
+        kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
+        return f"{self.fqn}  {'attribute' if self.slots is vars(self.module) else kind} of {type(self.module).__name__}"
+
+
+@dataclass(slots=True)
+class _StandIn:
+    """A tensor in the place of another, and how often that and it were written to before any method ran."""
+
+    tensor: Tensor
+    version: int
+    constructed: int
+
+    @property
+    def writes(self) -> int:
+        return version_of(self.tensor) - self.version
+
+
+def initialize_meta(root: nn.Module, deferred: DeferredInit, loaded: Collection[str]) -> None:
+    """Let modules fill what they have on the meta device: buffers now, parameters when ``deferred`` replays them.
+
+    Args:
+        root: before it is sharded, unless the user did that.
+        deferred: gives the values of the parameters that were made in it; from now on those of all others, too.
+        loaded: clean FQNs of what somebody else fills.
+
+    Raises:
+        TopologyError: naming what no method fills.
+    """
+    places = list(_places(root, deferred, loaded))
+    _refuse_adapters(root, places)
+    owners = {place.module for place in places if place.wanted}
+    running = {module for module in root.modules() if not owners.isdisjoint(module.modules())} if owners else set()
+    calls = list(_calls(root, running, set()))
+    inside = {sub for module, _ in calls for sub in module.modules()}
+    places = [place for place in places if place.wanted or place.follows or place.module in inside]
+    with deferred, torch.no_grad():
+        stand_ins = _put_stand_ins(places)
+        try:
+            for module, reset in calls:
+                if reset is not None:
+                    reset()
+                else:
+                    _initialize(module, running, places, stand_ins)
+        finally:
+            found = _take_back(places, deferred)
+    problems = [*_unfilled(root, deferred, found, stand_ins), *_in_containers(root)]
+    if problems:
+        listed = "\n  ".join(problems[:_LISTED] + ["…"] * (len(problems) > _LISTED))
+        raise TopologyError(
+            f"{len(problems)} of the tensors that were built on the meta device have no first values:\n  {listed}\n"
+            "Let reset_parameters() of their modules fill them as the constructors do, or build them without "
+            "torch.device('meta'): ShardedStrategy(defer_init=True) defers configure_model by itself."
+        )
+    deferred.materialize_buffers(root)
+
+
+def _places(root: nn.Module, deferred: DeferredInit, loaded: Collection[str]) -> Iterator[_Place]:
+    filled = {id(tensor) for fqn, _, _, _, tensor in _tensors(root) if fqn in loaded}
+    models, seen = _inside_models(root), set[int]()
+    for fqn, module, slots, name, tensor in _tensors(root):
+        known = isinstance(tensor, nn.Parameter) and deferred.knows(module, name)
+        wanted = tensor.is_meta and id(tensor) not in filled and not known
+        follows = wanted and id(tensor) in seen and module in models  # from_pretrained fills the first one alone
+        seen.add(id(tensor))
+        yield _Place(fqn, module, slots, name, tensor, wanted and not follows, follows)
+
+
+def _tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, MutableMapping[str, Any], str, Tensor]]:
+    """Every parameter and buffer, and attributes on the meta device, each once for all names of its module."""
+    for prefix, module in root.named_modules():
+        attributes = {n: t for n, t in vars(module).items() if isinstance(t, Tensor) and t.is_meta}
+        kinds: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = [(vars(module), attributes)]
+        kinds += [(slots, dict(slots)) for slots in (parameter_slots(module), buffer_slots(module))]
+        for slots, tensors in kinds:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield clean_fqn(f"{prefix}.{name}" if prefix else name), module, slots, name, tensor
+
+
+def _inside_models(root: nn.Module) -> set[nn.Module]:
+    return {sub for module in root.modules() if is_model(module) for sub in module.modules()}
+
+
+def _refuse_adapters(root: nn.Module, places: Sequence[_Place]) -> None:
+    """Raise for adapters of PEFT, whose classes tell which of their children these are: no module can fill them."""
+    adapters = set[nn.Module]()
+    for module in root.modules():
+        for name in getattr(type(module), "adapter_layer_names", ()):
+            child = getattr(module, name, None)
+            adapters.update(child.modules() if isinstance(child, nn.Module) else ())
+    lost = [place for place in places if place.wanted and place.module in adapters]
+    if lost:
+        raise TopologyError(
+            f"{len(lost)} tensors of adapters are on the meta device, the first is {lost[0].fqn}. PEFT fills them when "
+            "it makes them, which had no effect there: build the model without torch.device('meta')."
+        )
+
+
+def _calls(
+    module: nn.Module, running: Collection[nn.Module], seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, Callable[[], object] | None]]:
+    """The modules that fill themselves and their methods, children first; None for a model of transformers."""
+    if module in seen or module not in running:
+        return
+    seen.add(module)
+    if is_model(module):
+        yield module, None
+        return
+    for child in module.children():
+        yield from _calls(child, running, seen)
+    reset = _reset_method(module)
+    if reset is not None:
+        yield module, reset
+
+
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):  # the latter of nn.MultiheadAttention and nn.Transformer
+        if name in vars(module) or hasattr(type(module), name):  # PEFT would pass on what it has not
+            found: Callable[[], object] = getattr(module, name)
+            return found
+    return None
+
+
+def _put_stand_ins(places: Sequence[_Place]) -> dict[int, _StandIn]:
+    """Put others in the place of tensors, those without a value uninitialised; return those of wanted ones, by id."""
+    made: dict[tuple[int, bool], _StandIn] = {}
+    for place in places:
+        old, key = place.tensor, (id(place.tensor), place.wanted)
+        if key not in made:
+            new = _stand_in(old)
+            if not place.wanted:
+                mark_initialized(new)
+            made[key] = _StandIn(new, version_of(new), 0 if isinstance(old, DTensor) else version_of(old))
+        place.slots[place.name] = made[key].tensor
+    return {number: stand_in for (number, wanted), stand_in in made.items() if wanted}
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    else:
+        new = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    new.__dict__.update(vars(tensor))
+    return new
+
+
+def _initialize(
+    model: nn.Module, running: Collection[nn.Module], places: Sequence[_Place], stand_ins: dict[int, _StandIn]
+) -> None:
+    """Run the method of a model of transformers, then those of the modules inside that it left alone."""
+    initialize(model, running)
+    inside = set(model.modules())
+    touched = {p.module for p in places if p.wanted and stand_ins[id(p.tensor)].writes}
+    for module in dict.fromkeys(p.module for p in places if p.wanted):
+        reset = _reset_method(module)
+        if module in inside and module not in touched and reset is not None:
+            reset()
+
+
+def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_Place, Tensor]]:
+    """Put back what was there, but for wanted buffers and attributes; return what took the wanted places."""
+    found = [(place, new) for place in places if place.wanted and (new := place.slots.get(place.name)) is not None]
+    values = {id(place.tensor): new for place, new in found}
+    for place in places:
+        new = values.get(id(place.tensor))
+        is_parameter = isinstance(place.tensor, nn.Parameter)
+        place.slots[place.name] = place.tensor if new is None or is_parameter else new
+        if new is not None and is_parameter:
+            deferred.take(place.module, place.name, new)
+    return found
+
+
+def _unfilled(
+    root: nn.Module, deferred: DeferredInit, found: Sequence[tuple[_Place, Tensor]], stand_ins: dict[int, _StandIn]
+) -> Iterator[str]:
+    """Describe what was not filled, or otherwise by constructors than by the methods."""
+    models = _inside_models(root)
+    for place, new in found:
+        stand_in = stand_ins[id(place.tensor)]
+        if not deferred.is_defined(new):
+            yield f"{place}, which no method fills"
+        elif new is stand_in.tensor and place.module not in models and stand_in.constructed > stand_in.writes:
+            times = f"{stand_in.constructed} times, reset_parameters {stand_in.writes}"
+            yield f"{place}, which constructors wrote to {times}"
+
+
+def _in_containers(root: nn.Module) -> Iterator[str]:
+    """Describe the attributes that are lists or the like, with tensors on the meta device in them."""
+    for prefix, module in root.named_modules():
+        for name, value in vars(module).items():
+            if name not in REGISTRIES and type(value) in (list, tuple, dict) and len(value) <= _LARGEST:
+                items = value.values() if type(value) is dict else value
+                if any(type(item) is Tensor and item.is_meta for item in items):
+                    fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
+                    yield f"{fqn}  {type(value).__name__} of {type(module).__name__}, which no method fills"
