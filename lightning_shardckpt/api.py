@@ -69,8 +69,8 @@ def save(
     """Write a checkpoint of everything in ``state``; it is complete when this returns, and durable with ``sync_files``.
 
     Collective: every rank of ``process_group`` must call it, with the same path. Each writes the slices that it has.
-    Plain tensors, values, and the state of other objects than modules and optimizers are those of rank 0. Waits for
-    saves of ``save_async`` that are under way.
+    Plain tensors must be the same on all ranks, also in the state of other objects than modules and optimizers; of
+    buffers, and of values there, rank 0's are saved. Waits for saves of ``save_async`` that are under way.
 
     >>> import os, tempfile, torch
     >>> from lightning_shardckpt import load, save
@@ -105,6 +105,7 @@ def save(
     Raises:
         FileExistsError: on every rank, if something is at the path and ``overwrite`` is not set.
         StateError: listing what cannot be stored.
+        MismatchError: naming what differs between ranks that hold the same.
         Exception: the first failure of any rank, on every rank, naming it.
     """
     savers = _savers_of(process_group)

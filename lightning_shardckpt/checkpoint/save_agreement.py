@@ -43,23 +43,22 @@ def differ(marks: list[dict[str, str]]) -> bool:
     return any(known.setdefault(label, mark) != mark for of in marks for label, mark in of.items())
 
 
-def refuse_differing(path: str, groups: list[list[int]], reports: list[Digests]) -> None:
+def refuse_differing(path: str, reports: list[Digests]) -> None:
     """Say what differs between replicas.
 
     Args:
         path: of the save, for the message.
-        groups: ranks that hold the same tensors.
-        reports: digests of every tensor, of every rank in rank order.
+        reports: digests of everything, of every rank in rank order.
 
     Raises:
         MismatchError: naming tensors and ranks.
     """
-    found = [differing({rank: reports[rank] for rank in group}) for group in groups]
-    lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for wrong in found for key, sets in wrong.items()]
+    wrong = differing(dict(enumerate(reports)))
+    lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in wrong.items()]
     listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)
     raise MismatchError(
         f"cannot save {path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
-        f"{count_text(len(lines), 'tensor')}, by the ranks that hold the same:\n  {listed}\n"
+        f"{count_text(len(lines), 'entry', 'entries')}, by the ranks that hold the same:\n  {listed}\n"
         "Make them equal (average them, …), "
         'or take those of the lowest rank with replicas="first".'
     )

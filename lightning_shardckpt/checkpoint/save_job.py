@@ -101,15 +101,15 @@ class SaveJob:
             name: Component(specs_of(name, leaves, everyone), leaves.aliases)
             for name, leaves in self._snapshot.leaves.items()
         }
-        if self._ranks.world > 1 and self._options.replicas == "same":
-            self._digests = replica_digests(self._snapshot.leaves, self._own_tables, this_rank())
         tables = self._plans.digest.of(self._own_tables, lambda: table_digest(self._own_tables))
         documents = [self._snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
-        digest = tables + "".join(json.dumps(sorted(document or ())) for document in documents)
+        digest = checksum((tables + "".join(json.dumps(sorted(document or ())) for document in documents)).encode())
+        if self._ranks.world > 1 and self._options.replicas == "same":
+            self._digests = replica_digests(self._snapshot, self._own_tables, this_rank(), digest)
         return {
             "path": str(self.path),
             "step": self._about.step,
-            "digest": checksum(digest.encode()),
+            "digest": digest,
             "replicas": combined(self._digests),
         }
 
@@ -119,7 +119,7 @@ class SaveJob:
         None if replicas differ.
         """
         self._groups = groups_of(wishes)
-        if any(differ([wishes[rank]["replicas"] for rank in group]) for group in self._groups):
+        if differ([wish["replicas"] for wish in wishes]):
             return None
         mirror = {}
         if self._options.also is not None:
@@ -146,7 +146,7 @@ class SaveJob:
         Raises:
             MismatchError: naming tensors and ranks.
         """
-        refuse_differing(self.path, self._groups, reports)
+        refuse_differing(self.path, reports)
 
     def table(self, agreed: Agreement) -> GroupTable | None:
         """Return a group's tables, as a root index without files, and its trainer's state.

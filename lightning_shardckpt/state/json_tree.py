@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import datetime
 import enum
+import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class Encoder:
 
     def __init__(self, droppable: tuple[str, ...] = (), inline_bytes: int | None = INLINE_BYTES) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.plain: dict[str, torch.Tensor] = {}
         self.dropped: list[str] = []
         self.unstorable: list[str] = []
         self._droppable, self._inline_bytes = droppable, inline_bytes
@@ -105,7 +107,9 @@ class Encoder:
             return {TAG: "deque", "v": self.encode(list(value), path), "maxlen": value.maxlen}
         if isinstance(value, tuple | set | frozenset):
             tag = next(tag for tag, kind in SEQUENCES.items() if isinstance(value, kind))
-            return {TAG: tag, "v": [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]}
+            items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
+            # a set of texts has another order in each process
+            return {TAG: tag, "v": items if isinstance(value, tuple) else sorted(items, key=json.dumps)}
         return self._scalar(value, path)
 
     def _scalar(self, value: Any, path: str) -> Any:  # a table of types
@@ -141,6 +145,8 @@ class Encoder:
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         dtype = dtype_name(value, path)
         limit = self._inline_bytes
+        if local_part(value) is value:
+            self.plain[path] = value.detach()
         if local_part(value) is value and (limit is None or value.numel() * value.element_size() <= limit):
             content = base64.b64encode(host_bytes(value)).decode()
             return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "v": content}

@@ -6,8 +6,10 @@ equal it would make a state that no rank ever had.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -15,50 +17,62 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import REPLICATED, Layout
 from lightning_shardckpt.state.dtensor_layout import local_tensor
-from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
 
-Digests = dict[str, dict[str, int]]
-"""By what the replicas are of (which part under which layout) and by ``component/key``: this rank's digests."""
+Digests = dict[str, dict[str, int | str]]
+"""By what the replicas are of (which ranks hold which part under which layout) and by name: this rank's digests."""
 
 
-@torch.no_grad()
-def replica_digests(components: Mapping[str, Leaves], tables: Mapping[str, Component], rank: int) -> Digests:
-    """Digests of the tensors that other ranks hold, too; pinned ones may differ, and are left out.
+def replica_digests(found: Snapshot, tables: Mapping[str, Component], rank: int, group: str) -> Digests:
+    """Digests of what other ranks hold, too: tensors, and values of the model and of optimizers.
 
-    As quick as memory is read; a sum of 64-bit words, so that it finds what is not equal, but not what was exchanged.
+    Pinned tensors may differ, and are left out. As quick as memory is read.
 
     Args:
-        components: the leaves of each component.
-        tables: their specs.
+        found: what this rank saves.
+        tables: the specs of its tensors.
         rank: this one, in the default process group.
+        group: of ranks that hold the same tensors, any text that they have in common.
     """
-    found: list[tuple[str, str]] = []
-    sums: list[torch.Tensor] = []
-    for component, leaves in components.items():
+    digests: Digests = {}
+    places: list[tuple[str, str]] = []
+    tensors: list[torch.Tensor] = []
+    for component, leaves in found.leaves.items():
         specs = tables[component].tensors
         kinds = {id(spec): spec.layout for spec in specs.values()}  # tensors that are alike share their spec
-        labels = {kind: _label(layout, rank) for kind, layout in kinds.items()}
+        parts = {kind: _part(layout, rank) for kind, layout in kinds.items()}
         for key, tensor in leaves.tensors.items():
-            label = labels[id(specs[key])]
-            if label is not None and key not in leaves.pinned and local_tensor(tensor).numel():
-                found.append((label, f"{component}/{key}"))
-                sums.append(_sum(local_tensor(tensor)))
-    digests: Digests = {}
-    for (label, name), total in zip(found, _numbers(sums), strict=True):
-        digests.setdefault(label, {})[name] = total
+            part, is_shared = parts[id(specs[key])]
+            if key in leaves.tied:  # pipeline stages hold it, too
+                label = f"{key} {part}"
+            elif is_shared:
+                label = f"{group} {part}"
+            else:
+                continue
+            if key not in leaves.pinned and local_tensor(tensor).numel():
+                places.append((label, f"{component}/{key}"))
+                tensors.append(local_tensor(tensor))
+    for (label, name), digest in zip(places, numbers(map(bit_digest, tensors)), strict=True):
+        digests.setdefault(label, {})[name] = digest
+    if found.given:
+        given = zip(found.given.items(), numbers(map(bit_digest, found.given.values())), strict=True)
+        names = checksum(repr(sorted(found.given)).encode())
+        digests[f"given {names}"] = {name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in given}
+    digests[f"{group} values"] = dict(_values(found.documents))
     return digests
 
 
 def combined(digests: Digests) -> dict[str, str]:
-    """One digest of all tensors for each label."""
+    """One digest of everything for each label."""
     return {
-        label: checksum("\n".join(f"{name}={total}" for name, total in sorted(of.items())).encode())
+        label: checksum("\n".join(f"{name}={digest}" for name, digest in sorted(of.items())).encode())
         for label, of in digests.items()
     }
 
 
 def differing(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
-    """Return by ``component/key`` the ranks that hold equal values, where there are several such sets.
+    """Return by name the ranks that hold equal values, where there are several such sets.
 
     >>> differing({0: {"": {"model/w": 1}}, 1: {"": {"model/w": 2}}, 2: {"": {"model/w": 1}}})
     {'model/w': [[0, 2], [1]]}
@@ -66,43 +80,38 @@ def differing(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
     places = dict.fromkeys((label, name) for found in reports.values() for label, of in found.items() for name in of)
     wrong: dict[str, list[list[int]]] = {}
     for label, name in places:
-        equal: dict[int, list[int]] = {}
+        equal: dict[int | str | None, list[int]] = {}
         for rank, found in reports.items():
-            if name in found.get(label, {}):
-                equal.setdefault(found[label][name], []).append(rank)
+            if label in found:
+                equal.setdefault(found[label].get(name), []).append(rank)
         if len(equal) > 1:
-            wrong[name] = list(equal.values())
+            wrong.setdefault(name, []).extend(equal.values())
     return wrong
 
 
 @lru_cache(maxsize=4096)
-def _label(layout: Layout, rank: int) -> str | None:
-    """Return which part the rank has a replica of; None if nobody else has that part."""
+def _part(layout: Layout, rank: int) -> tuple[str, bool]:
+    """Return which part of a tensor a rank has, and whether others of its group have that part."""
     if layout == REPLICATED:
-        return ""
+        return "", True
     cut = {c.axis for c in layout.cuts}
-    if all(axis.size == 1 for number, axis in enumerate(layout.axes) if number not in cut):
-        return None
-    return f"{checksum(repr((layout.axes, layout.cuts, layout.order)).encode())} {layout.shard(rank)}"
+    is_shared = any(axis.size > 1 for number, axis in enumerate(layout.axes) if number not in cut)
+    return f"{checksum(repr((layout.axes, layout.cuts, layout.order)).encode())} {layout.shard(rank)}", is_shared
 
 
-def _sum(local: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor's memory as 64-bit words, and of the bytes that are left."""
-    flat = local.contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole]
-    if words.data_ptr() % 8 or words.storage_offset() % 8:
-        words = words.clone()
-    return words.view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
+def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the digests of the values in a model's and its optimizers' documents, of which one rank's are stored."""
+    for name, value in (documents.get("model") or {}).items():
+        yield f"model/{name}", _digest(value)
+    for number, optimizer in (documents.get("optimizer") or {}).items():
+        for group, of_group in optimizer["groups"].items():
+            for name, value in of_group["hyper"].items():
+                yield f"optimizer/{number}/param_groups/{group}/{name}", _digest(value)
+        for name, entries in optimizer["values"].items():
+            for entry in entries:
+                digest = _digest(entry["value"])
+                yield from ((f"optimizer/{number}/{param}/{name}", digest) for param in entry["params"])
 
 
-def _numbers(sums: list[torch.Tensor]) -> list[int]:
-    """Return tensors' values; one wait for each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for place, total in enumerate(sums):
-        by_device.setdefault(total.device, []).append(place)
-    found = [0] * len(sums)
-    for places in by_device.values():
-        for place, number in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
-            found[place] = number
-    return found
+def _digest(value: Any) -> str:
+    return checksum(json.dumps(value, sort_keys=True).encode())

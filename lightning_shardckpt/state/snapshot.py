@@ -42,13 +42,15 @@ class Snapshot:
     ``leaves`` by component; ``own`` holds plain trainer tensors, of which rank 0's are stored. ``documents`` by role:
     "trainer", "peft" and "huggingface" (rank 0's is stored), "rank" (every rank's), "model", "optimizer", "frozen"
     and "versions" (stored once per group of ranks that hold the same tensors). Of the trainer's state, other groups add
-    what rank 0 does not have. ``notes`` is what a person should know. Values must not change until the save returned.
+    what rank 0 does not have. ``given`` are those of its plain tensors that a user put there, and all ranks must have
+    alike. ``notes`` is what a person should know. Values must not change until the save returned.
     """
 
     leaves: dict[str, Leaves]
     own: dict[str, torch.Tensor]
     documents: dict[str, Any]
     notes: tuple[str, ...] = ()
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:

@@ -27,6 +27,9 @@ from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning: users put anything there."""
 
+_LIGHTNINGS = (*HYPER_PARAMETERS, "callbacks", "loops", "lr_schedulers")
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 def snapshot(
     checkpoint: Mapping[str, Any],
@@ -73,7 +76,16 @@ def snapshot(
     if "optimizer_states" in checkpoint:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(checkpoint["optimizer_states"])
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
-    return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else ())
+    given = {key: tensor for key, tensor in encoder.plain.items() if _is_given(key)}
+    return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else (), given)
+
+
+def _is_given(key: str) -> bool:
+    """Return whether a plain tensor of the trainer's state is to be the same on all ranks.
+
+    Not that of a callback, whose metrics may be of a rank's own batches, nor a statistic of a norm, as in buffers.
+    """
+    return key.partition("/")[0] not in _LIGHTNINGS and key.replace("/", ".").rpartition(".")[2] not in _STATISTICS
 
 
 def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -> None:

@@ -22,7 +22,7 @@ from lightning_shardckpt.compat.module_slots import (
     parameter_slots,
 )
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.tensors.bit_sums import row_sums
+from lightning_shardckpt.system.tensor_digest import bit_digest
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 Slots = Mapping[str, Tensor | None]
@@ -117,8 +117,8 @@ def _is_plain(value: Tensor | None) -> TypeGuard[Tensor]:
 
 @torch.no_grad()
 def _digest(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """A sum over bits, positive, that depends on the order of the tensors."""
+    """A digest of the bits of tensors in their order, positive."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
-        total = total * 31 + row_sums(tensor).sum().to(device)
+        total = total * 31 + bit_digest(tensor).to(device)
     return total & ((1 << 61) - 1)

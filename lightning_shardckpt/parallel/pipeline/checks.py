@@ -28,7 +28,7 @@ from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttribut
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
-from lightning_shardckpt.parallel.tensors.bit_sums import Marks
+from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
 
 _UNUSED = "appears to not have been used in the graph"  # torch's words
 _grad: Any = Tensor.grad  # that of a sharded parameter reduces what has accumulated
@@ -44,7 +44,7 @@ class StepChecks:
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
-        self._root, self._marks = root, Marks([])
+        self._root, self._marks = root, list[Tensor]()
         self._own: list[tuple[str, nn.Parameter]] = []
         self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers = [
@@ -201,11 +201,12 @@ class StepChecks:
 
     def changed_parameter(self) -> str | None:
         """Return the name of a parameter that has changed since it was marked."""
-        changed = self._marks.changed(self._parameter_marks())
-        return self._own[changed[0]][0] if changed else None
+        found = numbers([*self._marks, *self._parameter_marks()])
+        before, now = found[: len(self._marks)], found[len(self._marks) :]
+        return next((name for (name, _), a, b in zip(self._own, before, now, strict=True) if a != b), None)
 
-    def _parameter_marks(self) -> Marks:
-        return Marks([local_tensor(parameter) for _, parameter in self._own])
+    def _parameter_marks(self) -> list[Tensor]:
+        return [bit_digest(local_tensor(parameter)) for _, parameter in self._own]
 
     def _sees_whole(self, name: str) -> bool:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)

@@ -7,22 +7,25 @@ wrong. Both show at once and cost little to look for: the first batch of an epoc
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
-from lightning_shardckpt.parallel.tensors.bit_sums import row_and_column_sums
+from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
 
 _SPREAD = 0.02  # relative; replicas that compute the same thing agree to the precision of bfloat16
+_GRADIENT_SPREAD = 0.05  # of a gradient's norm: the difference of two that have nothing in common is larger than it
+_PROJECTIONS = 4  # on so many directions
+_PIECE = 1 << 18  # elements that are looked at together
 _LOSS_SPREAD = 1e-4  # of losses in float32
 
 
@@ -35,11 +38,8 @@ def check_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> N
     Raises:
         TopologyError: on every rank, if the batches of any group differ.
     """
-    own = torch.zeros(4, dtype=torch.float64, device=device)
-    for tensor in (item for item in _contents(batch) if isinstance(item, Tensor)):
-        flat = tensor.to(device).double().flatten().nan_to_num()
-        place = torch.arange(1, flat.numel() + 1, device=device, dtype=torch.float64).reciprocal()
-        own += torch.stack([torch.ones_like(own[0]), own.new_tensor(flat.numel()), flat.sum(), flat @ place])
+    tensors = [item for item in _contents(batch) if isinstance(item, Tensor)]
+    own = torch.tensor([fingerprint(tensors)], device=device)
     every = _gathered(own, group)
     if _any_rank(bool((every != own).any()), device):
         ranks = dist.get_process_group_ranks(group)
@@ -71,17 +71,12 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup, device: torch.device) -> 
 
 @torch.no_grad()
 def fingerprint(batch: Any) -> int:
-    """A number that differs between different batches, but for chance: sums over the bits of tensors, and the rest."""
-    mark = 0
-    for tensor in _contents(batch):
-        if not isinstance(tensor, Tensor):
-            mark = (mark * 31 + zlib.crc32(repr(tensor).encode())) % (1 << 61)
-            continue
-        sums = row_and_column_sums(tensor)
-        place = torch.arange(1, len(sums) + 1, device=sums.device) % 8191
-        total = int(((sums + 1) * place).sum())
-        mark = (mark * 31 + total + tensor.numel()) % (1 << 61)
-    return mark
+    """A number that differs between different batches, but for chance: of the bits of tensors, and the rest."""
+    contents = list(_contents(batch))
+    tensors = [item for item in contents if isinstance(item, Tensor)]
+    digests = zip([tuple(tensor.shape) for tensor in tensors], numbers(map(bit_digest, tensors)), strict=True)
+    marks = [next(digests) if isinstance(item, Tensor) else item for item in contents]
+    return xxhash.xxh3_64_intdigest(repr(marks).encode()) >> 3
 
 
 @torch.no_grad()
@@ -95,11 +90,11 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.dev
     """
     trained = [(name, p, p.grad) for name, p in own_parameters(root) if p.grad is not None]
     kept = [(name, local_tensor(gradient)) for name, p, gradient in trained if not _is_sharded(p, group)]
-    sums = [torch.stack([g.double().sum(), g.double().abs().sum()]).to(device) for _, g in kept]
     wrong: list[str] = []
-    if sums:
-        every = _gathered(torch.stack(sums), group)
-        differs = (every.amax(0) - every.amin(0)).amax(-1) > _SPREAD * every[..., 1].amax(0)
+    if kept:
+        every = _gathered(torch.stack([_projections(gradient).to(device) for _, gradient in kept]), group)
+        spread = (every.amax(0) - every.amin(0))[:, 1:].amax(-1)
+        differs = spread > _GRADIENT_SPREAD * every[..., 0].amax(0)
         wrong = [name for (name, _), bad in zip(kept, differs.tolist(), strict=True) if bad]
     if _any_rank(bool(wrong), device):
         raise TopologyError(
@@ -107,6 +102,22 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.dev
             f"{', '.join(wrong[:5])}{', …' if len(wrong) > 5 else ''}. The modules that own them see only a part of "
             'the heads or columns: give them the style "replicated_with_grad_allreduce" in tensor_parallel_plan.'
         )
+
+
+def _projections(gradient: Tensor) -> Tensor:
+    """Return the norm of a gradient and its products with some random directions, the same on all ranks.
+
+    A sum of it would not do: it is the same for another order, and nearly so for the parts of a large gradient.
+    """
+    generator, values, device = torch.Generator().manual_seed(0), gradient.flatten(), gradient.device
+    length = min(len(values), _PIECE)
+    directions = torch.randn(_PROJECTIONS, length, generator=generator, dtype=torch.float64, device="cpu").to(device)
+    found = torch.zeros(1 + _PROJECTIONS, dtype=torch.float64, device=device)
+    for at in range(0, len(values), _PIECE):
+        piece = values[at : at + _PIECE].double()
+        scale = float(torch.rand((), generator=generator, device="cpu")) + 0.5  # since pieces may change places
+        found += torch.cat([piece.square().sum()[None], scale * (directions[:, : len(piece)] @ piece)])
+    return torch.cat([found[:1].sqrt(), found[1:]])
 
 
 def _contents(tree: Any) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from lightning_shardckpt.compat.autograd import in_backward
 from lightning_shardckpt.compat.module_class import mix_in, mix_out
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, running_samples
+from lightning_shardckpt.system.tensor_digest import bit_digest
 
 _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, odd, as a signed number
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64
@@ -216,8 +217,7 @@ def _check_replicated(x: Tensor, settings: DropoutSettings) -> None:
     Raises:
         TopologyError: on all of them, if they have different ones.
     """
-    found = x.detach().double()
-    mine = torch.stack([found.sum(), found.abs().sum(), torch.tensor(float(found.numel()), device=x.device)])
+    mine = torch.stack([bit_digest(x), torch.tensor(x.numel(), device=x.device)])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(settings.tensor_group))]
     dist.all_gather(every, mine, group=settings.tensor_group)
     if any(not torch.equal(one, mine) for one in every):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning import Fabric
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchmetrics import CatMetric
+from torchmetrics.classification import BinaryConfusionMatrix
 
 import lightning_shardckpt as ckpt
+from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint_options import Replicas
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.replica_digests import differing, replica_digests
-from lightning_shardckpt.state.snapshot import Leaves, specs_of
+from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from tests.support.pool import run_ranks
 
 
@@ -64,7 +70,7 @@ def save_changed(path: str, what: str, replicas: Replicas, background: bool) -> 
 CHANGES = {
     "an element": "model/0.weight  ranks [0, 2] | [1]",
     "a moment": "optimizer/0/2.weight/exp_avg  ranks [0, 2] | [1]",
-    "everything": "6 tensors, by the ranks that hold the same",
+    "everything": "6 entries, by the ranks that hold the same",
     "a statistic": "",  # of buffers, rank 0's are stored
     "nothing": "",
 }
@@ -89,6 +95,102 @@ def test_the_first_replica_is_stored_where_that_is_asked_for(tmp_path: Path) -> 
     ckpt.load(tmp_path / "c", {"model": module, "optimizer": optimizer})
     for key, value in expected.state_dict().items():
         assert torch.equal(module.state_dict()[key], value)
+
+
+def permuted() -> torch.Tensor:
+    """A permutation, of which a matrix of one-hot rows is another order of the same numbers."""
+    return torch.eye(512)[torch.arange(512) if torch.distributed.get_rank() != 1 else torch.arange(512).flip(0)]
+
+
+def sorted_rows() -> nn.Module:
+    """Rows as each rank has sorted them: large ones, which replicas write together, and small ones."""
+    module = nn.ParameterDict({"large": nn.Parameter(torch.randn(512, 64)), "small": nn.Parameter(torch.randn(8))})
+    if torch.distributed.get_rank() == 1:
+        module["large"].data = module["large"].data[torch.arange(511, -1, -1)]
+        module["small"].data = module["small"].data.flip(0)
+    return module
+
+
+def with_moments() -> dict[str, Any]:
+    """State of optimizers: that of a vector in another order, that of a number, a step, and a learning rate."""
+    module = nn.ParameterDict({"vector": nn.Parameter(torch.randn(8)), "number": nn.Parameter(torch.tensor(2.0))})
+    optimizer = torch.optim.AdamW(module.parameters())
+    (module["vector"].prod() * module["number"]).backward()
+    optimizer.step()
+    if torch.distributed.get_rank() == 1:
+        vector, number = optimizer.state[module["vector"]], optimizer.state[module["number"]]
+        vector["exp_avg"] = vector["exp_avg"].flip(0)
+        number["exp_avg"].neg_()
+        number["step"] += 1
+        optimizer.param_groups[0]["lr"] = 0.5
+    return {"model": module, "optimizer": optimizer}
+
+
+def with_metrics() -> nn.Module:
+    """Metrics that saw batches of each rank, as many of each class."""
+    module = nn.ModuleDict({"confusion": BinaryConfusionMatrix(), "seen": CatMetric()})
+    odd = torch.distributed.get_rank() == 1
+    for metric in module.values():
+        metric.persistent(mode=True)
+    module["confusion"].update(torch.tensor([1, 1, 0]), torch.tensor([0, 0, 1]) if odd else torch.tensor([1, 1, 0]))
+    module["seen"].update(torch.tensor([2.0, 1.0]) if odd else torch.tensor([1.0, 2.0]))
+    return module
+
+
+class Remembers(nn.Linear):
+    def __init__(self, what: Any) -> None:
+        super().__init__(2, 2)
+        self._what = what
+
+    def get_extra_state(self) -> Any:
+        return self._what
+
+    def set_extra_state(self, state: Any) -> None:
+        self._what = state
+
+
+STATES: dict[str, tuple[Callable[[], dict[str, Any]], set[str]]] = {
+    "rows": (lambda: {"model": sorted_rows()}, {"model/large", "model/small"}),
+    "a permutation": (lambda: {"x": permuted()}, {"x"}),
+    "moments": (
+        with_moments,
+        {
+            *("optimizer/0/vector/exp_avg", "optimizer/0/number/exp_avg", "optimizer/0/number/step"),
+            "optimizer/0/param_groups/0/lr",
+        },
+    ),
+    "metrics": (lambda: {"model": with_metrics()}, {"model/confusion.confmat", "model/seen.value"}),
+    "a few numbers": (lambda: {"a": {"b": [torch.tensor([3, 1])[[torch.distributed.get_rank() % 2, 0]]]}}, {"a/b/0"}),
+    "statistics": (lambda: {"model": {"1.running_mean": torch.tensor(float(torch.distributed.get_rank()))}}, set()),
+    "extra state": (lambda: {"model": Remembers(torch.distributed.get_rank() % 2)}, {"model/_extra_state"}),
+}
+
+
+def save_each_state(path: str, fabric: bool) -> dict[str, str]:
+    """Save states of which rank 1 has the same numbers as ranks 0 and 2, but in another order."""
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 3, "plugins": [ShardCkptIO()]}
+    launched = Fabric(strategy=FabricStrategy(), **options) if fabric else None
+    if launched is not None:
+        launched.launch()
+    said = {}
+    for name, (state_of, _) in STATES.items():
+        torch.manual_seed(0)
+        try:
+            state = state_of()
+            ckpt.save(f"{path}/{name}", state) if launched is None else launched.save(f"{path}/{name}", state)
+            said[name] = ""
+        except MismatchError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("fabric", [False, True])
+def test_replicas_that_hold_equal_numbers_in_another_order_differ(fabric: bool, tmp_path: Path) -> None:
+    for said in run_ranks(3, save_each_state, str(tmp_path), fabric):
+        for name, (_, keys) in STATES.items():
+            found = set(re.findall(r"^  (\S+)  ranks \[0, 2\] \| \[1\]$", said[name], re.MULTILINE))
+            assert found == keys, name
+            assert (tmp_path / name / "checkpoint.index.json").exists() == (not keys)
 
 
 def save_on_mesh(path: str) -> list[str]:
@@ -139,9 +241,10 @@ def test_a_digest_is_of_the_bits_wherever_they_lie(kind: str) -> None:
 
     def digest(value: torch.Tensor) -> Any:
         leaves = Leaves({"x": value})
-        return replica_digests({"model": leaves}, {"model": Component(specs_of("model", leaves, ((0, 1),)))}, 0)
+        tables = {"model": Component(specs_of("model", leaves, ((0, 1),)))}
+        return replica_digests(Snapshot({"model": leaves}, {}, {}), tables, 0, "all")
 
-    assert digest(tensor) == digest(tensor.clone()) == {"": {"model/x": digest(tensor)[""]["model/x"]}}
+    assert digest(tensor) == digest(tensor.clone())
     raw = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for place in (0, len(raw) - 1):
         raw[place] ^= 1

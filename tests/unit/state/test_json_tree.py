@@ -10,8 +10,11 @@ import datetime
 import enum
 import json
 import math
+import os
 import pathlib
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy
@@ -128,6 +131,15 @@ VALUES: list[Any] = [
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert same(trip(value), value)
     assert same(trip({"deep": [(value,)]}), {"deep": [(value,)]})
+
+
+def test_equal_sets_have_equal_json_in_every_process() -> None:
+    script = "from lightning_shardckpt.state.json_tree import encode_small; print(encode_small({'a', 'b', 'c'}, ''))"
+    runs = [
+        subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in ("1", "2")
+    ]
+    assert runs[0].stdout == runs[1].stdout != b""
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)

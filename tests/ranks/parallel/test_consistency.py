@@ -1,0 +1,89 @@
+"""Ranks that hold the same numbers in another order are told apart. Oracle: who was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_gradients
+from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
+from tests.support.pool import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def raised(check: Callable[..., None], *arguments: object) -> str:
+    try:
+        check(*arguments, dist.group.WORLD, CPU)
+    except TopologyError as error:
+        return str(error)
+    return ""
+
+
+def with_gradient(gradient: Tensor) -> nn.Module:
+    module = nn.ParameterDict({"weight": nn.Parameter(torch.zeros_like(gradient)), "bias": nn.Parameter(torch.ones(2))})
+    for parameter in module.values():
+        parameter.grad = torch.ones_like(parameter)
+    module["weight"].grad = gradient
+    return module
+
+
+def compare_gradients() -> dict[str, str]:
+    torch.manual_seed(0)
+    gradient, pieces, other = torch.randn(300_000), torch.randn(2, 1 << 18), dist.get_rank() == 1
+    of_all = {
+        "the same": gradient,
+        "rounded": (gradient * (1 + 1e-3 * other)).bfloat16(),
+        "nothing": torch.zeros(0),
+        "an overflow": torch.full((5,), torch.inf),
+        "another order": gradient.flip(0) if other else gradient,
+        "pieces that changed places": pieces.flip(0) if other else pieces,
+        "of other heads": torch.randn(300_000, generator=torch.Generator().manual_seed(dist.get_rank())),
+    }
+    return {name: raised(check_gradients, with_gradient(value)) for name, value in of_all.items()}
+
+
+def test_gradients_that_differ_by_more_than_rounding_are_told_apart() -> None:
+    for said in run_ranks(2, compare_gradients):
+        assert [name for name, text in said.items() if text] == [*said][4:]
+        assert all(text.startswith("1 replicated parameters") and ": weight. " in text for text in [*said.values()][4:])
+
+
+def compare_batches() -> dict[str, str]:
+    torch.manual_seed(0)
+    tokens, other = torch.randint(50_000, (4, 1 << 18)), dist.get_rank() == 1
+    swapped = tokens.clone()
+    swapped[-1, -2:] = swapped[-1, -2:].flip(0)  # the sums agree, also those weighted by 1 / place in float64
+    x, y = torch.randn(2, 8)
+    of_all = {
+        "the same": (tokens, tokens.clone()),
+        "two tokens that changed places": (tokens, swapped),
+        "two tensors that changed places": ([x, y], [y, x]),
+        "not a number": (x, torch.cat([x[1:], torch.tensor([torch.nan])])),
+    }
+    return {name: raised(check_batch, both[other]) for name, both in of_all.items()}
+
+
+def test_batches_in_another_order_are_told_apart() -> None:
+    for said in run_ranks(2, compare_batches):
+        assert [name for name, text in said.items() if text] == [*said][1:]
+
+
+def compare_buffers() -> str:
+    module = nn.Module()
+    table = torch.arange(64.0)
+    module.register_buffer("table", table.roll(2) if dist.get_rank() else table)
+    values = ReplicatedValues([module])
+    values.begin()
+    digest = values.digest(CPU)
+    every = [torch.empty_like(digest) for _ in range(2)]
+    dist.all_gather(every, digest)
+    return "" if torch.equal(*every) else raised(values.refuse)
+
+
+def test_buffers_in_another_order_are_told_apart() -> None:
+    assert all(text.startswith("table differs between") for text in run_ranks(2, compare_buffers))
