@@ -40,7 +40,7 @@ from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_rng
+from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_noise, same_rng
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
@@ -191,7 +191,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """In a pipeline without a closure collective: every rank of the world must call it."""
         if self.topology.pipeline > 1 and not kwargs:  # gradients are there
             self._joint_updates.check(optimizer, None, self.root_device)
-        return super().optimizer_step(optimizer, **kwargs)
+        closure, group = kwargs.get("closure"), None if self._apart else self.meshes.data_parallel_group
+        with same_noise(optimizer, closure or (lambda: None), group) as gradients:
+            return super().optimizer_step(optimizer, **kwargs | ({} if closure is None else {"closure": gradients}))
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, module: nn.Module | None = None, *, scale: float = 1.0

@@ -44,7 +44,7 @@ from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code, wat
 from lightning_shardckpt.parallel.rebind_optimizer import empty_optimizers_allowed
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng
+from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_noise
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
 from lightning_shardckpt.state.data_position import make_resumable
@@ -337,7 +337,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             closure = with_mean_loss(optimizer, closure, self.reduce)
         if self.sharded.pipeline is not None:
             closure = self._joint_updates.checked(optimizer, closure, self.root_device)
-        with user_code(False), self.checkpoint_io.async_saves.around_step(optimizer, closure) as gradients:
+        group, saves = None if self._apart else self.meshes.data_parallel_group, self.checkpoint_io.async_saves
+        with (
+            same_noise(optimizer, closure, group) as apart,
+            user_code(False),
+            saves.around_step(optimizer, apart) as gradients,
+        ):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
     # --- other ranks ---

@@ -13,6 +13,8 @@ import torch
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The kinds of random generators that are objects."""
+GENERATED = ("python", "numpy", "torch", "current_cuda")
+"""What ``get_rng_state`` has without ``every_device``."""
 
 
 def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
@@ -40,6 +42,17 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(cuda, i)
     if "current_cuda" in state:
         torch.cuda.set_rng_state(state["current_cuda"])
+
+
+def is_same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether generators that have these states of ``get_rng_state`` draw the same numbers."""
+    return all(map(_is_equal, map(one.get, GENERATED), map(other.get, GENERATED)))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):  # NumPy's has an array
+        return all(map(_is_equal, one, other))
+    return bool(np.array_equal(one, other))
 
 
 @contextmanager

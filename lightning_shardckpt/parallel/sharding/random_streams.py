@@ -5,14 +5,18 @@ Ranks that build the same weights, or that hold parts of one activation, must; d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
-from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, is_same_rng, set_rng_state
+
+_T = TypeVar("_T")
+_DRAWS = "_shardckpt_draws"
+"""Attribute of an optimizer that tells whether its steps draw random numbers."""
 
 
 @contextmanager
@@ -21,15 +25,63 @@ def same_rng() -> Iterator[None]:
 
     Collective: every rank of the world must enter it.
     """
-    own = get_rng_state(every_device=False)
-    shared = _broadcast(own, None)
-    differs = not torch.equal(own["torch"], shared["torch"])
-    set_rng_state(shared)
+    stream = _SharedStream(None)
+    stream.enter()
     try:
         yield
     finally:
-        if differs:
-            set_rng_state(own)
+        stream.leave()
+
+
+@contextmanager
+def same_noise(
+    optimizer: Optimizer, closure: Callable[[], _T], group: dist.ProcessGroup | None
+) -> Iterator[Callable[[], _T]]:
+    """Let ``optimizer`` step inside, with the closure that is given, and draw what the first rank of ``group`` draws.
+
+    Else each rank would add its own noise to a parameter that is not sharded. What the closure draws stays each rank's
+    own. An optimizer that draws nothing in its first step is left alone from then on.
+
+    Collective, if the optimizer draws: every rank of ``group`` must step; None if there are no others.
+    """
+    if group is None or group.size() == 1 or not getattr(optimizer, _DRAWS, True):
+        yield closure
+        return
+    stream = _SharedStream(group)
+
+    def apart() -> _T:
+        stream.leave()
+        found = closure()
+        stream.enter()
+        return found
+
+    stream.enter()
+    try:
+        yield apart
+    finally:
+        stream.leave()
+    setattr(optimizer, _DRAWS, stream.drew)
+
+
+class _SharedStream:
+    """The random numbers of the first rank of a group, between ``enter`` and ``leave``."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._own, self._begin = group, dict[str, Any](), dict[str, Any]()
+        self.drew = False
+
+    def enter(self) -> None:
+        self._own = get_rng_state(every_device=False)
+        self._begin = _broadcast(self._own, self._group)
+        set_rng_state(self._begin)
+
+    def leave(self) -> None:
+        """Give a rank whose state was its own that back. Does nothing after an error in between."""
+        if self._begin:
+            self.drew = self.drew or not is_same_rng(self._begin, get_rng_state(every_device=False))
+            if not is_same_rng(self._own, self._begin):
+                set_rng_state(self._own)
+            self._begin = {}
 
 
 def broadcast_rng(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,120 @@
+"""An optimizer that draws random numbers adds the same noise on all ranks. Oracle: one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning import Fabric
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
+from tests.support import tiny
+from tests.support.pool import run_ranks
+
+TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"layer": "colwise_gather_output"}}
+
+
+class NoisySGD(torch.optim.SGD):
+    """Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's overloads
+        found = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        return found
+
+
+class Scaled(pl.LightningModule):
+    """A number as a parameter, which FSDP leaves whole, and a layer that it shards; a step may draw, too."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.layer = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.layer(x)) * self.scale
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return NoisySGD(self.parameters(), lr=0.125)
+
+
+def fit(strategy: dict[str, Any], steps: int, *, save: str = "", resume: str | None = None) -> dict[str, Tensor]:
+    """Train on samples that are all the same, so that ranks and one process have the same gradients."""
+    pl.seed_everything(3)
+    module = Scaled()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=ShardedStrategy(**strategy),
+        plugins=[ShardCkptIO()],
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader([torch.ones(4)] * 20), ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
+    return {name: tiny.whole(value.detach()).clone() for name, value in module.state_dict().items()}
+
+
+def train_and_resume(directory: str) -> dict[str, Tensor]:
+    fit(TP2, 2, save=f"{directory}/tp.ckpt")
+    return fit({}, 6, resume=f"{directory}/tp.ckpt", save=f"{directory}/fsdp.ckpt")
+
+
+def test_noise_of_an_optimizer_is_that_of_one_process_after_a_change_of_topology(tmp_path: Path) -> None:
+    on_two = run_ranks(2, train_and_resume, str(tmp_path))
+    (on_one,) = run_ranks(1, resume_again, {}, 6, str(tmp_path / "tp.ckpt"))
+    further = run_ranks(2, resume_again, {}, 8, str(tmp_path / "fsdp.ckpt"))
+    (alone,) = run_ranks(1, resume_again, {}, 8, str(tmp_path / "tp.ckpt"))
+    for found in on_two:
+        assert tiny.differences(found, on_one) == []
+    for found in further:
+        assert tiny.differences(found, alone) == []
+
+
+def resume_again(strategy: dict[str, Any], steps: int, path: str) -> dict[str, Tensor]:
+    return fit(strategy, steps, resume=path)
+
+
+def step_with_streams_of_their_own() -> list[tuple[float, Tensor]]:
+    """Under Fabric, where each rank has seeded generators by itself, and draws in its forward passes, too."""
+    fabric = Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=FabricStrategy())
+    fabric.launch()
+    torch.manual_seed(0)
+    module = Scaled(dropout=0.5)
+    module, optimizer = fabric.setup(module, NoisySGD(module.parameters(), lr=0.0))
+    torch.manual_seed(fabric.global_rank)
+    found = []
+    for _ in range(3):
+        drawn = float(torch.rand(()))
+        fabric.backward(module(torch.ones(4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((drawn, tiny.whole(module.scale).clone()))
+    return found
+
+
+def test_what_each_rank_draws_for_its_samples_stays_its_own() -> None:
+    first, second = run_ranks(2, step_with_streams_of_their_own)
+    (alone,) = run_ranks(1, step_with_streams_of_their_own)
+    assert [noise for _, noise in first] == [noise for _, noise in second] == [noise for _, noise in alone]
+    torch.manual_seed(1)  # of the second rank, which draws no noise of its own
+    for drawn, _ in second:
+        assert drawn == float(torch.rand(()))
+        nn.functional.dropout(torch.ones(4), 0.5)
