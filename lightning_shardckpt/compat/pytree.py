@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec as TreeSpec
-from torch.utils._pytree import tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _T = TypeVar("_T")
@@ -80,6 +79,12 @@ def _register(kind: type) -> None:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: _T) -> _T:
-    """Return a copy of nested containers in which every tensor is replaced by what ``change`` returns."""
-    mapped: _T = tree_map_only(torch.Tensor, change, tree)
+    """Return ``tree`` with every tensor in its containers replaced by what ``change`` returns; itself if none is."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)  # type: ignore[return-value]  # a tensor, too
+    leaves, spec = _pytree.tree_flatten(tree)
+    found = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if all(new is old for new, old in zip(found, leaves, strict=True)):
+        return tree
+    mapped: _T = tree_unflatten(found, spec)
     return mapped

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.dynamo import set_frame_callback, skip_folders
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights, restore_flat_weights
+from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
@@ -42,7 +43,7 @@ from lightning_shardckpt.parallel.sharding.given_weights import sharded_as_plann
 from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
-from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, mapped
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.step_cache import recall, remember
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 from lightning_shardckpt.parallel.tensors.values import check_same, where_is
@@ -184,7 +185,7 @@ def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor]) 
         base = value._base if type(value) is Tensor and not torch.is_grad_enabled() else None
         return value if base is None or id(base) not in known else connected(value, known[id(base)], values_of(base))
 
-    return mapped(found, handed_out)
+    return map_tensors(handed_out, found)
 
 
 def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.tensor_subclass import memory_id, version_of, without_torch_function
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
@@ -118,7 +119,7 @@ def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if version_of(found) != version:  # by a flag, as with inplace=True or max_norm
                 with torch.no_grad():
                     origins[memory].store(name)
-        return mapped(result, lambda t: themselves[id(t)] if id(t) in themselves else _connected(t, origins))
+        return map_tensors(lambda t: themselves[id(t)] if id(t) in themselves else _connected(t, origins), result)
 
 
 def connected(value: Tensor, shards: DTensor, whole: Tensor) -> Tensor:

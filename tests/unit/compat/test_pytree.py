@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,12 @@ def test_tensors_are_replaced_and_containers_keep_their_types() -> None:
     assert found["a"][0].tolist() == [2, 2] and found["a"][1] is other
     assert found["b"].first[0].tolist() == [1] and found["b"].second == "text" and found["c"].tolist() == [2]
     assert tree["a"][0].tolist() == [1, 1]
+
+
+def test_containers_without_replaced_tensors_and_those_that_torch_does_not_know_are_left_alone() -> None:
+    known, unknown = [{"a": torch.ones(1)}], UserDict(a=torch.ones(1))
+    assert map_tensors(lambda tensor: tensor, known) is known
+    assert map_tensors(lambda tensor: tensor + 1, unknown) is unknown and unknown["a"].tolist() == [1]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,174 @@
+"""Containers that modules return: of their own class, with the same gradients as on one process, whoever made them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+from transformers import BatchEncoding, BatchFeature
+from transformers.modeling_outputs import BaseModelOutput
+
+from tests.support import tiny
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
+from tests.sweeps.twins.base import CLASSES, Natural
+
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "fsdp2": (2, {}),
+    "fsdp2, kept": (2, {"reshard_after_forward": False}),
+    "fsdp2, recomputed": (2, {"activation_checkpointing": True}),
+    "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
+}
+Pair = namedtuple("Pair", ["x", "w"])
+
+
+class Typed(NamedTuple):
+    x: Tensor
+    w: Tensor
+
+
+class Attributes(dict[str, Any]):
+    """As EasyDict, Munch and addict are."""
+
+    __getattr__ = dict.__getitem__
+
+    def __init__(self, note: str, **values: Any) -> None:
+        super().__init__(values)
+        self.__dict__["note"] = note
+
+
+class Sized(list[Any]):
+    def __init__(self, size: int, values: Any) -> None:
+        super().__init__(values)
+        self.size = size
+
+
+class Named(tuple[Any, ...]):
+    def __new__(cls, name: str, *values: Any) -> Named:
+        made = super().__new__(cls, values)
+        made.name = name
+        return made
+
+    name: str
+
+
+class Defaults(defaultdict[str, Any]):
+    pass
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    w: Tensor
+
+
+class Slotted:
+    __slots__ = ("w", "x")
+
+    def __init__(self, x: Tensor, w: Tensor) -> None:
+        self.x, self.w = x, w
+
+
+def generated(x: Tensor, w: Tensor) -> Any:
+    yield x
+    yield w
+
+
+def hooked(x: Tensor, w: Tensor) -> Any:
+    x.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]  # torch's
+    return SimpleNamespace(x=x, w=w)
+
+
+BY_KEY, BY_NAME, BY_PLACE = (lambda c: (c["x"], c["w"])), (lambda c: (c.x, c.w)), tuple
+CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda x, w: (x, w), BY_PLACE),
+    "list": (lambda x, w: [x, w], BY_PLACE),
+    "dict": (lambda x, w: {"x": x, "w": w}, BY_KEY),
+    "ordered dict": (lambda x, w: OrderedDict(x=x, w=w), BY_KEY),
+    "defaultdict": (lambda x, w: defaultdict(list, x=x, w=w), BY_KEY),
+    "defaultdict of a class": (lambda x, w: Defaults(list, x=x, w=w), BY_KEY),
+    "dict of a class": (lambda x, w: Attributes("a note", x=x, w=w), lambda c: (c.x, c.w) * bool(c.note)),
+    "list of a class": (lambda x, w: Sized(2, [x, w]), lambda c: c[: c.size]),
+    "tuple of a class": (lambda x, w: Named("a name", x, w), lambda c: c * bool(c.name)),
+    "namedtuple": (Pair, BY_NAME),
+    "NamedTuple": (Typed, BY_NAME),
+    "named tuple of torch": (lambda x, w: torch.return_types.max((x, w)), lambda c: (c.values, c.indices)),
+    "packed sequence": (lambda x, w: PackedSequence(x, torch.tensor([1] * len(x)), None, w), lambda c: (c[0], c[3])),
+    "deque": (lambda x, w: deque([x, w], maxlen=2), BY_PLACE),
+    "UserDict": (lambda x, w: UserDict(x=x, w=w), BY_KEY),
+    "UserList": (lambda x, w: UserList([x, w]), BY_PLACE),
+    "output of transformers": (
+        lambda x, w: BaseModelOutput(last_hidden_state=x, hidden_states=(w,)),
+        lambda c: (c.last_hidden_state, c.hidden_states[0]),
+    ),
+    "BatchFeature": (lambda x, w: BatchFeature({"x": x, "w": w}), BY_NAME),
+    "BatchEncoding": (lambda x, w: BatchEncoding({"x": x, "w": w}), BY_NAME),
+    "dataclass": (Frozen, BY_NAME),
+    "object": (lambda x, w: SimpleNamespace(x=x, w=w), BY_NAME),
+    "object with slots": (Slotted, BY_NAME),
+    "object with a hook": (hooked, BY_NAME),
+    "distribution": (lambda x, w: (Normal(x, torch.ones_like(x)), w), lambda c: (c[0].icdf(torch.full((), 0.7)), c[1])),
+    "generator": (generated, BY_PLACE),
+    "nested": (
+        lambda x, w: {"all": [BaseModelOutput(last_hidden_state=x), {"w": (w, None)}]},
+        lambda c: (c["all"][0].last_hidden_state, c["all"][1]["w"][0]),
+    ),
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return CONTAINERS[self.kind][0](x + torch.tanh(self.linear(x)), self.linear.weight)
+
+
+class Containers(Natural):
+    """Every layer returns a container of another kind, with its weight in it."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(Returning(kind) for kind in CONTAINERS)
+        self.head = nn.Linear(6, CLASSES)
+        self.classes = dict[str, str]()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, penalty = batch[0], torch.zeros(())
+        for layer in self.layers:
+            found = layer(x)
+            self.classes[layer.kind] = type(found).__name__
+            x, weight = CONTAINERS[layer.kind][1](found)
+            penalty = penalty + (weight**2).mean()
+        return F.cross_entropy(self.head(x), batch[1]) + penalty
+
+
+def train(strategy: dict[str, Any] | str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    pl.seed_everything(3, verbose=False)
+    module = Containers()
+    tiny.trainer(strategy, max_epochs=1, precision="64-true", use_distributed_sampler=False).fit(module)
+    return module.classes, full_state(module)
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[dict[str, str], dict[str, Tensor]]:
+    return run_ranks(1, train, "auto", init_process_group=False)[0]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_what_a_module_returns_keeps_its_class_and_its_gradients(topology: str, alone: Any) -> None:
+    world, strategy = TOPOLOGIES[topology]
+    for classes, state in run_ranks(world, train, strategy):
+        assert classes == alone[0]
+        torch.testing.assert_close(state, alone[1], rtol=0, atol=1e-10)
