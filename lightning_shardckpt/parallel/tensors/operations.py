@@ -250,8 +250,8 @@ def _list_of_rows(value: Any, targets: Sequence[DTensor | None], what: str) -> A
     for tensor, target in zip(value, [*targets, *[None] * (len(value) - len(targets))], strict=False):
         if target is None:
             rows.append(whole(tensor, what) if is_sharded(tensor) else tensor)
-        elif not isinstance(tensor, DTensor) and tensor.numel() == 1 and target.numel() != 1:
-            rows.append(tensor)
+        elif not isinstance(tensor, DTensor) and tensor.numel() == 1 and tensor.shape != target.shape:
+            rows.append(tensor)  # a number, such as a count of steps, also where the parameter has one element
         else:
             rows.append(rows_like(tensor, target, what))
     return rows
