@@ -110,7 +110,7 @@ class MeshStrategy:
             pipeline_parallel_size: Processes over which the layers are distributed, each with some of them. See
                 "Pipelines" in the documentation for what that asks of a module; in Fabric, steps run by ``run_step``.
             pipeline_layers: Patterns that name the layers in the order in which they run; by default those of the
-                largest list of layers of one class, or of the largest Sequential.
+                largest list of layers whose classes repeat, or of the largest Sequential.
             pipeline_split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, those of other
                 modules included; or the names of the first layers of all stages but the first.
             pipeline_modules: Pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers.

@@ -74,15 +74,24 @@ class StagedModule:
     modules: dict[str, nn.Module]
     copies: dict[str, nn.Module]
     weights: dict[int, Placeholder]  # by id of the whole module's parameters and buffers
+    holders: Mapping[str, frozenset[int]]  # the stages of each parameter, by the name that is registered first
 
     @property
     def _own(self) -> frozenset[int]:
         return frozenset(self.schedule.stages_of(self.meshes.pipeline_rank))
 
     def drop_other_stages(self, root: nn.Module) -> None:
-        """Put weightless copies in the place of the modules of ``root`` that this rank's stages don't have."""
-        elsewhere = [name for name, stages in self.plan.units().items() if not stages & self._own]
+        """Put weightless copies in the place of the modules of ``root`` that this rank's stages don't have.
+
+        Under all their names, also those of parts of them.
+        """
+        units = self.plan.units()
+        elsewhere = [name for name, stages in units.items() if not stages & self._own]
+        here = {module for name in units.keys() - elsewhere for module in self.modules[name].modules()}
         gone = {self.modules[name]: self.copies[name] for name in elsewhere}
+        for name in elsewhere:
+            parts = zip(self.modules[name].modules(), self.copies[name].modules(), strict=True)
+            gone |= {part: copy for part, copy in parts if part not in here}
         for parent in list(root.modules()):
             children = child_slots(parent)
             for name, child in children.items():
@@ -96,10 +105,7 @@ class StagedModule:
 
         Collective: every rank of the world must call it, with the ``names`` of all parameters of the whole module.
         """
-        ranks = {
-            tie[0]: frozenset(self.schedule.rank_of(s) for name in tie for s in self.plan.holders(clean_fqn(name)))
-            for tie in names
-        }
+        ranks = {name: frozenset(map(self.schedule.rank_of, stages)) for name, stages in self.holders.items()}
         groups = sharing_groups(ranks.values(), self.meshes)
         here = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
         return [(here[name], groups[ranks[name]]) for name in sorted(here) if len(ranks[name]) > 1]
@@ -176,7 +182,21 @@ def split_into_stages(
     _refuse_what_would_be_wrong(root, plan, parts)
     weights: dict[int, Placeholder] = {}
     copies = {name: weightless_copy(module, name, device, weights) for name, module in parts.items()}
-    return StagedModule(plan, schedule, meshes, recipe, parts, copies, weights)
+    return StagedModule(plan, schedule, meshes, recipe, parts, copies, weights, _holders(root, plan, parts))
+
+
+def _holders(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
+    """The stages of each parameter by its first name: of every part that it is in, all of one that is outside of them.
+
+    By the modules themselves, since a module may be registered under several names.
+    """
+    inside = {module for part in parts.values() for module in part.modules()}
+    outside = [p for m in root.modules() if m not in inside for p in m.parameters(recurse=False)]
+    found = dict.fromkeys(outside, frozenset(range(plan.stages)))
+    for name, stages in plan.units().items():
+        for parameter in parts[name].parameters():
+            found[parameter] = found.get(parameter, frozenset()) | stages
+    return {name: found[parameter] for name, parameter in root.named_parameters()}
 
 
 def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from torch import nn
 
+from lightning_shardckpt.compat.module_class import child_slots
 from lightning_shardckpt.compat.module_slots import NormWithStatistics
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
-from lightning_shardckpt.parallel.sharding.fqn import named_modules, nearest
+from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, module_names, named_modules, nearest
 
 Where = Literal["first", "last", "every"]
 Split = Literal["even", "cost"] | Sequence[str]
@@ -89,15 +90,14 @@ def plan_stages(
 def _largest_trunk(root: nn.Module, stages: int) -> list[str]:
     """The list with most parameters, of those with enough layers if there are such."""
     best: tuple[tuple[bool, int], list[str]] | None = None
-    found = named_modules(root)
-    for name, module in found.items():
-        children = [child for child, _ in module.named_children()]
+    names = module_names(root)
+    for module in named_modules(root).values():
         if not _is_trunk(module):
             continue
         layers = sum(any(True for _ in child.parameters()) for child in module.children())
         size = layers >= stages, sum(p.numel() for p in module.parameters())
         if best is None or size > best[0]:
-            best = size, [f"{name}.{child}" for child in children]
+            best = size, [names[child] for child in module.children()]
     if best is None:
         raise TopologyError(
             f"{type(root).__name__} has no list of layers (ModuleList, ModuleDict or Sequential) to split into "
@@ -108,18 +108,18 @@ def _largest_trunk(root: nn.Module, stages: int) -> list[str]:
 
 
 def _is_trunk(module: nn.Module) -> bool:
-    """A Sequential of anything, or a list or dict of layers of one class; with at least two that have parameters."""
+    """A Sequential of anything, or a list or dict of layers; with at least two that have parameters."""
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     if len(children) < 2:
         return False
     if isinstance(module, nn.Sequential):
         return True
-    alike = isinstance(module, nn.ModuleList | nn.ModuleDict) and len({type(c) for c in module.children()}) == 1
+    alike = isinstance(module, nn.ModuleList | nn.ModuleDict) and are_layers(children)
     return alike and not isinstance(children[0], nn.ModuleList | nn.ModuleDict | nn.ParameterList)
 
 
 def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
-    modules = named_modules(root)
+    modules, names = named_modules(root), module_names(root)
     chosen: list[str] = []
     for pattern in patterns:
         matching = matching_fqns(modules, pattern)
@@ -129,7 +129,7 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
             near = "" if matching else nearest(modules, pattern)
             raise TopologyError(f"pipeline_layers: {pattern!r} matches {what}{near}")
         if len(found) == 1 and isinstance(modules[found[0]], nn.ModuleList | nn.ModuleDict):
-            found = [f"{found[0]}.{child}" for child, _ in modules[found[0]].named_children()]
+            found = [names[child] for child in modules[found[0]].children()]
         chosen += found
     nested = [a for a in chosen if any(a.startswith(f"{b}.") for b in chosen)]
     if nested:
@@ -138,36 +138,45 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, Where]) -> dict[str, Where]:
-    """Place every module outside the trunk that has parameters, outermost first, by where it is registered."""
-    ancestors = {""}
-    for layer in layers:
-        parts = layer.split(".")
-        ancestors.update(".".join(parts[:n]) for n in range(1, len(parts)))
-    modules = named_modules(root)
-    asked = _asked(modules, wanted, root)
-    found: dict[str, Where] = {}
+    """Place every module outside the trunk that has parameters, outermost first, by where it is registered.
 
-    def walk(prefix: str, module: nn.Module) -> None:
-        children = [f"{prefix}.{n}" if prefix else n for n, _ in module.named_children()]
-        clean = [(clean_fqn(name), name) for name in children]
-        trunk = [k for k, (name, _) in enumerate(clean) if name in ancestors or name in layers]
-        for k, (name, _) in enumerate(clean):
-            child = modules.get(name)
-            if child is None or name in layers:
-                continue
-            if name in ancestors:
-                walk(name, child)
-            elif _has_state(child):
-                found[name] = asked.get(name) or _by_place(name, k, trunk)
+    A module that is registered again is the same one: on both sides of the layers, it is on every stage.
+    """
+    modules, names = named_modules(root), module_names(root)
+    trunk = {modules[name] for name in layers}
+    asked = _asked(modules, wanted, root)
+    places = dict[str, set[Where | None]]()
+
+    def walk(prefix: str, parent: nn.Module) -> None:
+        children = [(prefix + slot, child) for slot, child in child_slots(parent).items() if child is not None]
+        around = [k for k, (_, child) in enumerate(children) if not trunk.isdisjoint(child.modules())]
+        first_time = [k for k in around if names[children[k][1]] == clean_fqn(children[k][0])] or around
+        for k, (name, child) in enumerate(children):
+            unit = names[child]
+            if k in around:
+                if k in first_time and child not in trunk:
+                    walk(f"{name}.", child)
+            elif _has_state(child) and (unit in places or not is_inside(unit, {*layers, *places})):
+                before, after = k < first_time[0], k > first_time[-1]
+                places.setdefault(unit, set()).add("first" if before else "last" if after else None)
 
     walk("", root)
-    unused = [name for name in asked if name not in found]
+    unused = [name for name in asked if name not in places]
     if unused:
         raise TopologyError(
             f"pipeline_modules: {unused[0]} cannot be placed: it is a layer, a part of one, a part of another module, "
-            f"or has no parameters. Modules that can be: {sorted(found)}"
+            f"or has no parameters. Modules that can be: {sorted(places)}"
         )
-    return found
+    return {name: asked.get(name) or _by_place(name, found) for name, found in places.items()}
+
+
+def _by_place(name: str, found: set[Where | None]) -> Where:
+    if None not in found:
+        return "every" if len(found) > 1 else cast("Where", next(iter(found)))
+    raise TopologyError(
+        f"{name} is registered between layers of the pipeline: say where it belongs, "
+        f"pipeline_modules={{{name!r}: 'first' | 'last' | 'every'}}, or name it among pipeline_layers"
+    )
 
 
 def _asked(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: nn.Module) -> dict[str, Where]:
@@ -182,17 +191,6 @@ def _asked(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: 
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         asked |= dict.fromkeys(outermost, where)
     return asked
-
-
-def _by_place(name: str, position: int, trunk: Sequence[int]) -> Where:
-    if position < trunk[0]:
-        return "first"
-    if position > trunk[-1]:
-        return "last"
-    raise TopologyError(
-        f"{name} is registered between layers of the pipeline: say where it belongs, "
-        f"pipeline_modules={{{name!r}: 'first' | 'last' | 'every'}}, or name it among pipeline_layers"
-    )
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -27,10 +27,20 @@ def named_modules(root: nn.Module) -> dict[str, nn.Module]:
     return {clean: module for name, module in root.named_modules() if (clean := clean_fqn(name))}
 
 
+def module_names(root: nn.Module) -> dict[nn.Module, str]:
+    """Return the clean FQN of every module, of one that is registered under several names the first."""
+    return {module: clean_fqn(name) for name, module in root.named_modules()}
+
+
 def is_inside(name: str, units: Container[str]) -> bool:
     """Return whether the module is one of the units or a part of one."""
     parts = name.split(".")
     return any(".".join(parts[:n]) in units for n in range(1, len(parts) + 1))
+
+
+def are_layers(modules: Sequence[nn.Module]) -> bool:
+    """Return whether modules may be the layers of one trunk: each class twice on average, as hybrids have them."""
+    return len(modules) > 1 and 2 * len({type(module) for module in modules}) <= len(modules)
 
 
 def own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_shardckpt.parallel.sharding.fqn import named_modules, select_modules
+from lightning_shardckpt.parallel.sharding.fqn import are_layers, module_names, named_modules, select_modules
 
 
 def trunk_layers(root: nn.Module) -> list[str]:
-    """The layers of the largest ModuleList or Sequential of one class, and of others at least half its size."""
+    """The layers of the largest ModuleList or Sequential, and of others at least half its size."""
     trunks: dict[str, tuple[int, list[str]]] = {}
+    names = module_names(root)
     for name, module in named_modules(root).items():
         inside = any(name.startswith(f"{outer}.") for outer in trunks)
-        if inside or not isinstance(module, nn.ModuleList | nn.Sequential) or not _homogeneous(module):
+        if inside or not isinstance(module, nn.ModuleList | nn.Sequential) or not _is_trunk(module):
             continue
-        layers = [f"{name}.{child}" for child, _ in module.named_children()]
+        layers = [names[child] for child in module.children()]
         trunks[name] = (sum(p.numel() for p in module.parameters()), layers)
     largest = max((size for size, _ in trunks.values()), default=0)
     return [layer for size, layers in trunks.values() if 2 * size >= largest for layer in layers]
@@ -69,10 +70,9 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
-def _homogeneous(container: nn.ModuleList | nn.Sequential) -> bool:
+def _is_trunk(container: nn.ModuleList | nn.Sequential) -> bool:
     children = list(container.children())
-    alike = len({type(child) for child in children}) == 1 and len(children) > 1
-    return alike and all(_has_forward(child) and _has_parameters(child) for child in children)
+    return are_layers(children) and all(_has_forward(child) and _has_parameters(child) for child in children)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -108,6 +108,12 @@ def test_encoder_and_decoder_are_both_trunks_and_a_small_list_is_none() -> None:
     assert trunk_layers(root) == expected
 
 
+def test_layers_of_two_classes_are_units_and_one_that_has_a_name_before_them_has_that() -> None:
+    layers = [nn.Linear(2, 2), nn.Bilinear(1, 2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
+    root = Root(nn.ModuleDict({"last": layers[3], "layers": nn.ModuleList(layers)}))
+    assert choose_units(root, None) == ["net.last", *(f"net.layers.{i}" for i in range(3))]
+
+
 def test_a_module_that_shares_a_parameter_with_the_outside_may_be_a_unit() -> None:
     net = Net()
     net.blocks[2].up.weight = net.blocks[0].up.weight

@@ -78,6 +78,18 @@ class Tower(nn.Module):
         self.small = nn.ModuleList([nn.ModuleList(linears(2)), nn.ModuleList(linears(3))])
 
 
+def hybrid() -> nn.Module:
+    """As Jamba has them."""
+    return nn.ModuleList([linear(), nn.Bilinear(1, WIDTH, WIDTH), linear(), linear()])
+
+
+def named_twice(root: nn.Module, **more: Callable[[Any], nn.Module]) -> nn.Module:
+    """``root`` with more names for modules in it."""
+    for name, find in more.items():
+        root.add_module(name, find(root))
+    return root
+
+
 TRUNKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a list": (lambda: Root(net=Net()), indexed("net.layers", 4)),
     "a Sequential with activations": (lambda: Root(net=alternating()), indexed("net", 6)),
@@ -91,6 +103,11 @@ TRUNKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "not a list of different things": (
         lambda: Root(net=nn.ModuleList([nn.Embedding(99, WIDTH), linear()]), rest=nn.ModuleList(linears(2))),
         indexed("rest", 2),
+    ),
+    "layers of two classes": (lambda: Root(net=hybrid()), indexed("net", 4)),
+    "layers by their first names": (
+        lambda: named_twice(Root(one=linear(), two=linear()), layers=lambda r: nn.Sequential(r.one, nn.Tanh(), r.two)),
+        ("one", "layers.1", "two"),
     ),
     "not one without parameters": (
         lambda: Root(acts=nn.Sequential(nn.ReLU(), nn.ReLU()), rest=nn.ModuleList(linears(2))),
@@ -254,6 +271,16 @@ def test_modules_go_to_the_stage_on_their_side_of_the_layers() -> None:
         "net.head": "last",
         "after": "last",
     }
+
+
+def test_a_module_of_two_names_is_placed_once_and_on_every_stage_if_they_are_on_both_sides() -> None:
+    root = Root(before=linear(), net=Net(), after=linear(), both=linear())
+    named_twice(root, blocks=lambda r: r.net.layers, again=lambda r: r.after, first=lambda r: r.net.layers[0])
+    named_twice(root, within=lambda r: r.after, other=lambda r: r.before)
+    plan = plan_stages(root, 2)
+    assert plan.layers == indexed("net.layers", 4)
+    ends = {"net.embed": "first", "net.norm": "last", "net.head": "last", "after": "last", "both": "last"}
+    assert plan.others == {"before": "every", **ends}
 
 
 def test_statistics_of_a_norm_without_weights_are_placed_too() -> None:
