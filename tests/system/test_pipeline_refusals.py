@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -212,6 +213,52 @@ class HeadFirst(Good):
     def __init__(self) -> None:
         super().__init__()
         self._modules = {name: self._modules[name] for name in ("head", "embed", "layers")}
+
+
+class InputNormLast(Good):
+    """As BART has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def before(self, tokens: Tensor) -> Tensor:
+        return self.norm(super().before(tokens))  # type: ignore[no-any-return]
+
+
+class BiasLast(Good):
+    """As DeBERTa has it: what all layers get is the weight itself of a module, on the first stage alone."""
+
+    class Layer(Layer):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + bias[0])
+
+    def layer(self) -> nn.Module:
+        return self.Layer()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(2, WIDTH)
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.bias.weight)
+        return x
+
+
+class PassesObjects(Good):
+    class Layer(Layer):
+        def forward(self, given: UserDict[str, Tensor]) -> UserDict[str, Tensor]:  # type: ignore[override]
+            return UserDict(x=super().forward(given["x"]))
+
+    def layer(self) -> nn.Module:
+        return self.Layer()
+
+    def trunk(self, x: Tensor) -> Tensor:
+        given = UserDict(x=x)
+        for layer in self.layers:
+            given = layer(given)
+        return given["x"]
 
 
 class WeightOfAnother(Good):
@@ -854,7 +901,16 @@ CASES = {
     "broadcast of the strategy": Case(StrategyBroadcasts, ("broadcast_object_list", *COLLECTIVE)),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", *UNKNOWN)),
     "u-net": Case(UNet, ("layer layers.3 depends on", *UNKNOWN), {"pipeline_split": ["layers.2"]}),
-    "head first": Case(HeadFirst, ("returns depends on head.weight", *UNKNOWN)),
+    "head first": Case(HeadFirst, ("calls head after the layers", "pipeline_modules={'head': 'last'}")),
+    "norm of the input last": Case(
+        InputNormLast, ("calls norm before the layers", "pipeline_modules={'norm': 'first'}"), kinds=("TopologyError",)
+    ),
+    "bias on the first stage": Case(
+        BiasLast,
+        ("argument 1 of layer layers.2 depends on bias.weight", *UNKNOWN),
+        {"pipeline_modules": {"bias": "first"}},
+    ),
+    "object between the layers": Case(PassesObjects, ("in tuples, lists, dicts", "not in objects of other classes")),
     "weight of another stage": Case(WeightOfAnother, ("depends on embed.weight", *UNKNOWN)),
     "sum of auxiliary losses": Case(SumOfAuxiliary, ("what the step returns depends on", *UNKNOWN)),
     "auxiliary loss of the last layer": Case(LastAuxiliary, ("depends on layers.3.auxiliary of the whole batch",)),

@@ -59,6 +59,7 @@ class StageRun:
         entered: where the received tensors entered; None: without gradient.
         outputs: the tensors that leave, then those that the last layer returned if the run left after it.
         returned: what the step returned, if it was not left.
+        early: modules of the last stage that were called before the first layer.
     """
 
     kind: Literal["run", "probe", "finish"]
@@ -74,6 +75,7 @@ class StageRun:
     outputs: list[Tensor] = field(default_factory=list)
     returned: Any = None
     next: int = 0
+    early: list[str] = field(default_factory=list)
 
     def runs(self, where: Where) -> bool:
         """Return whether this run computes modules of that place."""
@@ -201,6 +203,10 @@ class Gate:
             return self._layer(run, self._place, module, forward, args, kwargs)
         if self._owned and run.runs(self._place):
             return self._real(module, forward, args, kwargs)
+        if self._place == "last" and run.next == 0:
+            run.early.append(self._fqn)  # an error if a layer needs its result
+        if self._place == "first" and run.next == len(self._gates.layers):
+            raise _misplaced([self._fqn], "first", "after", "last")
         return self._by_shape(run, module, args, kwargs)
 
     def _layer(
@@ -261,10 +267,15 @@ class Gate:
     def _enter(self, run: StageRun, leaves: list[Any]) -> None:
         found = tuple(placeholder_positions(leaves))
         if run.start == 0:
+            if found and run.early:
+                raise _misplaced(run.early, "last", "before", "first")
             if found:
                 raise leaked(f"the input of the first layer {self._fqn}", leaves[found[0]])
             return
-        if set(found) != set(run.incoming):
+        unknown = next((position for position in found if position not in run.incoming), None)
+        if unknown is not None:
+            raise leaked(f"argument {unknown} of layer {self._fqn}", leaves[unknown])
+        if len(found) != len(run.incoming):
             raise TopologyError(
                 f"the arguments of layer {self._fqn} (flattened) that come from the stage before are at positions "
                 f"{sorted(run.incoming)} there, but at {sorted(found)} here: the step runs differently on the stages"
@@ -310,6 +321,14 @@ class Gate:
         if module.training and run.kind != "probe":
             advance_rng()  # as where the module is real, so that all stages draw alike after it
         return self._stub(args, kwargs, like=module if self._owned else None)
+
+
+def _misplaced(names: Sequence[str], place: Where, called: str, needed: Where) -> TopologyError:
+    return TopologyError(
+        f"the step calls {', '.join(names)} {called} the layers of the pipeline, and uses the result, but the {place} "
+        f"stage has it. Modules registered before the layers are on the first stage, those after them on the last; "
+        f"say it where that is not the order of calls: pipeline_modules={dict.fromkeys(names, needed)}"
+    )
 
 
 def add_gate(module: nn.Module, gate: Gate) -> None:

@@ -201,8 +201,9 @@ def leaked(what: str, placeholder: Placeholder) -> TopologyError:
     """The error for a real result that depends on something only another stage has."""
     return TopologyError(
         f"{what} depends on {placeholder.origin}, which this pipeline stage doesn't have: between two stages, only the "
-        "arguments of the next layer are passed on. Make what is needed an argument of the layers, move the code into "
-        "a layer, or say where a module is used: pipeline_modules={'name': 'first' | 'last' | 'every'}."
+        "arguments of the next layer are passed on, in tuples, lists, dicts, dataclasses and outputs of transformers, "
+        "not in objects of other classes. Make what is needed an argument of the layers, move the code into a layer, "
+        "or say where a module is used: pipeline_modules={'name': 'first' | 'last' | 'every'}."
     )
 
 
