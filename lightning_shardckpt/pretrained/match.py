@@ -47,6 +47,8 @@ class Match:
         made: name in the model → what is put together for it.
         missing: names in the model for which nothing is stored, of each tie one; adapters are not among them.
         unexpected: stored names for which the model has none.
+        others: the names that these would have in the model → stored name and key of the stored tensor.
+        values: name in the model → stored name, of entries that are no tensors.
         problems: why some that belong together cannot be loaded, a line each.
         apart: names that are tied in the model and stored with several values; the first is taken.
         idle: entries of the user's mapping that are about no stored name.
@@ -56,6 +58,8 @@ class Match:
     made: dict[str, ForeignTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    others: dict[str, tuple[str, str]] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
@@ -70,13 +74,19 @@ class Match:
 class _Way:
     """One way in which names may fit.
 
-    ``hits``: relative name in the model → where it comes from. ``live``: relative name → names in the model.
+    ``hits``: relative name in the model → where it comes from. ``live``: relative name → names in the model. ``stored``
+    stands before stored names that have no other prefix.
     """
 
     live: Mapping[str, list[str]]
     hits: dict[str, str | JoinedSource]
     of: str
     model: nn.Module | None = None
+    stored: str = ""
+
+    def name(self, stored: str) -> str:
+        """Return the name in the model of what has a stored name."""
+        return (f"{self.of}." if self.of else "") + stored.removeprefix(self.stored)
 
     @property
     def score(self) -> int:
@@ -115,6 +125,8 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
             f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a pretrained_key_mapping."
         )
     found = _fitted(best, {name: keys[old] for name, old in names.items()}, source, whole)
+    values = mapping.renamed(source.document("model") or {})
+    found.values = {best.name(name): old for name, old in values.items()}
     found.idle = mapping.unused(keys)
     return found
 
@@ -137,7 +149,8 @@ def _ways(names: Mapping[str, str], state: Collection[str], module: nn.Module) -
     for prefix in ["", *sorted(ours)]:
         live = _relative(state, prefix)
         for stored_prefix in dict.fromkeys(["", theirs]):
-            yield _Way(live, {short: n for n in names if (short := n.removeprefix(stored_prefix)) in live}, prefix[:-1])
+            hits = {short: n for n in names if (short := n.removeprefix(stored_prefix)) in live}
+            yield _Way(live, hits, prefix[:-1], stored=stored_prefix)
 
 
 def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:
@@ -182,6 +195,7 @@ def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeName
     ignored = _ignored(way.model)
     found.missing = sorted(name for name in absent if not ignored[0](name))
     found.unexpected = sorted(name for name in keys if name not in used and not ignored[1](name))
+    found.others = {way.name(name): (name, keys[name]) for name in found.unexpected}
     return found
 
 

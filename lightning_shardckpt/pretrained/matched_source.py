@@ -37,8 +37,7 @@ def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNa
         whole = WholeNames(frozenset((*live.tensors, *live.aliases)), tuple(ties))
     found = fit(source, module, whole)
     fitted = MatchedSource(source, found, live.tensors, whole.ties)
-    problems = found.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in found.apart]
-    return fitted, problems + [f"{name}  in checkpoint only" for name in found.unexpected]
+    return fitted, found.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in found.apart]
 
 
 def _no_tensor(key: str) -> torch.Tensor:
@@ -46,7 +45,7 @@ def _no_tensor(key: str) -> torch.Tensor:
 
 
 class MatchedSource:
-    """A source as a model wants it: its names, its dtypes, and what is put together for it.
+    """A source as a model wants it: its names, its dtypes, and what is put together for it; the rest keeps its name.
 
     Args:
         source: what is stored; it stays the caller's to close.
@@ -64,14 +63,16 @@ class MatchedSource:
             tensors = ForeignTensors(source.path, source.tensors.reader, {"model": fit.made})
             self._made = CastingSource(ForeignSource(tensors))
         aliases = {name: tie[0] for tie in ties for name in tie[1:] if name in fit.names}
-        specs = {name: self._spec(name, live.get(name)) for name in fit.names - aliases.keys()}
+        self._others = {name: key for name, (_, key) in fit.others.items() if name not in fit.names}
+        names = (fit.names - aliases.keys()) | self._others.keys()
+        specs = {name: self._spec(name, live.get(name)) for name in names}
         self._model = Component(specs, aliases)
         self._here: dict[int, tuple[ReadTarget, ReadTarget]] = {}  # by id, with what has it
 
     def _stored(self, name: str) -> tuple[Source, str]:
         if self._made is not None and name in self._fit.made:
             return self._made, name
-        return self._source, self._fit.stored[name]
+        return self._source, self._others[name] if name in self._others else self._fit.stored[name]
 
     def _stored_spec(self, name: str) -> TensorSpec:
         source, key = self._stored(name)
@@ -98,7 +99,8 @@ class MatchedSource:
         """Return what is stored of the model beside its tensors."""
         if role == "versions":
             return renamed_versions(self._source.document(role), self._fit.stored)
-        return self._source.document(role, rank) if role == "model" else None
+        known = self._source.document(role) if role == "model" else None
+        return known and {name: known[old] for name, old in self._fit.values.items()}
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """Return nothing."""
