@@ -204,3 +204,80 @@ def test_doors_that_load_whole_checkpoints_know_the_versions_of_modules(tmp_path
     ((*every,),) = run_ranks(1, by_one_device, str(tmp_path / "a"))
     expected = by_torch()
     assert [same(one, expected) for one in every] == [[], [], []]
+
+
+class HookedBlock(tiny.Block):
+    """A layer with hooks of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(16), persistent=False)
+        self.register_load_state_dict_pre_hook(self.change)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_post_hook(self.rebuild)  # type: ignore[no-untyped-call]  # torch's
+
+    @staticmethod
+    def change(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "up.weight"] = state[prefix + "up.weight"].cumsum(0) + state[prefix + "norm.bias"]
+
+    @staticmethod
+    def rebuild(module: Any, keys: Any) -> None:
+        with torch.no_grad():
+            module.table.copy_(module.down.weight.cumsum(1)[:, -1])
+
+
+class Hooked(tiny.TinyLM):
+    """A model whose layers have hooks, and one itself, which loads nothing of its own but what has an old name."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.blocks = nn.ModuleList([HookedBlock() for _ in range(2)])
+        self.register_load_state_dict_pre_hook(self.rename)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_post_hook(self.note)  # type: ignore[no-untyped-call]  # torch's
+        self.noted: list[Any] = []
+
+    @staticmethod
+    def rename(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if prefix + "blocks.1.down.old" in state:
+            state[prefix + "blocks.1.down.bias"] = state.pop(prefix + "blocks.1.down.old")
+
+    @staticmethod
+    def note(module: Any, keys: Any) -> None:
+        module.noted.append(keys.missing_keys)
+
+
+def stored_hooked() -> Hooked:
+    torch.manual_seed(4)
+    module = Hooked()
+    down = module.blocks.get_submodule("1.down")
+    down.register_parameter("old", down.bias)  # type: ignore[arg-type]
+    down.bias = None  # type: ignore[assignment]
+    return module
+
+
+def by_topology(path: str, strategy: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    save(path, {"model": stored_hooked()})
+    pl.seed_everything(7)
+    module = Hooked()
+    tiny.trainer(strategy).validate(module, tiny.loader(shuffle=False), ckpt_path=path)
+    return contents(module), module.noted
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"data_parallel_shard_size": 2},
+        {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_replicate_size": 2},
+    ],
+    ids=lambda strategy: next(iter(strategy)),
+)
+def test_hooks_of_layers_and_of_the_whole_see_whole_tensors(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    module = Hooked()
+    module.load_state_dict(stored_hooked().state_dict())
+    expected, found = contents(module), dict[str, Any]()
+    for one, noted in run_ranks(2, by_topology, str(tmp_path / "a"), strategy):
+        assert noted == [[]]
+        assert same(one, {name: expected[name] for name in one}) == []
+        found |= one
+    assert same(found, expected) == []
