@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.checkpoint.set_aside import SetAside
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -21,6 +20,7 @@ from lightning_shardckpt.pretrained.matched_source import MatchedSource
 from lightning_shardckpt.sources.casting import converts
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.open_source import opened
+from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_code import ForCode, LoadCode, Scopes
