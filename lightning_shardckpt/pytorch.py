@@ -464,7 +464,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)
-        look_at_saves(self._trainer)
+        look_at_saves(self._trainer, self._ranks, anew=not self._checkpoints.restored)
         self._checkpoints.start()
 
     @override
