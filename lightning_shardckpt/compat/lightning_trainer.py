@@ -22,6 +22,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+from lightning.pytorch.utilities.model_registry import _is_registry
 from torch.distributed.device_mesh import DeviceMesh
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # what names of hooks and callbacks start with
@@ -104,6 +105,28 @@ def requeued_path(trainer: pl.Trainer) -> str | None:
     Relies on ``_CheckpointConnector._hpc_resume_path``.
     """
     return trainer._checkpoint_connector._hpc_resume_path
+
+
+def is_word_of_lightning(path: object) -> bool:
+    """Return whether Lightning takes a path for ``"hpc"``, or for a model of its registry (``"registry:…"``).
+
+    Relies on ``_is_registry``.
+    """
+    return path == "hpc" or (isinstance(path, str) and _is_registry(path))
+
+
+def path_of_word(trainer: pl.Trainer, word: str) -> str | os.PathLike[str] | None:
+    """Return the path that Lightning takes a word for: the newest ``hpc_ckpt_*``, the file of a downloaded model.
+
+    Relies on ``_CheckpointConnector._parse_ckpt_path``, which gives words of the registry back without ``litmodels``.
+
+    Raises:
+        ValueError: by Lightning, if there is none.
+    """
+    function = trainer.state.fn
+    assert function is not None
+    connector = trainer._checkpoint_connector
+    return connector._parse_ckpt_path(function, word, model_provided=True, model_connected=True)
 
 
 def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:

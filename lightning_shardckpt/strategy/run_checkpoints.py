@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_loops import begin_loaders
-from lightning_shardckpt.compat.lightning_trainer import assigned_path, requeued_path, restore_modules_and_callbacks
+from lightning_shardckpt.compat.lightning_trainer import assigned_path, restore_modules_and_callbacks
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader
 from lightning_shardckpt.state.model import WholeNames
@@ -58,14 +58,13 @@ class TrainerRun:
 
     @property
     def path_to_resume(self) -> str | os.PathLike[str] | None:
-        """The path that the user gave; None where Lightning has still to find one."""
+        """The path of the checkpoint, if there is one to load."""
         return self.launcher.resumes_from or assigned_path(self.trainer)
 
     def will_resume(self) -> bool:
         """Return whether a checkpoint is going to be loaded, as far as this rank sees."""
         path = self.path_to_resume
-        given = path is not None and (is_url(path) or os.path.lexists(path))
-        return given or requeued_path(self.trainer) is not None
+        return path is not None and (is_url(path) or os.path.lexists(path))
 
 
 class RunCheckpoints:
@@ -111,7 +110,6 @@ class RunCheckpoints:
     def restore(self) -> None:
         """Load the checkpoint of a fit, so that ``on_fit_start`` sees it, as on one process.
 
-        What Lightning itself has still to find, such as "hpc", it loads after that hook.
         Collective: every rank must call it.
         """
         run = self._begun
