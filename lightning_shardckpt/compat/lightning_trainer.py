@@ -25,6 +25,8 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shardckpt.compat.lightning_loops import is_stateful
+
 _HOOKS = ("[LightningModule]", "[Callback]")  # what names of hooks and callbacks start with
 _LOGGERS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")  # others upload as they see fit
 Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
@@ -43,6 +45,8 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     Around the sampler of a training loader Lightning puts a DistributedSampler that always shuffles, so that one
     without ``shuffle=True``, or with a sampler of the user's, would have another order than on one process.
 
+    Where one rank has all data, a training loader with a state of its own keeps its sampler, which is a part of that.
+
     Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage), and on
     ``_is_dataloader_shuffled``.
     """
@@ -50,6 +54,9 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     prepare = type(connector)._prepare_dataloader
 
     def prepared(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
+        if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
+            return dataloader
         return prepare(connector, dataloader, shuffle and _is_dataloader_shuffled(dataloader), mode)
 
     connector._prepare_dataloader = prepared  # type: ignore[method-assign]  # of this Trainer alone
