@@ -284,7 +284,7 @@ class NestedLoad:
                 continue
             value = value_at(trainer, path)
             if path in placed:
-                if not _is_same_memory(value, placed[path]):  # it was inside the JSON
+                if placed[path].numel() and not _is_same_memory(value, placed[path]):  # it was inside the JSON
                     copy_slice(placed[path], value)
             elif path in self._objects.stateful:
                 self._objects.stateful[path].load_state_dict(value)
