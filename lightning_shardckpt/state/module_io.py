@@ -137,16 +137,9 @@ def load_rest(
     lines = [f"{name}  in model only" for name in missing if name in live and name not in compound]
     strangers = (name for name in unexpected if name not in there and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in strangers]
-    if not strict:  # what is not stored has been told
-        known = for_code.absent | {name for name, value in for_code.entries.items() if _is_meta(value)}
-        return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in known]
-    if lines:
+    if lines and strict:
         raise MismatchError(f"{len(lines)} differences after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
-    return []
-
-
-def _is_meta(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+    return lines
 
 
 def _loaded(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
@@ -179,7 +172,7 @@ def _edited(
         before = live.get(name)
         if not isinstance(before, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if before.shape == value.shape and not _is_meta(value):
+        if before.shape == value.shape and not value.is_meta:
             edited[name] = torch.empty_like(before, dtype=value.dtype)
             copy_slice(edited[name], value)
     return edited
