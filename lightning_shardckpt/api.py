@@ -332,13 +332,18 @@ def _looked_at(state: dict[str, Any], named_by: nn.Module | None, ranks: Ranks) 
     """
     objects, names = NestedObjects(), list[str]()
 
-    def look() -> str:
+    def look() -> tuple[str, list[str]]:
         nonlocal objects
         objects = checked_state(state)
         names.extend(sorted(names_in(objects, named_by)))
-        return checksum("\n".join(names).encode())
+        return checksum("\n".join(names).encode()), objects.keys
 
-    if ranks.step("looking at the state", look, lambda found: len({*found}) == 1):
+    def compare(found: list[tuple[str, list[str]]]) -> tuple[bool, list[str]]:
+        return len({names for names, _ in found}) == 1, found[0][1]
+
+    are_same, order = ranks.step("looking at the state", look, compare)
+    objects = objects.in_order(order)
+    if are_same:
         return objects, WholeNames()
     joined: list[str] = ranks.step("joining names", lambda: names, lambda every: sorted({*chain(*every)}))
     return objects, WholeNames(frozenset(joined))

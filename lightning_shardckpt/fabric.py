@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
+from lightning_shardckpt.checkpoint.nested_save import order_of_state
 from lightning_shardckpt.checkpoint.parts import PARTS
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
@@ -305,9 +306,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Collective: every rank writes its own slices, at the path of rank 0."""
         self.reshard()
         found: list[tuple[NestedObjects, WholeNames, dict[str, Any]]] = []
+        order = order_of_state(state, self._ranks, "describing what to save")
 
         def describe() -> str:
-            objects = objects_in(state)
+            objects = objects_in(state).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.naming(objects).root
             checkpoint = checkpoint_of(state, objects, names_for(objects, named_by, whole), filter)
             found.append((objects, whole, checkpoint))
@@ -337,7 +339,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
         drain_all()
         one = state if isinstance(state, dict) else {"state": state}
-        objects = objects_in(one)
+        objects = objects_in(one).in_order(order_of_state(one, self._ranks, "looking at the state"))
         whole, skip = self._sharded.whole_names(objects), io.resume_skip
         named_by = self._sharded.naming(objects).root
         restore = NestedLoad(one, objects, named_by=named_by, whole=whole, skip=skip, cast=io.cast)

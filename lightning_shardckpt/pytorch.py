@@ -47,7 +47,6 @@ from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_n
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_noise
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
-from lightning_shardckpt.state.data_position import make_resumable
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
@@ -258,8 +257,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
             rank = self.meshes.data_parallel_rank
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)  # type: ignore[attr-defined]
-        make_resumable(dataloader)
-        self._checkpoints.await_start(dataloader)
+        self._checkpoints.begin_loader(dataloader)
         return dataloader
 
     # --- steps ---
@@ -385,7 +383,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        self._checkpoints.stopping.unwatch()
+        self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()
 
@@ -455,6 +453,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_validation_start(self) -> None:
         check_filled(self._module)
+        self._checkpoints.start_validation()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -464,7 +463,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)
-        look_at_saves(self._trainer)
+        look_at_saves(self._trainer, self._ranks, anew=not self._checkpoints.restored)
         self._checkpoints.start()
 
     @override

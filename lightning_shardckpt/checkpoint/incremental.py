@@ -21,7 +21,7 @@ from lightning_shardckpt.format.index import RankIndex
 from lightning_shardckpt.format.plan import Piece
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
 from lightning_shardckpt.storage.remote.cache import CachedReader
-from lightning_shardckpt.storage.remote.prefix import PrefixedReader
+from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.transfer.linked_files import PieceKey, base_files, divided, first_change
 from lightning_shardckpt.transfer.reader import Checkpoint

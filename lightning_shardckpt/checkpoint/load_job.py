@@ -12,13 +12,13 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.parts import PARTS, Skips, note_of_skipped
-from lightning_shardckpt.checkpoint.set_aside import SetAside
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.casting import CastingSource, converts
 from lightning_shardckpt.sources.equal_tensors import are_equal
+from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping

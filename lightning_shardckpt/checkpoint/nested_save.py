@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,10 @@ class SaveGroup:
 
 
 class NestedSave:
-    """One save of a state: its description, once asked for, and what a user should know."""
+    """One save of a state: its description, once asked for, and what a user should know.
+
+    Collective: every rank must make it, with its own state.
+    """
 
     def __init__(
         self,
@@ -59,13 +63,14 @@ class NestedSave:
         self.path, self.notes = path, list[str]()
         self._party, self._state, self._overwrite = party, state, overwrite
         self._prefix, self._named_by, self._storage = prefix, named_by, storage
+        self._order = order_of_state(state, party.ranks, f"preparing to save {path!r}")
         self.about = about_of(state if isinstance(state, dict) else {}, {})  # else ``describe`` says so, on all ranks
 
     def describe(self) -> Snapshot:
         """Return what this rank contributes."""
         if not self._overwrite and self._party.ranks.rank == 0:
             _refuse_existing(self.path, self._storage)
-        objects = checked_state(self._state)
+        objects = checked_state(self._state).in_order(self._order)
         names = names_for(objects, self._named_by, prefix=self._prefix)
         module = objects.root if objects.modules else None
         found = snapshot(checkpoint_of(self._state, objects, names), module)
@@ -136,6 +141,22 @@ def _check_members(found: Snapshot, party: SaveGroup) -> None:
                     f"{component}/{key} is on {mesh}, which rank {this_rank()} cannot save with the ranks "
                     f"{list(party.members)} alone: let all ranks of the job save it"
                 )
+
+
+def order_of_state(state: Any, ranks: Ranks, phase: str) -> list[str]:
+    """Return the places of the objects in rank 0's state, in its order; none if that is no state.
+
+    Collective: every rank must call it, in the same phase of what it does.
+    """
+
+    def look() -> list[str]:
+        try:
+            return checked_state(state).keys
+        except (StateError, TypeError):  # which are raised when the state is described
+            return []
+
+    found: list[str] = ranks.step(phase, look, itemgetter(0))
+    return found
 
 
 def checked_state(state: dict[str, Any]) -> NestedObjects:

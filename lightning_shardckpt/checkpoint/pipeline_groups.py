@@ -52,7 +52,6 @@ def joined_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
     """
     roots = [root_from_json(group["tables"].encode(), "table of a rank") for group in groups]
     tables = [root.components for root in roots]
-    _check_ties(tables, [group["tied"] for group in groups])
     trainer = reduce(union, [group["trainer"] for group in groups])
     referred = set(references(trainer))
     _check_trainer(tables, referred)
@@ -70,18 +69,6 @@ def _held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
 def table_of(tables: Mapping[str, Component], name: str) -> Component:
     """Return one of the tables, or an empty one."""
     return tables.get(name, Component({}))
-
-
-def _check_ties(tables: list[Tables], tied: list[dict[str, str]]) -> None:
-    """Raise if groups have different values of a tied weight, since a hook replaced it on some."""
-    for key in sorted({key for keys in tied for key in keys}):
-        pairs = zip(tables, tied, strict=True)
-        values = {own.get(key, "replaced") for table, own in pairs if key in table_of(table, "model").tensors}
-        if len(values) > 1:
-            raise MismatchError(
-                f"on_save_checkpoint replaced {key!r} in the state dict of some ranks, but not in the same way the "
-                "weight that is tied to it on others; replace all names of a tied weight, or none"
-            )
 
 
 def _check_trainer(tables: list[Tables], referred: set[str]) -> None:

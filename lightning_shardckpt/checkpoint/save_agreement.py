@@ -59,6 +59,6 @@ def refuse_differing(path: str, reports: list[Digests]) -> None:
     raise MismatchError(
         f"cannot save {path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
         f"{count_text(len(lines), 'entry', 'entries')}, by the ranks that hold the same:\n  {listed}\n"
-        "Make them equal (average them, …), "
+        "Make them equal (average them, let hooks replace a tied weight under all its names, …), "
         'or take those of the lowest rank with replicas="first".'
     )

@@ -41,7 +41,7 @@ from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
-from lightning_shardckpt.state.replica_digests import Digests, combined, replica_digests
+from lightning_shardckpt.state.replica_digests import Digests, combined, differing, digests_over_groups, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.protocol import Draft, Storage
@@ -158,12 +158,7 @@ class SaveJob:
             return None
         holders = tuple((start, stop) for start, stop in group)
         text = group_text(self._own_tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
-        model = self._snapshot.leaves.get("model", Leaves())
-        tied = {
-            key: "the model's" if own else checksum(host_bytes(local_tensor(model.tensors[key])))
-            for key, own in model.tied.items()
-        }
-        return {"tables": text, "tied": tied, "trainer": self._snapshot.documents.get("trainer")}
+        return {"tables": text, "trainer": self._snapshot.documents.get("trainer")}
 
     def join(self, reports: list[GroupTable | None]) -> str:
         """Join the tables of all groups, and the trainer's state, to which other groups may add. Runs on rank 0.
@@ -215,6 +210,10 @@ class SaveJob:
         tables = self._own_tables
         if agreed["tables"]:
             tables = root_from_json(agreed["tables"].encode(), "joined table").components
+            if self._options.replicas == "same":
+                group = next(of for of in agreed["groups"] if any(start <= rank < stop for start, stop in of))
+                size = sum(stop - start for start, stop in group)
+                self._digests = digests_over_groups(self._snapshot, tables, this_rank(), size)
         elif rank == 0 and self._snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
@@ -263,6 +262,7 @@ class SaveJob:
             "indexes": {name: _info_to_json(info) for name, info in written.indexes.items()},
             "documents": documents,
             "digests": {name: f"{part:016x}" for name, part in written.digests.items()},
+            "shared": self._digests if agreed["tables"] else {},
             "elements": self._plan.elements,
             "shard_bytes": written.nbytes,
             "linked_bytes": written.linked_nbytes,
@@ -294,7 +294,13 @@ class SaveJob:
         Returns the bytes of all files, and of those that were linked.
 
         Runs on rank 0, when all ranks have written.
+
+        Raises:
+            MismatchError: if groups of ranks hold different values of a tensor.
         """
+        shared = [report["shared"] for report in reports]
+        if differing(dict(enumerate(shared))):
+            refuse_differing(self.path, shared)
         components = {}
         for name, table in self._plan.tables.items():
             wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}

@@ -33,8 +33,6 @@ class GroupTable(TypedDict):
 
     tables: str
     """A root index without files."""
-    tied: dict[str, str]
-    """Of tied weights that are stored with the model of another name: what this group's value is."""
     trainer: Any
     """The trainer's state, encoded."""
 
@@ -47,6 +45,8 @@ class Written(TypedDict):
     documents: list[list[Any]]
     digests: dict[str, str]
     """By component, the part that this rank's boxes have in its digest, if digests are recorded."""
+    shared: dict[str, dict[str, Any]]
+    """Digests of tensors that other groups of ranks hold, too, by which part and by name."""
     elements: int
     shard_bytes: int
     """Of all shard files; the sizes of the others are listed."""

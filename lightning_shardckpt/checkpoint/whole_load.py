@@ -11,6 +11,7 @@ from torch.serialization import MAP_LOCATION
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.sources.paths import is_safetensors
+from lightning_shardckpt.state.module_versions import METADATA
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
 
@@ -72,4 +73,7 @@ def moved_to(found: dict[str, Any], device: torch.device) -> dict[str, Any]:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return there.setdefault(id(tensor), tensor.to(device)) if tensor.device != device else tensor
 
-    return map_tensors(move, found)
+    moved = map_tensors(move, found)
+    if (versions := getattr(found.get("state_dict"), METADATA, None)) is not None:
+        vars(moved["state_dict"])[METADATA] = versions
+    return moved

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.loop import _Loop
 
 EndBatch = Callable[[], None]
@@ -34,6 +35,11 @@ def train_loaders(trainer: pl.Trainer) -> list[Any]:
     return [] if loader is None else list(loader.flattened)
 
 
+def is_stateful(loader: object) -> bool:
+    """Return whether Lightning takes a loader for one with a state of its own; relies on its protocol ``_Stateful``."""
+    return isinstance(loader, _Stateful)
+
+
 def cycles_loaders(trainer: pl.Trainer) -> bool:
     """Return whether a shorter loader begins again while a longer one goes on
     (``CombinedLoader(mode="max_size_cycle")``).
@@ -51,6 +57,18 @@ def begin_loaders(trainer: pl.Trainer) -> None:
     """
     if trainer.fit_loop._data_fetcher is not None:
         iter(trainer.fit_loop._data_fetcher)
+
+
+def batches_drawn(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return the number of the present epoch, from 1, and how many of its batches were drawn from the loaders.
+
+    Those before the run resumed are counted, too. Relies on ``_DataFetcher.fetched``, to which an epoch that goes on
+    adds them when it begins, and on ``_Progress.current.started``, which counts the epoch when its hooks have run.
+    """
+    loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
+    fetched, before = 0 if fetcher is None else fetcher.fetched, loop.epoch_loop.batch_progress.current.ready
+    epoch = max(loop.epoch_progress.current.started, 1)  # type: ignore[attr-defined]  # its subclass
+    return epoch, fetched if fetched >= before else fetched + before
 
 
 # ── progress ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,6 +116,15 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     Relies on ``_TrainingEpochLoop._should_accumulate``.
     """
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def is_batch_begun(fit_loop: Mapping[str, Any]) -> bool:
+    """Return whether the state of a fit loop says that its last batch is not done.
+
+    Relies on the key ``epoch_loop.batch_progress``.
+    """
+    current = fit_loop["epoch_loop.batch_progress"]["current"]
+    return bool(current["processed"] < current["ready"])
 
 
 def take_back_step(fit_loop: dict[str, Any]) -> None:
@@ -202,9 +229,51 @@ def step_plateaus_now(trainer: pl.Trainer, epoch: int) -> None:
 def let_plateaus_step(trainer: pl.Trainer) -> None:
     """Let the epoch that a restarted run finishes step the schedulers that wait for a metric, which Lightning omits.
 
-    Relies on ``_FitLoop._restarting``, of this loop alone, which asks it for nothing else once training has started.
+    Relies on ``_LoggerConnector.on_epoch_end``, called after the hooks of the epoch's end, and on
+    ``_FitLoop._restarting``, of this loop alone, which it asks after that.
     """
-    trainer.fit_loop._restarting = False
+    connector = trainer._logger_connector
+    original = connector.on_epoch_end
+
+    def on_epoch_end() -> None:
+        if trainer.training:  # not at the end of a validation
+            trainer.fit_loop._restarting = False
+            connector.__dict__.pop("on_epoch_end", None)
+        original()
+
+    connector.on_epoch_end = on_epoch_end  # type: ignore[method-assign]  # of one run, once
+
+
+def is_validation_interrupted(fit_loop: Mapping[str, Any]) -> bool:
+    """Return whether the state of a fit loop says that an exception has ended a validation.
+
+    Relies on the key ``epoch_loop.val_loop.batch_progress``, as ``_EvaluationLoop.update_restart_stage`` does.
+    """
+    total = fit_loop["epoch_loop.val_loop.batch_progress"]["total"]
+    begun = total["started"] == total["ready"] == total["processed"] + 1
+    return bool(begun and total["completed"] == total["processed"])
+
+
+def go_on_with_validation(trainer: pl.Trainer) -> None:
+    """Let a restarted run begin with the rest of a validation, wherever in its epoch it is by the present data.
+
+    Relies on ``_TrainingEpochLoop._should_check_val_fx`` and ``_EvaluationLoop.restarted_mid_evaluation``.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop._should_check_val_fx
+
+    def should_check(fetcher: Any) -> bool:
+        return loop.val_loop.restarted_mid_evaluation or original(fetcher)
+
+    loop._should_check_val_fx = should_check  # type: ignore[method-assign,assignment]  # of one run
+
+
+def repeat_last_batch(fit_loop: dict[str, Any]) -> None:
+    """Change the state of a fit loop in which the last batch of an epoch is not done: it is not drawn yet.
+
+    Relies on the key ``epoch_loop.batch_progress``.
+    """
+    fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
 
 
 def set_loaders_begun(trainer: pl.Trainer, begun: bool) -> None:

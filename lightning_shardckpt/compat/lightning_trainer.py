@@ -22,7 +22,10 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+from lightning.pytorch.utilities.model_registry import _is_registry
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shardckpt.compat.lightning_loops import is_stateful
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # what names of hooks and callbacks start with
 _LOGGERS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")  # others upload as they see fit
@@ -42,6 +45,8 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     Around the sampler of a training loader Lightning puts a DistributedSampler that always shuffles, so that one
     without ``shuffle=True``, or with a sampler of the user's, would have another order than on one process.
 
+    Where one rank has all data, a training loader with a state of its own keeps its sampler, which is a part of that.
+
     Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage), and on
     ``_is_dataloader_shuffled``.
     """
@@ -49,6 +54,9 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     prepare = type(connector)._prepare_dataloader
 
     def prepared(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
+        if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
+            return dataloader
         return prepare(connector, dataloader, shuffle and _is_dataloader_shuffled(dataloader), mode)
 
     connector._prepare_dataloader = prepared  # type: ignore[method-assign]  # of this Trainer alone
@@ -104,6 +112,28 @@ def requeued_path(trainer: pl.Trainer) -> str | None:
     Relies on ``_CheckpointConnector._hpc_resume_path``.
     """
     return trainer._checkpoint_connector._hpc_resume_path
+
+
+def is_word_of_lightning(path: object) -> bool:
+    """Return whether Lightning takes a path for ``"hpc"``, or for a model of its registry (``"registry:…"``).
+
+    Relies on ``_is_registry``.
+    """
+    return path == "hpc" or (isinstance(path, str) and _is_registry(path))
+
+
+def path_of_word(trainer: pl.Trainer, word: str) -> str | os.PathLike[str] | None:
+    """Return the path that Lightning takes a word for: the newest ``hpc_ckpt_*``, the file of a downloaded model.
+
+    Relies on ``_CheckpointConnector._parse_ckpt_path``, which gives words of the registry back without ``litmodels``.
+
+    Raises:
+        ValueError: by Lightning, if there is none.
+    """
+    function = trainer.state.fn
+    assert function is not None
+    connector = trainer._checkpoint_connector
+    return connector._parse_ckpt_path(function, word, model_provided=True, model_connected=True)
 
 
 def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:

@@ -300,8 +300,10 @@ def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[OutputTensor, in
 
 
 def is_replaceable(contents: Contents) -> bool:
-    """Return whether a directory holds nothing but what an export may have written."""
-    if ROOT_NAME in contents.names or not all(is_companion(n) or n.endswith(_WRITTEN) for n in contents.names):
+    """Return whether a directory holds nothing but what an export may have written; code may be the user's."""
+    if ROOT_NAME in contents.names or any(name.endswith(".py") for name in contents.names):
+        return False
+    if not all(is_companion(name) or name.endswith(_WRITTEN) for name in contents.names):
         return False
     tensors = [name for name in contents.names if name.endswith(_WRITTEN[0])]
     return not contents.names or (bool(tensors) and all(_is_of_an_export(contents.head, name) for name in tensors))

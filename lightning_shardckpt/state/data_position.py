@@ -20,7 +20,6 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.dataloader import IndexedLoader, IndexSource
@@ -32,6 +31,14 @@ from lightning_shardckpt.compat.distributed_sampler import (
     wrapped_sampler,
 )
 from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
+from lightning_shardckpt.state.loader_random import (
+    own_states,
+    random_state,
+    sampler_of,
+    seed_of,
+    set_own_states,
+    set_random_state,
+)
 from lightning_shardckpt.system.random_generators import get_rng_state, seeded, set_rng_state
 
 _END = object()
@@ -51,7 +58,7 @@ class Resumption:
     """The beginning of a loader's next epoch: draw the order from ``start``, skip, continue from ``then``.
 
     Without ``start``, it is a new epoch that begins from ``then``; the loaders that begin it together draw one after
-    the other, so those after the first one have it as ``leader``. States are what ``ResumableLoader.random`` gave.
+    the other, so those after the first one have it as ``leader``. States are what ``random_state`` gave.
     With an ``epoch_position``, so many samples of all ranks are skipped, rather than batches of this one; ``checksum``
     is that of the order that they were drawn from.
     """
@@ -90,14 +97,14 @@ class ResumableLoader(IndexedLoader):
         if resumption is not None:
             self._begin(resumption, resumption.then["process"])
         if iterable:
-            self._epoch_start = self.random()
+            self._epoch_start = random_state(self)
         iterator = super().__iter__()
         if resumption is not None and resumption.start is None:
             resumption.leader.iterated = get_rng_state()
         elif resumption is not None and iterable:
             for _ in islice(iterator, resumption.batches):
                 pass
-            self.set_random(resumption.then)
+            set_random_state(self, resumption.then)
         if iterable:
             self._resumption = None
         return iterator
@@ -113,7 +120,7 @@ class ResumableLoader(IndexedLoader):
         resumption, self._resumption = self._resumption, None
         if resumption is not None:
             self._begin(resumption, resumption.iterated)  # whatever was drawn since
-        self._epoch_start = self.random()
+        self._epoch_start = random_state(self)
         if (division := self.global_batches()) is not None:
             yield from self._deal(division, None if resumption is None or resumption.start is None else resumption)
             return
@@ -122,7 +129,7 @@ class ResumableLoader(IndexedLoader):
             yield from indices
             return
         following = next(islice(indices, resumption.batches, None), _END)
-        self.set_random(resumption.then)
+        set_random_state(self, resumption.then)
         if following is not _END:
             yield following
             yield from indices
@@ -135,7 +142,7 @@ class ResumableLoader(IndexedLoader):
 
     def global_batches(self) -> GlobalBatches | None:
         """Return how the order of all ranks is divided into steps; None where this loader has none that is known."""
-        sampler = self._seeded_sampler()
+        sampler = sampler_of(self)
         known = self._trains and is_strided(sampler) and makes_plain_batches(self.batch_sampler)
         if not known or isinstance(self.dataset, IterableDataset):
             return None
@@ -146,15 +153,15 @@ class ResumableLoader(IndexedLoader):
     @property
     def samples(self) -> int | None:
         """The number of samples of an epoch of all ranks; None if unknown."""
-        known = is_strided(self._seeded_sampler())
+        known = is_strided(sampler_of(self))
         try:
-            return len(self._seeded_sampler().dataset if known else self.dataset)  # type: ignore[arg-type]
+            return len(sampler_of(self).dataset if known else self.dataset)  # type: ignore[arg-type]
         except TypeError:
             return None
 
     def _deal(self, division: GlobalBatches, resumption: Resumption | None) -> Iterator[Any]:
         """This rank's indices of an epoch that begins, or of one that goes on."""
-        sampler = self._seeded_sampler()
+        sampler = sampler_of(self)
         order = _drawn_alike(sampler)
         self._checksum, self._begun = _checksum(order), EpochPosition()
         if resumption is not None:
@@ -163,7 +170,7 @@ class ResumableLoader(IndexedLoader):
             if resumption.checksum not in (None, self._checksum) and sampler.rank == 0:
                 kind = type(wrapped_sampler(sampler) or sampler).__name__
                 warnings.warn(_OTHER_ORDER.format(sampler=kind), stacklevel=2)
-            self.set_random(resumption.then)
+            set_random_state(self, resumption.then)
         left = order[self._begun.samples :]
         if resumption is not None and (repeated := division.repeats(len(left))) and sampler.rank == 0:
             warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
@@ -198,26 +205,12 @@ class ResumableLoader(IndexedLoader):
     def _begin(self, resumption: Resumption, process: dict[str, Any] | None) -> None:
         """Set the random states with which the epoch begins; ``process`` is that of a new one."""
         if resumption.start is not None:
-            self.set_random(resumption.start)
+            set_random_state(self, resumption.start)
             return
         if process is not None and resumption.leader is resumption:
             set_rng_state(process)
         if process is resumption.then["process"]:
-            self.set_own(resumption.then["own"])
-
-    def random(self) -> dict[str, Any]:
-        """Random states of this process and of the loader's own generators."""
-        return {"process": get_rng_state(), "own": [generator.get_state() for generator in self._generators()]}
-
-    def set_random(self, state: dict[str, Any]) -> None:
-        """Continue from what ``random`` gave."""
-        set_rng_state(state["process"])
-        self.set_own(state["own"])
-
-    def set_own(self, states: list[torch.Tensor]) -> None:
-        """Continue the loader's own generators."""
-        for generator, state in zip(self._generators(), states, strict=False):
-            generator.set_state(state)
+            set_own_states(self, resumption.then["own"])
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: Lightning takes a loader that has this method for one that can resume."""
@@ -240,8 +233,7 @@ class ResumableLoader(IndexedLoader):
 
     def position(self) -> dict[str, Any]:
         """Return what a resumed run must know: random states when this epoch began (None before), sampler's seed."""
-        own = [generator.get_state() for generator in self._generators()]
-        position = {"epoch_start": self._epoch_start, "own": own, "seed": getattr(self._seeded_sampler(), "seed", None)}
+        position = {"epoch_start": self._epoch_start, "own": own_states(self), "seed": seed_of(self)}
         position |= {"samples": self.samples, "batch_size": self.batch_size}
         if (division := self.global_batches()) is not None:
             waiting = self._resumption
@@ -255,18 +247,6 @@ class ResumableLoader(IndexedLoader):
                 "checksum": checksum,
             }
         return position
-
-    def set_sampler_seed(self, seed: int | None) -> None:
-        """Let a DistributedSampler shuffle as in the interrupted run, whatever this one was seeded with."""
-        if seed is not None and hasattr(self._seeded_sampler(), "seed"):
-            self._seeded_sampler().seed = seed
-
-    def _generators(self) -> list[torch.Generator]:
-        found = [self.generator, getattr(self._seeded_sampler(), "generator", None)]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-    def _seeded_sampler(self) -> Any:
-        return getattr(self.batch_sampler, "sampler", self.sampler)
 
 
 class _Watched:
@@ -299,11 +279,13 @@ def make_resumable(loader: object) -> bool:
 def batches_done(loops: dict[str, Any]) -> int | None:
     """Batches of the present epoch that are finished, from Lightning's loop state; None where the epoch is over.
 
-    A save in ``on_train_batch_end`` happens before Lightning counts the batch as completed.
+    A save in ``on_train_batch_end`` happens before Lightning counts the batch as completed. A last batch that an
+    exception interrupted is not finished.
     """
     progress, epoch = loops["fit_loop"]["epoch_loop.batch_progress"], loops["fit_loop"]["epoch_progress"]["current"]
     current = progress["current"]
-    if progress["is_last_batch"] or epoch["processed"] >= epoch["started"]:
+    is_last = progress["is_last_batch"] and current["processed"] >= current["ready"]
+    if is_last or epoch["processed"] >= epoch["started"]:
         return None
     in_batch_end = current["processed"] == current["started"] == current["ready"] == current["completed"] + 1
     return int(current["completed"] + in_batch_end)

@@ -22,7 +22,8 @@ TEXT_BYTES = 64 << 10
 """A file of the Hugging Face document that is no longer than this, and UTF-8, is there as it is; others compressed."""
 
 _PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
-_COMPANIONS = ("json", "txt", "model", "jinja", "vocab", "bpe", "spm", "tiktoken")
+COMPANIONS = ("json", "txt", "model", "jinja", "vocab", "bpe", "spm", "tiktoken", "codes", "tokenizer", "py")
+"""Endings of files that may stand beside a model's weights: data, and code that runs where somebody trusts it."""
 _MOST_COMPANIONS = 64
 _COMPANION_BYTES = 1 << 27
 
@@ -138,12 +139,12 @@ def _params(value: Any, place: str, numbered: bool) -> None:
 
 
 def is_companion(path: str) -> bool:
-    """Return whether a file may stand beside a model's weights: a relative path of plain names, and data alone."""
+    """Return whether a file may stand beside a model's weights: a relative path of plain names, of a known kind."""
     try:
         parts = [check_file_name(part) for part in path.split("/")]
     except FormatError:
         return False
-    return len(parts) <= 3 and parts[-1].rpartition(".")[2] in _COMPANIONS and not parts[-1].endswith(".index.json")
+    return len(parts) <= 3 and parts[-1].rpartition(".")[2] in COMPANIONS and not parts[-1].endswith(".index.json")
 
 
 def _hugging_face(value: Any) -> None:

@@ -20,14 +20,16 @@ from weakref import ref
 
 from torch import nn
 
-from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns
+from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns, save_code
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, check_json_size
-from lightning_shardckpt.state.documents import TEXT_BYTES, is_companion
+from lightning_shardckpt.state.documents import COMPANIONS, TEXT_BYTES, is_companion
 from lightning_shardckpt.state.hf_original_names import original_names
 from lightning_shardckpt.state.name_patterns import NamedBoxes
 
-_TEXT_PROCESSORS = ("tokenizer", "processor", "image_processor", "feature_extractor")
+_FIRST = ("tokenizer", "processor")  # of attributes whose files have the same names, these are the model's
+_CONFIGS = {"PretrainedConfig", "PreTrainedConfig", "GenerationConfig", "PeftConfigMixin"}  # the model's own are kept
+_WHY_NOT = "a file beside a model's weights has one of the endings " + ", ".join(COMPANIONS)
 _FILES_BYTES = MAX_JSON_BYTES // 2  # of all companions: a reader takes no larger document
 
 
@@ -58,7 +60,10 @@ class HuggingFace:
             found = [self._model(name, model, adapter, names, notes) for name, model, adapter in _models(module)]
             if not found:
                 return None, ()
-            document = {"models": found, "files": self._companions("", module, notes)}
+            files: dict[str, Any] = {}
+            for name, owner in _around(module):
+                files |= {key: value for key, value in self._companions(name, owner, notes).items() if key not in files}
+            document = {"models": found, "files": files}
             if sum(map(len, _texts(document))) > _FILES_BYTES:
                 notes.append("the tokenizer's files are too large to be saved with the checkpoint; it is saved without")
                 document["files"] = {}
@@ -76,6 +81,7 @@ class HuggingFace:
         prefix = f"{clean_fqn(name)}." if clean_fqn(name) else ""
         kind = class_name(model)
         config = json.loads(model.config.to_json_string())
+        code = self._code(name, model, config, notes)
         told = {"torch_dtype" if "torch_dtype" in config else "dtype": str(model.dtype).removeprefix("torch.")}
         files = {"config.json": _pretty({**config, **told, "architectures": [kind]})}
         generation = getattr(model, "generation_config", None)
@@ -91,7 +97,7 @@ class HuggingFace:
             "ties": sorted(n for n in here if any(p.search(n) for p in patterns)),
             "ignored": sorted(names_not_saved(model).intersection(here)),
             "names": self._original(model, notes),
-            "files": files | self._companions(name, model, notes),
+            "files": code | self._companions(name, model, notes) | files,
         }
 
     def _original(self, model: nn.Module, notes: list[str]) -> Mapping[str, NamedBoxes]:
@@ -110,23 +116,56 @@ class HuggingFace:
         found: Mapping[str, NamedBoxes] = self._once(("names", id(model)), model, None, make)
         return found
 
+    def _code(self, name: str, model: Any, config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+        """Return the files with the code of a model's own classes, and let ``config`` say where it is."""
+
+        def make() -> Any:
+            found, told = dict[str, Any](), {"auto_map": dict(config.get("auto_map") or {})}
+            for kind in (original_class(model), type(model.config)):
+
+                def save(folder: str, kind: type = kind) -> None:
+                    if not save_code(kind, folder, told):
+                        raise ValueError("it is in __main__: put the class into a module of its own")
+
+                try:
+                    found |= _saved(save, kind.__name__, notes)
+                except Exception as error:  # of a version of transformers that works differently, or code without files
+                    notes.append(f"the code of {kind.__name__} is not in the checkpoint: {_said(error)}")
+            return found, told["auto_map"]
+
+        files, auto_map = self._once(("code", name), model, None, make)
+        config |= {"auto_map": auto_map} if auto_map else {}
+        return dict(files)
+
     def _companions(self, name: str, owner: Any, notes: list[str]) -> dict[str, Any]:
-        """The files of the tokenizers that are attributes of a module."""
+        """The files of a module's attributes that have ``save_pretrained`` and are no modules, such as tokenizers.
+
+        A processor, which has a tokenizer of its own, comes last: its files tell more.
+        """
         found: dict[str, Any] = {}
-        for attribute in _TEXT_PROCESSORS:
-            one = owner.__dict__.get(attribute)
-            if one is None or isinstance(one, nn.Module) or not callable(getattr(one, "save_pretrained", None)):
-                continue
+        here = [(attribute, one) for attribute, one in vars(owner).items() if _is_companion_of(one)]
+        for attribute, one in sorted(here, key=lambda item: (_is_processor(item[1]), item[0] not in _FIRST)):
             where = f"{name}.{attribute}" if name else attribute
 
             def make(one: Any = one, where: str = where) -> Any:
                 try:
-                    return _saved(one, where, notes)
+                    return _saved(one.save_pretrained, where, notes)
                 except Exception as error:  # a class of the user's may do anything
                     notes.append(f"{where}, a {type(one).__name__}, is not in the checkpoint: {_said(error)}")
                     return {}
 
-            found |= self._once(("files", where), one, _mark(one), make)
+            if any(isinstance(value, nn.Module) for value in getattr(one, "__dict__", {}).values()):
+                notes.append(f"{where}, a {type(one).__name__}, is not in the checkpoint: it holds modules")
+                continue
+            files = self._once(("files", where), one, _mark(one), make)
+            other = [file for file in files if found.get(file, files[file]) != files[file]]
+            if other and not _is_processor(one):
+                notes.append(
+                    f"{where}, a {type(one).__name__}, is not in the checkpoint: another attribute has another file "
+                    f"{other[0]}. Save it beside the checkpoint"
+                )
+                continue
+            found |= files
         return found
 
     def _once(self, key: Any, of: Any, mark: Any, make: Any) -> Any:
@@ -134,6 +173,18 @@ class HuggingFace:
         if kept is None or kept.of() is not of or kept.mark != mark:
             self._kept[key] = kept = _Kept(_reference(of), mark, make())
         return kept.value
+
+
+def _is_companion_of(one: Any) -> bool:
+    kind: Any = type(one)
+    return callable(getattr(kind, "save_pretrained", None)) and not (
+        isinstance(one, nn.Module) or _CONFIGS & _kinds(kind)
+    )
+
+
+def _is_processor(one: Any) -> bool:
+    kind: Any = type(one)
+    return "ProcessorMixin" in _kinds(kind)
 
 
 def _reference(of: Any) -> Callable[[], Any]:
@@ -158,10 +209,15 @@ def _mark(one: Any) -> Any:
         return object()
 
 
-def class_name(model: Any) -> str:
+def original_class(model: Any) -> type:
     """The class of a model as it was before FSDP2 made one of its own of it."""
     kinds = type(model).__mro__
-    return next(k.__name__ for k in kinds if all(base.__name__ != "FSDPModule" for base in k.__mro__))
+    return next(k for k in kinds if all(base.__name__ != "FSDPModule" for base in k.__mro__))
+
+
+def class_name(model: Any) -> str:
+    """The name of the class of a model as it was before FSDP2 made one of its own of it."""
+    return original_class(model).__name__
 
 
 def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> Iterator[tuple[str, Any, str | None]]:
@@ -175,6 +231,15 @@ def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> It
         adapter = str(getattr(module, "prefix", "")) or "adapter"
     for child_name, child in module.named_children():
         yield from _models(child, f"{name}.{child_name}" if name else child_name, adapter)
+
+
+def _around(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module, and those in it, that are no models of transformers nor in one, by name."""
+    kind: Any = type(module)
+    if "PreTrainedModel" not in _kinds(kind):
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from _around(child, f"{name}.{child_name}" if name else child_name)
 
 
 @cache
@@ -194,17 +259,17 @@ def _tied_patterns(model: nn.Module) -> Iterator[str]:
             yield f"{re.escape(clean_fqn(name))}.{pattern}" if name else pattern
 
 
-def _saved(one: Any, where: str, notes: list[str]) -> dict[str, Any]:
-    """The files that a tokenizer writes."""
+def _saved(save: Callable[[str], object], where: str, notes: list[str]) -> dict[str, Any]:
+    """The files that something writes into a folder."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        one.save_pretrained(folder)
+        save(folder)
         for parent, _, names in os.walk(folder):
             for name in sorted(names):
                 path = os.path.join(parent, name)
                 relative = os.path.relpath(path, folder).replace(os.sep, "/")
                 if not is_companion(relative):
-                    notes.append(f"{relative}, of {where}, is not in the checkpoint: it is no file that is only data")
+                    notes.append(f"{relative}, of {where}, is not in the checkpoint: {_WHY_NOT}")
                     continue
                 with open(path, "rb") as file:
                     found[relative] = packed(file.read())

@@ -161,7 +161,6 @@ def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[st
         {renamed.get(key, key): tensor for key, tensor in leaves.tensors.items()},
         aliases | {name: first for name, first in renamed.items() if name != first},
         frozenset(renamed.get(key, key) for key in leaves.pinned),
-        {first: name in own for name, first in renamed.items()},
         leaves.records,
         frozenset(renamed.get(key, key) for key in leaves.frozen),
     )

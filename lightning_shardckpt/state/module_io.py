@@ -137,9 +137,16 @@ def load_rest(
     lines = [f"{name}  in model only" for name in missing if name in live and name not in compound]
     strangers = (name for name in unexpected if name not in there and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in strangers]
-    if lines and strict:
+    if not strict:  # what is not stored has been told
+        known = for_code.absent | {name for name, value in for_code.entries.items() if _is_meta(value)}
+        return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in known]
+    if lines:
         raise MismatchError(f"{len(lines)} differences after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
-    return lines
+    return []
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _loaded(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
@@ -172,7 +179,7 @@ def _edited(
         before = live.get(name)
         if not isinstance(before, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if before.shape == value.shape and not value.is_meta:
+        if before.shape == value.shape and not _is_meta(value):
             edited[name] = torch.empty_like(before, dtype=value.dtype)
             copy_slice(edited[name], value)
     return edited

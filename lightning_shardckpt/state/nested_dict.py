@@ -9,9 +9,9 @@ in order. Everything else is trainer state at its place in the dict.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from lightning_shardckpt.system.gc_pause import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a module that only runs another one: that one."""
+
+T = TypeVar("T")
 
 Keep: TypeAlias = Callable[[str, Any], bool]
 
@@ -75,6 +77,29 @@ class NestedObjects:
         for path, module in self.modules.items():
             root._modules[".".join(map(str, path))] = module
         return root
+
+    @property
+    def keys(self) -> list[str]:
+        """The places of all objects, in order."""
+        return [*map(key_of, (*self.modules, *self.optimizers, *self.stateful, *self.tensors))]
+
+    def in_order(self, keys: Sequence[str]) -> NestedObjects:
+        """Return the same objects in the order of ``keys``, and those that are not among them after that.
+
+        So ranks whose dicts have other orders come to objects that communicate, and number optimizers, alike.
+        """
+        places = {key: place for place, key in enumerate(keys)}
+
+        def ordered(of: dict[Path, T]) -> dict[Path, T]:
+            return dict(sorted(of.items(), key=lambda item: places.get(key_of(item[0]), len(places))))
+
+        return NestedObjects(
+            ordered(self.modules),
+            ordered(self.optimizers),
+            ordered(self.stateful),
+            ordered(self.tensors),
+            self.values,
+        )
 
     @gc_paused()
     def state_dict(self) -> dict[str, Any]:
@@ -215,7 +240,8 @@ def checkpoint_of(
         StateError: if a key of the state has a meaning of its own in a checkpoint.
     """
     filters = filters or {}
-    rest = {key: _rest(value) for key, value in state.items()}
+    of_others = {id(one): one.state_dict() for one in objects.stateful.values()}
+    rest = {key: _rest(value, of_others) for key, value in state.items()}
     checkpoint = {key: _kept(filters.get(key), value) for key, value in rest.items() if value is not _NOTHING}
     if wrong := checkpoint.keys() & {*RESERVED}:
         raise StateError(f"the key {min(wrong)!r} of the state means something else in a checkpoint: choose another")
@@ -235,18 +261,20 @@ def checkpoint_of(
 _NOTHING = object()
 
 
-def _rest(value: Any) -> Any:
-    """A value without modules and optimizers, the state of other objects in their place."""
+def _rest(value: Any, states: Mapping[int, Any]) -> Any:
+    """A value without modules and optimizers, the state of other objects, by ``id``, in their place."""
+    if id(value) in states:
+        return states[id(value)]
     if isinstance(value, nn.Module | Optimizer):
         return _NOTHING
     if isinstance(value, dict | list) and _holds_objects(value):
         if isinstance(value, dict):
-            items = {key: _rest(item) for key, item in value.items()}
+            items = {key: _rest(item, states) for key, item in value.items()}
             return {key: item for key, item in items.items() if item is not _NOTHING} or _NOTHING
-        found = [_rest(item) for item in value]
+        found = [_rest(item, states) for item in value]
         kept = [None if item is _NOTHING else item for item in found]
         return _NOTHING if all(item is _NOTHING for item in found) else kept
-    return value.state_dict() if _is_stateful(value) else value
+    return value
 
 
 def _kept(keep: Keep | None, state: Any) -> Any:

@@ -127,7 +127,6 @@ def without(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, A
         {key: tensor for key, tensor in leaves.tensors.items() if key not in out},
         {alias: of for alias, of in leaves.aliases.items() if of not in out},
         leaves.pinned - out,
-        {key: own for key, own in leaves.tied.items() if key not in out},
         {key: record for key, record in leaves.records.items() if key.partition(MARK)[0] not in names},
     )
     return kept, document

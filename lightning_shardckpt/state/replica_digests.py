@@ -7,7 +7,7 @@ equal it would make a state that no rank ever had.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -35,32 +35,60 @@ def replica_digests(found: Snapshot, tables: Mapping[str, Component], rank: int,
         rank: this one, in the default process group.
         group: of ranks that hold the same tensors, any text that they have in common.
     """
-    digests: Digests = {}
-    places: list[tuple[str, str]] = []
-    tensors: list[torch.Tensor] = []
+    replicas: list[tuple[str, str, torch.Tensor]] = []
     for component, leaves in found.leaves.items():
         specs = tables[component].tensors
         kinds = {id(spec): spec.layout for spec in specs.values()}  # tensors that are alike share their spec
         parts = {kind: _part(layout, rank) for kind, layout in kinds.items()}
         for key, tensor in leaves.tensors.items():
             part, is_shared = parts[id(specs[key])]
-            if key in leaves.tied:  # pipeline stages hold it, too
-                label = f"{key} {part}"
-            elif is_shared:
-                label = f"{group} {part}"
-            else:
-                continue
-            if key not in leaves.pinned and local_tensor(tensor).numel():
-                places.append((label, f"{component}/{key}"))
-                tensors.append(local_tensor(tensor))
-    for (label, name), digest in zip(places, numbers(map(bit_digest, tensors)), strict=True):
-        digests.setdefault(label, {})[name] = digest
+            if is_shared and key not in leaves.pinned:
+                replicas.append((f"{group} {part}", f"{component}/{key}", local_tensor(tensor)))
+    digests = _digests(replicas)
     if found.given:
         given = zip(found.given.items(), numbers(map(bit_digest, found.given.values())), strict=True)
-        names = checksum(repr(sorted(found.given)).encode())
-        digests[f"given {names}"] = {name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in given}
+        digests[_label("given", found.given)] = {
+            name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in given
+        }
+    settings = dict(_settings(found.documents))
+    digests[_label("settings", settings)] = {**settings}
     digests[f"{group} values"] = dict(_values(found.documents))
     return digests
+
+
+def digests_over_groups(found: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int) -> Digests:
+    """Digests of tensors that other groups of ranks hold, too, such as pipeline stages.
+
+    Args:
+        found: what this rank saves.
+        joined: the specs of the tensors of all groups, and the names under which those with several are stored.
+        rank: this one, in the default process group.
+        group_size: how many ranks have the tensors that this one has.
+    """
+    replicas = []
+    for component, leaves in found.leaves.items():
+        table = joined.get(component, Component({}))
+        for key, tensor in leaves.tensors.items():
+            name = table.aliases.get(key, key)
+            spec = table.tensors.get(name)
+            if spec is None or spec.pinned or sum(stop - start for start, stop in spec.holders) == group_size:
+                continue
+            replicas.append((f"{name} {_part(spec.layout, rank)}", f"{component}/{name}", local_tensor(tensor)))
+    return _digests(replicas)
+
+
+def _digests(replicas: list[tuple[str, str, torch.Tensor]]) -> Digests:
+    """Return the digests of tensors with labels and names."""
+    found: Digests = {}
+    some = [replica for replica in replicas if replica[2].numel()]
+    for (label, name, _), digest in zip(some, numbers(bit_digest(tensor) for *_, tensor in some), strict=True):
+        found.setdefault(label, {})[name] = digest
+    return found
+
+
+def _label(of: str, names: Iterable[str]) -> str:
+    """Return a label that ranks have in common which have the same names, whatever else they hold."""
+    return f"{of} {checksum(repr(sorted(names)).encode())}"
 
 
 def combined(digests: Digests) -> dict[str, str]:
@@ -100,17 +128,22 @@ def _part(layout: Layout, rank: int) -> tuple[str, bool]:
 
 
 def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the digests of the values in a model's and its optimizers' documents, of which one rank's are stored."""
+    """Yield the digests of values in the documents of a group of ranks, of which one rank's are stored."""
     for name, value in (documents.get("model") or {}).items():
         yield f"model/{name}", _digest(value)
     for number, optimizer in (documents.get("optimizer") or {}).items():
-        for group, of_group in optimizer["groups"].items():
-            for name, value in of_group["hyper"].items():
-                yield f"optimizer/{number}/param_groups/{group}/{name}", _digest(value)
         for name, entries in optimizer["values"].items():
             for entry in entries:
                 digest = _digest(entry["value"])
                 yield from ((f"optimizer/{number}/{param}/{name}", digest) for param in entry["params"])
+
+
+def _settings(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the digests of the settings of optimizers, of which one rank's are stored, for all groups."""
+    for number, optimizer in (documents.get("optimizer") or {}).items():
+        for group, of_group in optimizer["groups"].items():
+            for name, value in of_group["hyper"].items():
+                yield f"optimizer/{number}/param_groups/{group}/{name}", _digest(value)
 
 
 def _digest(value: Any) -> str:

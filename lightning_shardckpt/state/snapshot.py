@@ -22,15 +22,13 @@ class Leaves:
     """The tensors of one component: live, sharded or replicated, by the key under which they are stored.
 
     ``pinned`` keys are written by the lowest rank that holds them, since their replicas may differ (buffers).
-    ``tied`` keys stand for a tensor that other pipeline stages may have by another name; the value tells whether it is
-    the model's own, or what a hook replaced it with. ``records`` say how compound tensors are put together.
+    ``records`` say how compound tensors are put together.
     ``frozen`` keys are of parameters for which no gradient is computed, as far as that is known.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     pinned: frozenset[str] = frozenset()
-    tied: dict[str, bool] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
 

@@ -42,9 +42,11 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def is_weights(found: Any) -> bool:
-    """Return whether a value is a dict of tensors, and of at least one."""
+    """Return whether a value is a module's state dict, or a dict of tensors, and of at least one."""
     if not isinstance(found, Mapping) or not found:
         return False
+    if _is_module_state(found):
+        return True  # with whatever extra state
     import torch  # what makes a checkpoint a dict again needs none
 
     return all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items())

@@ -99,17 +99,16 @@ class StorageRouter:
 
     def remote(self, url: str) -> RemoteStorage:
         """The backend for a URL; raises as ``of`` does."""
-        return RemoteStorage(*self._objects(url), self._turn)
+        return RemoteStorage(self._objects(url), self._turn)
 
     def outputs(self, path: str) -> Outputs:
         """Return where an export to a path is written; raises as ``of`` does."""
         if is_url(path):
-            return RemoteOutputs(*self._objects(path))
+            return RemoteOutputs(self._objects(path))
         self._checked_local(path)
         return LocalOutputs()
 
-    def _objects(self, url: str) -> tuple[ObjectStore, Callable[[str], str]]:
-        """The store of a URL, and what makes keys of URLs."""
+    def _objects(self, url: str) -> ObjectStore:
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it
 
         protocol = url.partition("://")[0]
@@ -119,8 +118,7 @@ class StorageRouter:
         except ImportError as error:
             extra = 'pip install "s3fs>=2026.1"' if is_s3 else "install the package that it names"
             raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
-        objects = (S3Objects if is_s3 else ObjectStore)(fs, retry_policy=self._retry_policy, tuning=self._tuning)
-        return objects, lambda path: str(fs._strip_protocol(path))
+        return (S3Objects if is_s3 else ObjectStore)(fs, retry_policy=self._retry_policy, tuning=self._tuning)
 
     def open(self, path: str) -> Reader:
         """The checkpoint at ``path``. Raises CheckpointNotFoundError."""

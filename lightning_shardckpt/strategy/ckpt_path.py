@@ -1,8 +1,9 @@
-"""Find the checkpoints that ``ckpt_path="last"`` and ``"best"`` mean.
+"""Find the checkpoints that words in ``ckpt_path`` mean, so that the rest of a run sees paths.
 
-Lightning takes the ``last*`` with the newest modification time, complete or not, and nothing if that is a broken link.
-Here it is the newest complete checkpoint by the step that it recorded, among all that lie where the callbacks save; of
-``"best"``, the best one that is complete. What was passed over is told, with the reason.
+Of ``"last"``, Lightning takes the ``last*`` with the newest modification time, complete or not, and nothing if that is
+a broken link. Here it is the newest complete checkpoint by the step that it recorded, among all that lie where the
+callbacks save; of ``"best"``, the best one that is complete. What was passed over is told, with the reason. What
+``"hpc"``, a requeued SLURM job and ``"registry:…"`` mean is what Lightning says.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from lightning_shardckpt.compat.lightning_trainer import (
     ScriptLauncher,
     assigned_path,
     is_path_assigned,
+    is_word_of_lightning,
+    path_of_word,
     requeued_path,
     save_directory,
 )
@@ -46,7 +49,7 @@ _STEP, _HEAD_BYTES = re.compile(rb'"step":(\d{1,18}),"epoch":'), 1024
 
 
 class ResolvingLauncher(ScriptLauncher):
-    """Starts the processes that are not there yet; replaces ``"last"`` and ``"best"`` before Lightning sees them.
+    """Starts the processes that are not there yet; replaces words in ``ckpt_path`` before Lightning sees them.
 
     One process alone starts none, and leaves no ``LOCAL_RANK`` in the environment: that would tell the next Trainer and
     each program that is started from here that it is a rank of this run. So it may be a notebook.
@@ -135,8 +138,7 @@ def _seen(view: dict[str, str | None]) -> str:
 def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
     """Return whether a run may need weights to begin with; False if a checkpoint has all of them.
 
-    One that is loaded with ``strict_loading=False`` may lack some. Where it is not known yet whether Lightning will
-    find a checkpoint, as with ``ckpt_path="last"``, it may.
+    One that is loaded with ``strict_loading=False`` may lack some.
     """
     path = launcher.resumes_from if isinstance(launcher, ResolvingLauncher) else None
     path = assigned_path(trainer) if path is None else path
@@ -154,10 +156,10 @@ def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
 
 
 def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) -> Any:
-    """``ckpt_path`` as a path, if it is one of the two words and something was saved; else as it was.
+    """``ckpt_path`` as a path, if it is a word of Lightning's and something was saved; else as it was.
 
-    None stands for "last" where Lightning takes it so: there is an OnExceptionCheckpoint, and nothing else was said.
-    Then only its checkpoint and those that are called ``last*`` are meant.
+    None stands for "hpc" in a requeued SLURM job, and for "last" where there is an OnExceptionCheckpoint: then only its
+    checkpoint and those that are called ``last*`` are meant.
 
     Args:
         trainer: whose callbacks say where they save.
@@ -165,22 +167,39 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
         weights_only: for plain files, as in ``torch.load``.
 
     Raises:
-        CheckpointNotFoundError: if there are checkpoints, but none that is complete.
+        CheckpointNotFoundError: if there are checkpoints, but none that is complete; for a model of the registry that
+            was not downloaded.
+        ValueError: by Lightning, for "hpc" without a checkpoint.
     """
+    if ckpt_path is None and is_path_assigned(trainer):
+        return None
+    if ckpt_path is None and SLURMEnvironment.detect() and requeued_path(trainer) is not None:
+        ckpt_path = "hpc"
+    if is_word_of_lightning(ckpt_path):
+        return _of_lightning(trainer, ckpt_path)
     fitting, storage = trainer.state.fn == TrainerFn.FITTING, _storage_of(trainer)
     look = partial(_look, storage=storage, fitting=fitting, weights_only=weights_only)
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     if ckpt_path == "best":
         return _choose("best", _best(trainer), look, storage) or ckpt_path
-    implied = ckpt_path is None and fitting and savers and not is_path_assigned(trainer)
-    if implied and SLURMEnvironment.detect() and requeued_path(trainer) is not None:
-        return ckpt_path  # a requeued job goes on from there
+    implied = ckpt_path is None and fitting and savers
     if ckpt_path != "last" and not implied:
         return ckpt_path
     found = _last(trainer, savers, "last" if implied else "", storage)
     by_step = sorted(found, key=lambda path: (_claimed_step(path, storage), path), reverse=True)
     chosen = _choose("last", by_step, look, storage)
     return ckpt_path if chosen is None else found[chosen]
+
+
+def _of_lightning(trainer: pl.Trainer, word: str) -> str:
+    found = path_of_word(trainer, word)
+    if found == word and not os.path.lexists(word):
+        raise CheckpointNotFoundError(
+            f"ckpt_path={word!r} is a model of Lightning's registry, which needs the package litmodels: install it, or "
+            "pass the path of a checkpoint"
+        )
+    assert found is not None
+    return os.fspath(found)
 
 
 def _storage_of(trainer: pl.Trainer) -> StorageRouter:

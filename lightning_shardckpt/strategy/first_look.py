@@ -1,21 +1,101 @@
-"""Say when training begins what the checkpoints of a run will not hold, not when the first one is saved."""
+"""Say when training begins what the checkpoints of a run cannot hold, not when the first one is saved, hours later.
+
+The state that a save would take is looked at as a save does, but for ``state_dict`` and loops, which are ours and
+Lightning's. Where training begins anew, that takes a call of the user's ``on_save_checkpoint`` hooks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import copy
+from typing import Any
+
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.compat.lightning_trainer import upload_note
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.parallel.pipeline.side_effects import Memory
+from lightning_shardckpt.state.trainer import snapshot
 
 
-def look_at_saves(trainer: pl.Trainer) -> None:
-    """Warn, on rank 0, of what will be missing, if a callback is going to save.
+def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, anew: bool) -> None:
+    """Warn of what will be missing in checkpoints, and refuse what can't be saved, if a callback is going to save.
+
+    Collective: every rank of ``ranks`` must call it, when training starts.
 
     Args:
         trainer: whose training begins.
+        ranks: who saves together.
+        anew: whether the run goes on from no checkpoint.
+
+    Raises:
+        StateError: on every rank, naming what cannot be stored on any, and the rank.
     """
-    if trainer.fast_dev_run or not any(isinstance(c, Checkpoint) for c in trainer.callbacks):  # type: ignore[attr-defined]  # set later
+    saving = list(_saving(trainer))
+    if not saving:
         return
-    if (note := upload_note(trainer)) is not None:
-        rank_zero_warn(note)
+    weights_only = all(getattr(callback, "save_weights_only", False) for callback in saving)
+
+    def look() -> list[str]:
+        checkpoint = dict(_state_of(trainer, weights_only=weights_only))
+        if anew:
+            _call_hooks(trainer, checkpoint, weights_only=weights_only)
+        checkpoint.pop("state_dict", None)
+        return list(snapshot(checkpoint, trainer.lightning_module).notes)
+
+    notes = ranks.step("looking at what checkpoints of this run would hold", look, lambda found: found[0])
+    for note in [*notes, upload_note(trainer)]:
+        if note is not None:
+            rank_zero_warn(note)
+
+
+def _saving(trainer: pl.Trainer) -> Iterator[Callback]:
+    for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:  # type: ignore[attr-defined]  # set later
+        never = isinstance(callback, ModelCheckpoint) and callback.save_top_k == 0 and not callback.save_last
+        if isinstance(callback, Checkpoint) and not never:
+            yield callback
+
+
+def _state_of(trainer: pl.Trainer, *, weights_only: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what Lightning's ``dump_checkpoint`` takes of what users bring, by its keys."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    for owner in (module, data):
+        if owner is not None and owner.hparams:
+            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, dict(owner.hparams)
+    if data is not None and (state := data.state_dict()):
+        yield type(data).__qualname__, state
+    if weights_only:
+        return
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set later
+    yield "callbacks", {one.state_key: state for one in callbacks if (state := one.state_dict())}
+    yield "lr_schedulers", [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    yield "optimizer_states", [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
+
+
+def _call_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any], *, weights_only: bool) -> None:
+    """Let the user's hooks put into a dict what they would put into a checkpoint; what they change elsewhere is undone.
+
+    A hook may need what only training makes: that it fails here means nothing.
+    """
+    given: Any = trainer  # some of its attributes are set later
+    module, profile = trainer.lightning_module, given.profiler.profile
+    checkpoint |= {"state_dict": trainer.strategy.lightning_module_state_dict(), "loops": {}}
+    checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+    memory = Memory([module])
+    with isolate_rng():
+        for callback in filter(_is_users, () if weights_only else given.callbacks):
+            with profile(f"[Callback]{callback.state_key}.on_save_checkpoint"), suppress(Exception):
+                copy(callback).on_save_checkpoint(trainer, module, checkpoint)
+        if is_overridden("on_save_checkpoint", module):
+            with profile("[LightningModule].on_save_checkpoint"), suppress(Exception):
+                module.on_save_checkpoint(checkpoint)
+    memory.restore()
+
+
+def _is_users(callback: Callback) -> bool:
+    return not type(callback).on_save_checkpoint.__module__.startswith(("lightning.", "lightning_shardckpt."))

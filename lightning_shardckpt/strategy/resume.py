@@ -15,8 +15,11 @@ from lightning_shardckpt.compat.lightning_loops import (
     begin_loaders,
     begin_next_epoch,
     cycles_loaders,
+    go_on_with_validation,
+    is_validation_interrupted,
     let_plateaus_step,
     move_in_epoch,
+    repeat_last_batch,
     set_loaders_begun,
     step_plateaus_now,
     train_loaders,
@@ -24,6 +27,8 @@ from lightning_shardckpt.compat.lightning_loops import (
 from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics
 from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
 from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
+from lightning_shardckpt.state.loader_random import set_own_states, set_seed
+from lightning_shardckpt.state.stateful_loader import StatefulLoader, restore, resume
 from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw
 from lightning_shardckpt.strategy.stop_position import plateau_monitors
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, RankState
@@ -35,11 +40,19 @@ _INEXACT = (
     "data-parallel ranks of the run that saved; the order goes on for any number of ranks where Lightning adds its "
     "DistributedSampler, or where you pass torch's."
 )
+_NO_STATE = (
+    "{kind} has a state of its own, but can't go on with it: {reason}. It begins anew, so samples may come twice or "
+    "not at all. Resume on as many data-parallel ranks as the run that saved, with the same kinds of loaders."
+)
 _NO_EPOCH = {"started": 0, "processed": 0, "completed": 0}
 
 
 class Continuation:
-    """The work that remains when training starts: random state and position in the data."""
+    """The work that remains when training starts: random state and position in the data.
+
+    Attributes:
+        validates: the run begins with the rest of a validation that an exception has interrupted.
+    """
 
     def __init__(
         self, checkpoint: Mapping[str, Any], rank_state: RankState, share: DataShare, parts: frozenset[str]
@@ -48,10 +61,13 @@ class Continuation:
         self._positions = rank_state.positions if "data" in parts else None
         loops = checkpoint.get("loops")
         self._batches = None if loops is None else batches_done(loops)
+        if loops is not None and self._batches is not None:
+            repeat_last_batch(loops["fit_loop"])
+        self.validates = loops is not None and is_validation_interrupted(loops["fit_loop"])
         epoch = _NO_EPOCH if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
-        unfinished = self._batches is None and epoch["completed"] < epoch["started"]
+        unfinished = self._batches is None and epoch["completed"] < epoch["started"] and not self.validates
         self._awaited = unfinished and "schedulers" in parts  # others begin anew
         self._monitored, self._partial = rank_state.monitored, rank_state.partial
         self._trained = rank_state.trained if "callbacks" in parts else ()
@@ -72,9 +88,11 @@ class Continuation:
         thaw(trainer, set(self._trained))
         if self._batches:
             schedule_accumulation(trainer)
+        if self.validates:
+            go_on_with_validation(trainer)
         self._count_anew(loaders, trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
-        begun = not any(isinstance(loader, ResumableLoader) for loader in loaders)  # by Lightning, in before_loaders
+        begun = not any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)  # in before_loaders
         if self._rng is not None:
             if not (over and begun):
                 set_rng_state(self._rng)
@@ -82,6 +100,9 @@ class Continuation:
                 torch.manual_seed(int(torch.randint(1 << 62, ())) + self._fresh)
         if over:
             self._restore_loaders(loaders)
+            if self.validates and not self._ended:
+                self._await_plateaus(trainer)
+                return
             if self._awaited:
                 step_plateaus(trainer, self._epochs, self._monitored)
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
@@ -100,7 +121,7 @@ class Continuation:
     def _await_plateaus(self, trainer: pl.Trainer) -> None:
         """Let the epoch that goes on step its plateaus at its end, which Lightning leaves out."""
         partial = sorted(set(self._partial) & set(plateau_monitors(trainer)))
-        if self._batches and partial:
+        if (self._batches or self.validates) and partial:
             rank_zero_warn(
                 f"ReduceLROnPlateau will miss the update of epoch {self._epochs - 1}: {', '.join(partial)} is a mean "
                 "over its training batches, and a run that resumes has only those that are left. Monitor a metric of "
@@ -110,12 +131,25 @@ class Continuation:
             let_plateaus_step(trainer)
 
     def _restore_loaders(self, loaders: list[Any]) -> None:
-        """Restore seeds, and the loaders' own generators, for an epoch that begins."""
-        if self._positions is not None and len(self._positions) == len(loaders):
-            for loader, position in zip(loaders, self._positions, strict=True):
-                if isinstance(loader, ResumableLoader) and position is not None:
-                    loader.set_sampler_seed(position["seed"])
-                    loader.set_own(position["own"] if self._same_data else [])
+        """Restore seeds, and the loaders' own states, for an epoch that begins."""
+        if self._positions is None or len(self._positions) != len(loaders):
+            return
+        for loader, position in zip(loaders, self._positions, strict=True):
+            if isinstance(loader, StatefulLoader):
+                if self._has_state(loader, position):
+                    restore(loader, position)
+            elif isinstance(loader, ResumableLoader) and position is not None:
+                set_seed(loader, position["seed"])
+                set_own_states(loader, position["own"] if self._same_data else [])
+
+    def _has_state(self, loader: StatefulLoader, position: Any) -> bool:
+        """Return whether a position has a state for this loader; warns if it has none, or that of other data."""
+        found = position is not None and "state" in position
+        if not (found and self._same_data) and self._epochs > 0:
+            sizes = f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
+            reason = f"the state that was saved is that of a single rank, and {sizes}" if found else "none was saved"
+            rank_zero_warn(_NO_STATE.format(kind=type(loader).__name__, reason=reason))
+        return found and self._same_data
 
     def _reached(self, loaders: list[Any], cycles: bool) -> list[tuple[int, EpochPosition | None]]:
         """Return how many batches each loader gave since it began, and the position in the epoch, where it is known."""
@@ -125,7 +159,7 @@ class Continuation:
         found = []
         for loader, position in zip(loaders, positions, strict=True):
             given, reached = batches_of_loader(loader, batches, cycles=cycles), None
-            if isinstance(loader, ResumableLoader) and position is not None:
+            if isinstance(loader, ResumableLoader) and position is not None and "state" not in position:
                 given = batches_of_loader(loader, batches, cycles=cycles, length=steps_of_epoch(position))
                 reached = loader.epoch_position_after(position, given)
             found.append((given, reached))
@@ -161,16 +195,17 @@ class Continuation:
         if len({reached.batches - given for given, reached in self._found if reached is not None}) > 1:
             reasons.append("the global batches of several dataloaders changed, so that they go with others")
         for loader, position, (given, reached) in zip(loaders, positions, self._found, strict=True):
-            if not isinstance(loader, ResumableLoader):
-                if not hasattr(loader, "load_state_dict"):
-                    reasons.append(f"{type(loader).__name__} is no torch DataLoader and has no state_dict")
-                elif not self._same_data:
-                    reasons.append(f"the state of {type(loader).__name__} is that of a single rank, and {sizes}")
+            if isinstance(loader, StatefulLoader):
+                if self._has_state(loader, position):
+                    resume(loader, position, {"process": get_rng_state(), "own": position["own"]})
                 continue
-            if position is None:  # another kind of loader was in its place
+            if not isinstance(loader, ResumableLoader):
+                reasons.append(f"{type(loader).__name__} is no torch DataLoader, and has no state that can be kept")
+                continue
+            if position is None or "state" in position:
                 reasons.append("another kind of loader was in the place of a DataLoader")
                 continue
-            loader.set_sampler_seed(position["seed"])
+            set_seed(loader, position["seed"])
             then = {"process": get_rng_state(), "own": position["own"] if self._same_data else []}
             start = position["epoch_start"] if self._same_data and self._batches is not None else None
             if self._batches and (not self._same_data or (start is None and reached is not None)):

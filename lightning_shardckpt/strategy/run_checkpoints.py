@@ -18,12 +18,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.lightning_loops import begin_loaders
-from lightning_shardckpt.compat.lightning_trainer import assigned_path, requeued_path, restore_modules_and_callbacks
+from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, is_stateful
+from lightning_shardckpt.compat.lightning_trainer import assigned_path, restore_modules_and_callbacks
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.state.data_position import ResumableLoader
+from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import load_rest, not_live
+from lightning_shardckpt.state.stateful_loader import StatefulLoader, wait, watch_state
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
 from lightning_shardckpt.strategy.lightning_callbacks import keep_groups
@@ -32,6 +33,7 @@ from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
 from lightning_shardckpt.strategy.resume import Continuation
 from lightning_shardckpt.strategy.stop_position import Stopping
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, LoadedModule, load_checkpoint, save_checkpoint
+from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,13 @@ class TrainerRun:
 
     @property
     def path_to_resume(self) -> str | os.PathLike[str] | None:
-        """The path that the user gave; None where Lightning has still to find one."""
+        """The path of the checkpoint, if there is one to load."""
         return self.launcher.resumes_from or assigned_path(self.trainer)
 
     def will_resume(self) -> bool:
         """Return whether a checkpoint is going to be loaded, as far as this rank sees."""
         path = self.path_to_resume
-        given = path is not None and (is_url(path) or os.path.lexists(path))
-        return given or requeued_path(self.trainer) is not None
+        return path is not None and (is_url(path) or os.path.lexists(path))
 
 
 class RunCheckpoints:
@@ -83,6 +84,7 @@ class RunCheckpoints:
         self._ending = Ending.NONE
         self._continuation: Continuation | None = None
         self._awaited = False
+        self._validation_rng: dict[str, Any] | None = None
         self._loaded: LoadedModule | None = None
 
     # --- a run begins ---
@@ -93,7 +95,7 @@ class RunCheckpoints:
 
     def begin_setup(self) -> None:
         """Call when the strategy is set up, before anything is loaded."""
-        self._continuation = self._loaded = None
+        self._continuation = self._loaded = self._validation_rng = None
         if self._begun.is_fit:
             self.stopping.forget()
 
@@ -111,7 +113,6 @@ class RunCheckpoints:
     def restore(self) -> None:
         """Load the checkpoint of a fit, so that ``on_fit_start`` sees it, as on one process.
 
-        What Lightning itself has still to find, such as "hpc", it loads after that hook.
         Collective: every rank must call it.
         """
         run = self._begun
@@ -159,17 +160,23 @@ class RunCheckpoints:
 
     # --- training begins ---
 
-    def await_start(self, loader: object) -> None:
-        """Call for every loader: one of training waits until training starts, if it can."""
+    def begin_loader(self, loader: object) -> None:
+        """Call for every loader: one of training can resume after that, and waits until training starts, if it can."""
         run = self._run
+        resumable = make_resumable(loader)
         if run is None or not (run.trainer.training and run.is_fit):
             return
         if isinstance(loader, ResumableLoader):
             loader.train()
-            if self._continuation is not None or run.will_resume():
+        elif is_stateful(loader):
+            resumable = watch_state(loader, partial(batches_drawn, run.trainer))
+        if resumable and (self._continuation is not None or run.will_resume()):
+            if isinstance(loader, StatefulLoader):
+                wait(loader)
+            elif isinstance(loader, ResumableLoader):
                 loader.wait()
-                self._awaited = True
-        elif self._continuation is not None:
+            self._awaited = True
+        elif not resumable and self._continuation is not None:
             self._continuation.before_loaders()
 
     def start(self) -> None:
@@ -178,11 +185,26 @@ class RunCheckpoints:
         self.stopping.watch(trainer)
         if self._continuation is not None:
             self._continuation.apply(trainer)
+            self._validation_rng = get_rng_state() if self._continuation.validates else None
         elif self._awaited:
             begin_loaders(trainer)
         self._continuation, self._awaited = None, False
 
+    def start_validation(self) -> None:
+        """Call when a validation starts: the rest of an interrupted one goes on with its random state.
+
+        It begins the loaders again, and runs the hooks of its start, which may have drawn random numbers already.
+        """
+        if self._validation_rng is not None:
+            set_rng_state(self._validation_rng)
+            self._validation_rng = None
+
     # --- saves, and the end ---
+
+    def end(self) -> None:
+        """Call when a run ends, before its loaders are taken down."""
+        if self._run is not None:
+            self.stopping.end(self._run.trainer)
 
     def save(
         self,

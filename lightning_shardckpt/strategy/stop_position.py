@@ -19,6 +19,7 @@ from lightning_shardckpt.compat.lightning_loops import (
     EndBatch,
     ends_within_epoch,
     is_accumulating,
+    is_batch_begun,
     is_last_batch,
     logged_in_training,
     take_back_step,
@@ -27,7 +28,8 @@ from lightning_shardckpt.compat.lightning_loops import (
     wrap_batch_end,
 )
 from lightning_shardckpt.compat.lightning_trainer import validated_metrics
-from lightning_shardckpt.state.data_position import ResumableLoader
+from lightning_shardckpt.state.data_position import ResumableLoader, batches_done
+from lightning_shardckpt.state.stateful_loader import StatefulLoader, finish, position_of, random_state_before_failure
 from lightning_shardckpt.strategy.lightning_callbacks import trained_names
 from lightning_shardckpt.system.random_generators import get_rng_state
 
@@ -49,11 +51,29 @@ class Position:
     trained: list[str]
 
 
-def present(trainer: pl.Trainer, fit_loop: Mapping[str, Any] | None = None) -> Position:
+def present(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
     """Return the place where training is now."""
-    loaders = [loader.position() if isinstance(loader, ResumableLoader) else None for loader in train_loaders(trainer)]
+    state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
+    used = _used(state)
+    loaders = [_position(loader, used) for loader in train_loaders(trainer)]
+    for loader in train_loaders(trainer):
+        rng |= random_state_before_failure(loader) if isinstance(loader, StatefulLoader) else {}
     monitored = {} if fit_loop else _monitored(trainer)
-    return Position(fit_loop, get_rng_state(), loaders, monitored, _partial(trainer), trained_names(trainer))
+    if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
+        take_back_step(state)  # Lightning counts it once more when a run resumes
+        fit_loop = state
+    return Position(fit_loop, rng, loaders, monitored, _partial(trainer), trained_names(trainer))
+
+
+def _position(loader: object, used: int | None) -> dict[str, Any] | None:
+    if isinstance(loader, StatefulLoader):
+        return position_of(loader, used)
+    return loader.position() if isinstance(loader, ResumableLoader) else None
+
+
+def _used(fit_loop: Mapping[str, Any]) -> int | None:
+    """Return how many batches of the present epoch are used; None where it is over."""
+    return batches_done({"fit_loop": fit_loop}) if fit_loop["epoch_progress"]["current"]["started"] else 0
 
 
 def plateau_monitors(trainer: pl.Trainer) -> list[str]:
@@ -116,6 +136,13 @@ class Stopping:
             self._note_after(trainer)
 
         self._undo = wrap_batch_end(trainer, end_batch)
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Call when a run ends, before its loaders are taken down; it leaves Lightning's loop as it was."""
+        for loader in train_loaders(trainer):
+            if isinstance(loader, StatefulLoader):
+                finish(loader, _used(trainer.fit_loop.state_dict()))
+        self.unwatch()
 
     def unwatch(self) -> None:
         """Leave Lightning's loop as it was."""

@@ -1,7 +1,7 @@
 """Save and load all of a Trainer under ``ShardedStrategy``.
 
-Lightning's checkpoint dict has the shared state. Added to it, per rank: random states, the position in the data, and
-the states of loaders that have their own, since those differ between ranks.
+Lightning's checkpoint dict has the shared state. Added to it, per rank: random states and the position in the
+data, since those differ between ranks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class RankState:
         monitored: metrics for which schedulers wait, by name.
         partial: those of them that are means over the batches so far.
         trained: names of the parameters that are trained, where a callback changes which.
-        loaders: states of its loaders that have one of their own.
     """
 
     rng: Mapping[str, Any]
@@ -100,25 +99,24 @@ class RankState:
     monitored: Mapping[str, Any]
     partial: Sequence[str]
     trained: Sequence[str]
-    loaders: Sequence[Any]
 
     @classmethod
-    def of(cls, position: Position, share: DataShare, loaders: Sequence[Any]) -> RankState:
+    def of(cls, position: Position, share: DataShare) -> RankState:
         """Return that of this rank."""
         at = position
-        return cls(at.rng, share, at.loaders, at.monitored, at.partial, at.trained, loaders)
+        return cls(at.rng, share, at.loaders, at.monitored, at.partial, at.trained)
 
     def to_json(self) -> dict[str, Any]:
         """Return what a checkpoint has of it: empty fields are left out."""
         found = {"rng": self.rng, "place": asdict(self.share), "positions": self.positions}
-        rest = {"monitored": self.monitored, "partial": self.partial, "trained": self.trained, "loaders": self.loaders}
+        rest = {"monitored": self.monitored, "partial": self.partial, "trained": self.trained}
         return found | {key: value for key, value in rest.items() if value}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> RankState:
         """Return what ``to_json`` was made of."""
-        rest = (stored.get("monitored", {}), *(stored.get(key, ()) for key in ("partial", "trained", "loaders")))
-        return cls(stored["rng"], DataShare(**stored["place"]), stored["positions"], *rest)
+        monitored, partial, trained = stored.get("monitored", {}), stored.get("partial", ()), stored.get("trained", ())
+        return cls(stored["rng"], DataShare(**stored["place"]), stored["positions"], monitored, partial, trained)
 
 
 class LoadedModule(NamedTuple):
@@ -142,16 +140,16 @@ def save_checkpoint(
         path: where to, the same on all ranks.
         storage_options: as Lightning gives them.
     """
-    checkpoint, loaders = dict(checkpoint), list[Any]()
+    checkpoint = dict(checkpoint)
     loops = checkpoint.get("loops")
     if loops and position.fit_loop is not None:
         checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
         checkpoint["epoch"] = position.fit_loop["epoch_progress"]["current"]["completed"]
     if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
         state = dict(loops["fit_loop"]["state_dict"])
-        loaders = state.pop("combined_loader")
+        del state["combined_loader"]  # each rank's positions have it
         checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
-    rank_state = RankState.of(position, share, loaders)
+    rank_state = RankState.of(position, share)
     io.save_checkpoint({**checkpoint, RANK_STATE: rank_state.to_json()}, path, storage_options)
 
 
@@ -202,10 +200,6 @@ def load_checkpoint(
     _leave_out(checkpoint, trainer, parts)
     if left := [part for part in PARTS if part not in parts]:
         rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
-    same_data = rank_state is not None and rank_state.share.data_size == share.data_size
-    if rank_state is not None and same_data and "data" in parts and "loops" in checkpoint and any(rank_state.loaders):
-        # a loader of the user's has a state of its own
-        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = list(rank_state.loaders)
     return checkpoint, rank_state, LoadedModule(str(path), state_dict, loaded.for_code)
 
 

@@ -1,7 +1,6 @@
 """Threads that do one job each, with one way to fail, to be interrupted and to do without a thread.
 
-``Worker`` runs one function, ``run_tasks`` shares tasks between the calling thread and others, ``TaskQueue`` does tasks
-while more of them are being made. For all of them:
+``Worker`` runs one function, ``run_tasks`` shares tasks between the calling thread and others. For both:
 
 - The first error counts, KeyboardInterrupt in the calling thread included; tasks that nobody has begun are dropped.
 - It is raised in the calling thread when every thread has ended, whatever interrupts that wait: files and memory that a
@@ -15,8 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from lightning_shardckpt.system.threads import Done, NoThreadError, start
 
@@ -144,88 +142,6 @@ def run_tasks(
     for other in others:
         other.end(fail)
     _raise_first(failures)
-
-
-class TaskQueue(Generic[T]):
-    """Tasks that a few threads do in the order in which they are put, while the calling thread makes more.
-
-    Threads are started as tasks come. To be used by one thread, which must call ``end``; nothing bounds the queue but
-    what ``release`` gives back.
-
-    Args:
-        do: does a task.
-        threads: at most so many, beside the calling one.
-        name: of the threads.
-        release: called by the thread that took a task, when it is done or dropped.
-    """
-
-    def __init__(
-        self,
-        do: Callable[[T], object],
-        *,
-        threads: int,
-        name: str,
-        release: Callable[[T], object] = lambda task: None,
-    ) -> None:
-        self._do, self._release = do, release
-        self._tasks = SimpleQueue[tuple[T] | None]()
-        self._threads, self._name = threads, name
-        self._workers: list[Worker] = []
-        self._failures: list[BaseException] = []
-
-    def put(self, task: T) -> None:
-        """Have a task done.
-
-        Raises:
-            BaseException: what an earlier task failed with; this one is dropped, and released, then.
-        """
-        if len(self._workers) < self._threads:
-            self._add_worker()
-        if self._workers:
-            self._tasks.put((task,))
-        else:
-            self._run(task)
-        if self._failures:
-            raise self._failures[0]
-
-    def fail(self, error: BaseException) -> None:
-        """Drop what is queued; ``end`` raises the first error."""
-        self._failures.append(error)
-
-    def end(self) -> None:
-        """Wait until everything that was put is done or dropped, and the threads have ended.
-
-        Raises:
-            BaseException: the first that a task failed with, or that ``fail`` was told, or that interrupted the wait.
-        """
-        for _ in self._workers:
-            self._tasks.put(None)
-        for worker in self._workers:
-            worker.end(self.fail)
-        self._workers.clear()  # they know this object, which would stay with what the tasks left
-        _raise_first(self._failures)
-
-    def _add_worker(self) -> None:
-        worker = Worker(self._take_tasks, name=self._name)
-        self._workers.append(worker)
-        try:
-            worker.start()
-        except NoThreadError:
-            self._workers.remove(worker)
-
-    def _take_tasks(self) -> None:
-        while (taken := self._tasks.get()) is not None:
-            self._run(*taken)
-            del taken  # its memory, while this thread waits
-
-    def _run(self, task: T) -> None:
-        try:
-            if not self._failures:
-                self._do(task)
-        except BaseException as error:
-            self._failures.append(error)
-        finally:
-            self._release(task)
 
 
 def _raise_first(failures: list[BaseException]) -> None:

@@ -16,7 +16,7 @@ from lightning_shardckpt.format.safetensors_header import HeaderLengthError, par
 from lightning_shardckpt.format.shard_header import plan_header, save_id_of
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
-from lightning_shardckpt.storage.remote.prefix import PrefixedReader
+from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 
 
 class Checkpoint:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.nn.utils import parametrizations
+
+from lightning_shardckpt.state.model import is_elsewhere
 
 
 class Linear(nn.Module):
@@ -223,7 +226,8 @@ def whole(value: Any) -> Any:
 
 def contents(module: nn.Module) -> dict[str, Any]:
     """Everything that loading may have changed, whole; every rank must call it."""
-    found = {name: whole(t) for named in (module.named_parameters(), module.named_buffers()) for name, t in named}
+    named = chain(module.named_parameters(), module.named_buffers())
+    found = {name: whole(tensor) for name, tensor in named if not is_elsewhere(tensor)}
     extra = {name: part.factor for name, part in module.named_modules() if hasattr(part, "factor")}
     return found | {f"{name}.factor".removeprefix("."): factor for name, factor in extra.items()}
 

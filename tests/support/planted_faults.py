@@ -172,8 +172,13 @@ def skip_batch(trainer: pl.Trainer, module: Net) -> None:
 
 def set_shuffle_seed(trainer: pl.Trainer, module: Net) -> None:
     loader: Any = trainer.train_dataloader
-    loader.sampler.seed = 7
-    loader.set_sampler_seed = lambda seed: None  # what the checkpoint has
+    begin = loader.begin
+
+    def begin_with_another(indices: Any) -> Any:
+        loader.sampler.seed = 7  # after it was set to what the checkpoint has
+        return begin(indices)
+
+    loader.begin = begin_with_another
 
 
 def set_seen(trainer: pl.Trainer, module: Net) -> None:

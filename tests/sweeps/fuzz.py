@@ -34,8 +34,8 @@ from lightning_shardckpt.format.root_index_json import MANY_RANKS, root_from_jso
 from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.state import json_tree
 from lightning_shardckpt.state.documents import checked
-from lightning_shardckpt.storage.memory import MemoryStorage
 from tests.support import small
+from tests.support.memory_storage import MemoryStorage
 from tests.support.pool import run_ranks
 from tests.support.small import tensors_in
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,8 @@ def test_a_requeued_job_and_a_path_that_was_set_come_before_an_implied_last(
     monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
     (tmp_path / "hpc_ckpt_1.ckpt").touch()
     monkeypatch.setattr(type(keeper), "default_root_dir", str(tmp_path))
+    assert resolved(keeper, None) == str(tmp_path / "hpc_ckpt_1.ckpt")
+    keeper.ckpt_path = "other.ckpt"
     assert resolved(keeper, None) is None
 
 
@@ -280,3 +283,37 @@ def nearly_full(directory: str, fast: bool) -> list[str]:
 def test_a_run_whose_checkpoints_will_not_fit_is_told_when_it_starts(fast: bool, tmp_path: Path) -> None:
     told, quiet = run_ranks(2, nearly_full, str(tmp_path), fast)
     assert quiet == [] and len(told) == (0 if fast else 1)
+
+
+def by_words(directory: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses of a run, and of those that go on by a word that Lightning resolves: what they find is called so."""
+    (Path(directory) / "litmodels").mkdir(exist_ok=True)
+    (Path(directory) / "litmodels/__init__.py").write_text("def download_model(name, download_dir): return [name]")
+    sys.path.insert(0, directory)
+    places = {"hpc": "hpc_ckpt_1.ckpt", "registry:org/net:version:v2": "org_net_v2/a.ckpt"}
+    saves = [tiny.SaveAt(2, f"{directory}/{place}") for place in places.values()]
+    straight = tiny.fit({}, 4, callbacks=saves)
+    found = {}
+    for word in places:
+        pl.seed_everything(9)
+        run = tiny.trainer({}, max_steps=4, limit_val_batches=0, default_root_dir=directory)
+        run.fit(module := tiny.TinyLM(), tiny.loader(), ckpt_path=word)
+        found[word] = module.losses, straight["losses"]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_goes_on_by_every_word_that_lightning_resolves(world: int, tmp_path: Path) -> None:
+    for rank in run_ranks(world, by_words, str(tmp_path)):
+        assert len(rank) == 2
+        for resumed, straight in rank.values():
+            assert resumed == straight[2:]
+
+
+def test_words_without_a_checkpoint_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = trainer()
+    monkeypatch.setattr(type(keeper), "default_root_dir", str(tmp_path))
+    with pytest.raises(ValueError, match="no HPC checkpoint was found"):
+        resolved(keeper, "hpc")
+    with pytest.raises(CheckpointNotFoundError, match=r"registry:net.* needs the package litmodels"):
+        resolved(keeper, "registry:net")

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt.errors import StateError
+from tests.support.own_state import AddsObject, Wraps
 from tests.support.pool import run_ranks
 
 QUIET: dict[str, Any] = {
@@ -78,3 +82,144 @@ def test_a_logger_that_is_to_upload_checkpoints_is_told_that_it_can_not(tmp_path
     for strategy, world in (("sharded", 2), ("auto", 1)):
         said, uploaded = run_ranks(world, told_of_uploads, str(tmp_path / strategy), strategy)[0]
         assert uploaded == 0 and len(said) == 1 and "Uploads(log_model=…)" in said[0]
+
+
+class Keeps(pl.Callback):
+    def __init__(self, where: str) -> None:
+        self.where, self.saves = where, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saves": self.saves} | ({"lock": object()} if self.where == "callback" else {})
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.saves += 1
+        if self.where == "hook of a callback":
+            checkpoint["scaler"] = object()
+
+
+class Brings(BoringModel):
+    """Brings what can't be stored, in one place or another; notes what its own hook saw."""
+
+    def __init__(self, where: str = "", encoder: Any = None, nested: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters("encoder", "nested")
+        self.where, self.saves, self.began = where, 0, False
+        self.seen = list[float]()
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.began = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saves += 1
+        self.seen.append(torch.rand(1).item())
+        checkpoint["saves"] = self.saves
+        if self.where == "hook":
+            checkpoint["encoder"] = object()
+        if self.where == "needs training" and not self.began:
+            raise AttributeError("best_score")
+
+    def configure_optimizers(self) -> Any:
+        kind = {"optimizer": AddsObject, "optimizer wraps": Wraps}.get(self.where, torch.optim.SGD)
+        optimizer = kind(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, Decay() if self.where == "scheduler" else lambda step: 1.0
+        )
+        return [optimizer], [scheduler]
+
+
+class Decay:
+    def __init__(self) -> None:
+        self.lock = object()
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return BoringModel().train_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vocabulary": object()}
+
+
+def begun(folder: str, where: str, options: Any = ()) -> tuple[str, bool, list[str], tuple[Any, ...]]:
+    """Collective: every rank must call it. Returns an error, whether training began, warnings, what hooks have seen."""
+    pl.seed_everything(3)
+    options = dict(options)
+    world = torch.distributed.get_world_size()
+    module = Brings(where, **{key: options.pop(key) for key in ("encoder", "nested") if key in options})
+    keeps, said = Keeps(where), list[str]()
+    saver = ModelCheckpoint(folder, **options.pop("saver", {}))
+    data = Data() if where == "datamodule" else None
+    resume = options.pop("resume", None)
+    strategy = options.pop("strategy", "sharded")
+    trainer = pl.Trainer(**QUIET, devices=world, strategy=strategy, logger=False, callbacks=[keeps, saver], **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = ""
+        try:
+            trainer.fit(module, data, ckpt_path=resume)
+        except StateError as raised:
+            error = str(raised)
+    said = [str(one.message) for one in caught if "hyper-parameters" in str(one.message)]
+    drawn = torch.rand(1).item()
+    return error, module.began, said, (module.saves, keeps.saves, module.seen, drawn)
+
+
+REFUSED = {
+    "callback": "callbacks/Keeps/lock: builtins.object",
+    "hook": "encoder: builtins.object",
+    "hook of a callback": "scaler: builtins.object",
+    "scheduler": "lr_schedulers/0/lr_lambdas/0/lock: builtins.object",
+    "datamodule": "Data/vocabulary: builtins.object",
+    "optimizer": "optimizer_states/0/generator: builtins.object",
+    "optimizer wraps": "Wraps has a state_dict of its own",
+}
+
+
+def begun_everywhere(folder: str) -> dict[str, tuple[str, bool, list[str], tuple[Any, ...]]]:
+    """Collective: every rank must call it."""
+    return {where: begun(f"{folder}/{where}", where) for where in REFUSED}
+
+
+def test_what_cannot_be_saved_is_refused_before_training_begins(tmp_path: Path) -> None:
+    for found in run_ranks(2, begun_everywhere, str(tmp_path)):
+        for where, expected in REFUSED.items():
+            error, began, _, _ = found[where]
+            assert expected in error and not began, where
+            assert "looking at what checkpoints of this run would hold" in error
+
+
+def begun_quietly(folder: str) -> list[Any]:
+    """Collective: every rank must call it."""
+    never = {"save_top_k": 0}
+    light = {"save_weights_only": True}
+    return [
+        begun(f"{folder}/a", "callback", {"saver": never}),
+        begun(f"{folder}/b", "optimizer", {"saver": light}),
+        begun(f"{folder}/c", "needs training"),
+    ]
+
+
+def test_nothing_is_refused_that_is_not_going_to_be_saved(tmp_path: Path) -> None:
+    for found in run_ranks(1, begun_quietly, str(tmp_path)):
+        assert [(error, began) for error, began, _, _ in found] == [("", True)] * 3
+
+
+def test_hooks_have_run_as_often_as_under_plain_lightning(tmp_path: Path) -> None:
+    plain, ours = (run_ranks(1, begun, str(tmp_path / name), "", {"strategy": name})[0] for name in ("ddp", "sharded"))
+    assert ours == plain and plain[3][:2] == (1, 1)
+
+
+def test_hyper_parameters_that_will_be_missing_are_named_at_the_start_and_at_a_load(tmp_path: Path) -> None:
+    nested = {"scale": [1, print]}
+    found = run_ranks(2, begun, str(tmp_path), "", {"encoder": print, "nested": nested})
+    assert all(began for _, began, _, _ in found)
+    assert len(found[0][2]) == 2 and "hyper_parameters/nested/scale/1: builtins.builtin_function" in found[0][2][0]
+    (saved,) = tmp_path.iterdir()
+    with pytest.raises(StateError, match=r"(?s)encoder  .*nested/scale/1  .*encoder=…, nested=…"):
+        load_from_checkpoint(Brings, saved)
+    with pytest.raises(StateError, match=r"nested=…\)$"):
+        load_from_checkpoint(Brings, saved, encoder=print)
+    assert load_from_checkpoint(Brings, saved, encoder=1, nested=2).hparams == {"encoder": 1, "nested": 2}

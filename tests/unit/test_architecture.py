@@ -26,7 +26,7 @@ ROWS = [
     {"transfer", "parallel"},
     {"state"},
     {"sources"},
-    {"checkpoint", "export", "tools"},
+    {"checkpoint", "export", "pretrained", "tools"},
     {"api", "lazy", "consolidate", "checkpoint_io"},
     {"from_checkpoint", "checkpoint_monitor", "checkpoint_retention", "dropout_by_sample", "recording"},
     {"strategy"},
@@ -35,7 +35,7 @@ ROWS = [
 ]
 # The same within the two rooms that have rooms of their own.
 INNER_ROWS = {
-    "storage": [{"protocol", "other_programs"}, {"memory", "local"}, {"remote"}, {"router"}],
+    "storage": [{"protocol", "other_programs"}, {"local"}, {"remote"}, {"router"}],
     "parallel": [{"tensors"}, {"sharding"}, {"deferred_init", "pipeline"}, {"shard_model"}, {"rebind_optimizer"}],
 }
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}

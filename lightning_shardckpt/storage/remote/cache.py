@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
@@ -35,7 +35,6 @@ class CachedReader:
         save_id = found[1].decode() if found else "unknown"
         self.folder = os.path.join(os.path.abspath(folder), f"{save_id}-{checksum(root)}")
         make_directories(self.folder, sync=False)
-        self._local = LocalReader(self.folder)
         self._here: set[str] = set()
 
     def size(self, name: str) -> int:
@@ -51,11 +50,8 @@ class CachedReader:
             if name not in self._here:
                 download_file(self._reader, name, self.folder, self._tuning)
                 self._here.add(name)
-            local = self._local.clone()
-        try:
+        with closing(LocalReader(self.folder)) as local:
             local.read_into(name, offset, target)
-        finally:
-            local.close()
 
     def original(self, name: str) -> tuple[Reader, str]:
         """Return the reader that files are downloaded from, and a file's name there."""
@@ -66,23 +62,11 @@ class CachedReader:
         return self._reader.names()
 
     def clone(self) -> CachedReader:
-        """Return one that shares everything with this one, and has nothing to release."""
-        return _SharedReader(self)
+        """Itself: threads can share it."""
+        return self
 
     def close(self) -> None:
-        """Release what is open."""
-        self._local.close()
-        self._reader.close()
-
-
-class _SharedReader(CachedReader):
-    """A clone: closing it leaves the original open, which other threads may be reading."""
-
-    def __init__(self, original: CachedReader) -> None:
-        self.__dict__.update(vars(original))
-
-    def close(self) -> None:
-        """Release nothing: the original does."""
+        """Do nothing: nothing is open."""
 
 
 def download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNING) -> None:

@@ -15,8 +15,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
-from lightning_shardckpt.storage.remote.prefix import HEAD_BYTES, TAGGED, is_ours, prefix_in, prefix_of
-from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
+from lightning_shardckpt.storage.remote.remote_reader import (
+    HEAD_BYTES,
+    TAGGED,
+    RemoteReader,
+    is_ours,
+    prefix_in,
+    prefix_of,
+)
 from lightning_shardckpt.system.text import count_text, size_text
 
 _PARTS_HINT = (

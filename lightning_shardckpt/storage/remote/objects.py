@@ -46,6 +46,10 @@ class ObjectStore:
         made_of = [(of.protocol, of.fs.storage_args, of.fs.storage_options) for of in (self, other)]
         return made_of[0] == made_of[1]
 
+    def key(self, url: str) -> str:
+        """Return the key that a URL, or a key, names; without a slash at the end."""
+        return str(self.fs._strip_protocol(url)).rstrip("/")
+
     def url(self, key: str) -> str:
         """Return the URL of an object, for messages."""
         return f"{self.protocol}://{key.lstrip('/')}"
@@ -192,30 +196,3 @@ class ObjectStore:
 
     def _retried(self, what: str, call: Callable[[], _T]) -> _T:
         return retried(what, call, self._retry_policy)
-
-
-class Chunks:
-    """Parts joined and split again into chunks, number n, from 1 on, of ``nbytes(n)``; the rest is in ``rest``.
-
-    >>> found = []
-    >>> chunks = Chunks(lambda n: 1 + n, lambda n, chunk: found.append((n, bytes(chunk))))
-    >>> for part in (b"abc", b"", b"defg"):
-    ...     chunks.add(part)
-    >>> found, bytes(chunks.rest)
-    ([(1, b'ab'), (2, b'cde')], b'fg')
-    """
-
-    def __init__(self, nbytes: Callable[[int], int], take: Callable[[int, bytearray], object]) -> None:
-        self._nbytes, self._take = nbytes, take
-        self.number, self.rest = 1, bytearray()
-
-    def add(self, part: Bytes) -> None:
-        """Take in a part, of which nothing is kept but a copy."""
-        left = memoryview(part)
-        while len(left):
-            room = self._nbytes(self.number) - len(self.rest)
-            self.rest += left[:room]
-            left = left[room:]
-            if len(self.rest) == self._nbytes(self.number):
-                self._take(self.number, self.rest)
-                self.number, self.rest = self.number + 1, bytearray()

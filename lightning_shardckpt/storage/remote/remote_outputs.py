@@ -15,14 +15,14 @@ from lightning_shardckpt.storage.remote.objects import ObjectStore
 
 
 class RemoteOutputs:
-    """``Outputs`` of a store; paths are keys, or URLs that ``key_of`` makes keys of."""
+    """``Outputs`` of a store; paths are URLs."""
 
-    def __init__(self, objects: ObjectStore, key_of: Callable[[str], str]) -> None:
-        self._objects, self._key_of = objects, key_of
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
 
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
         """Return what is at a path: an object, or some below it."""
-        key = self._key(path)
+        key = self._objects.key(path)
         with suppress(FileNotFoundError):
             self._objects.stat(key)
             return "file"
@@ -30,7 +30,7 @@ class RemoteOutputs:
 
     def contents(self, path: str) -> Contents:
         """The objects below a path."""
-        folder = self._key(path)
+        folder = self._objects.key(path)
         sizes = self._objects.names(folder)
 
         def head(name: str, nbytes: int) -> bytes:
@@ -48,7 +48,7 @@ class RemoteOutputs:
         there = self.kind(path)
         if there is not None and not (overwrite and there == "file"):
             raise FileExistsError(f"something is at {path!r}, so nothing is written there")
-        key = self._key(path)
+        key = self._objects.key(path)
         self._objects.make_folder(key.rpartition("/")[0])
         with self._objects.uploading(key, nbytes, replace=overwrite) as put:
             yield put, []
@@ -65,7 +65,7 @@ class RemoteOutputs:
         there = self.kind(path)
         if there is not None and not (there == "directory" and replaceable(self.contents(path))):
             raise FileExistsError(f"something is at {path!r}, so nothing is written there")
-        old, folder, written = self.contents(path).names, self._key(path), list[str]()
+        old, folder, written = self.contents(path).names, self._objects.key(path), list[str]()
         for is_mark in (True, False):  # first what makes it whole
             self._objects.delete(f"{folder}/{name}" for name in old if name.endswith(".json") == is_mark)
 
@@ -88,9 +88,6 @@ class RemoteOutputs:
 
     def discard(self, path: str, names: Iterable[str]) -> None:
         """Delete objects below a path."""
-        folder = self._key(path)
+        folder = self._objects.key(path)
         self._objects.delete([f"{folder}/{name}" for name in names])
         self._objects.drop_folder(folder)
-
-    def _key(self, path: str) -> str:
-        return self._key_of(path).rstrip("/")

@@ -11,30 +11,25 @@ from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.storage.other_programs import other_program
 from lightning_shardckpt.storage.remote.draft import RemoteDraft
 from lightning_shardckpt.storage.remote.objects import ObjectStore
-from lightning_shardckpt.storage.remote.prefix import HEAD_BYTES, TAGGED, is_ours, prefix_in
-from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
+from lightning_shardckpt.storage.remote.remote_reader import HEAD_BYTES, TAGGED, RemoteReader, is_ours, prefix_in
 
 _ATTEMPTS = 5  # of opening what another process replaces
 
 
 class RemoteStorage:
-    """Checkpoints below the keys of a store; paths are keys, or URLs that ``key_of`` makes keys of.
+    """Checkpoints below the keys of a store; paths are URLs.
 
     Args:
         objects: the store.
-        key_of: of a path.
         turn: entered while a rank uploads; it may wait until nobody else does.
     """
 
     visible_within_s = 10.0
 
     def __init__(
-        self,
-        objects: ObjectStore,
-        key_of: Callable[[str], str],
-        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, objects: ObjectStore, turn: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        self._objects, self._key_of, self._turn = objects, key_of, turn
+        self._objects, self._turn = objects, turn
 
     def open(self, path: str) -> RemoteReader:
         """The checkpoint at ``path``.
@@ -43,7 +38,7 @@ class RemoteStorage:
             CheckpointNotFoundError: if there is none, if it is incomplete, or if the path is something else.
             PermissionError: if the store does not let us look.
         """
-        folder = self._folder(path)
+        folder = self._objects.key(path)
         root = f"{folder}/{ROOT_NAME}"
         for _ in range(_ATTEMPTS):
             try:
@@ -59,7 +54,7 @@ class RemoteStorage:
 
     def draft(self, path: str, save_id: str) -> RemoteDraft:
         """A new checkpoint that will appear at ``path``."""
-        return RemoteDraft(self._objects, path, self._folder(path), save_id, self._turn)
+        return RemoteDraft(self._objects, path, self._objects.key(path), save_id, self._turn)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint at ``path``: first the root index, then its other files.
@@ -72,7 +67,7 @@ class RemoteStorage:
         Raises:
             CheckpointNotFoundError: if there is none.
         """
-        folder = self._folder(path)
+        folder = self._objects.key(path)
         found = self._objects.names(folder)
         if ROOT_NAME not in found:
             raise CheckpointNotFoundError(self._why_none(path, folder))
@@ -88,7 +83,7 @@ class RemoteStorage:
 
     def complete(self, folder: str) -> list[str]:
         """The checkpoints directly below a folder."""
-        found = [name for name in self._objects.names(self._folder(folder)) if name.endswith(f"/{ROOT_NAME}")]
+        found = [name for name in self._objects.names(self._objects.key(folder)) if name.endswith(f"/{ROOT_NAME}")]
         names = sorted(name.removesuffix(f"/{ROOT_NAME}") for name in found)
         return [f"{folder.rstrip('/')}/{name}" for name in names if "/" not in name]
 
@@ -98,20 +93,20 @@ class RemoteStorage:
 
     def root_head(self, path: str, nbytes: int) -> bytes:
         """The first bytes of a root index. Raises FileNotFoundError."""
-        key = f"{self._folder(path)}/{ROOT_NAME}"
+        key = f"{self._objects.key(path)}/{ROOT_NAME}"
         return self._objects.read(key, 0, min(self._objects.stat(key).size, nbytes))
 
     def is_object(self, path: str) -> bool:
         """Return whether the path is that of a single object."""
         try:
-            self._objects.stat(self._folder(path))
+            self._objects.stat(self._objects.key(path))
         except FileNotFoundError:
             return False
         return True
 
     def contents(self, path: str) -> tuple[str, list[str]]:
         """Return folder and file names of what is no checkpoint of this package; of one object, its own."""
-        folder = self._folder(path)
+        folder = self._objects.key(path)
         if self.is_object(path):
             folder, _, name = folder.rpartition("/")
             return folder, [name]
@@ -124,14 +119,11 @@ class RemoteStorage:
 
     def is_empty(self, path: str) -> bool:
         """Return whether nothing lies below the path."""
-        return not self._objects.names(self._folder(path))
+        return not self._objects.names(self._objects.key(path))
 
     def delete_object(self, path: str) -> None:
         """Delete the single object at a path."""
-        self._objects.delete([self._folder(path)])
-
-    def _folder(self, path: str) -> str:
-        return self._key_of(path).rstrip("/")
+        self._objects.delete([self._objects.key(path)])
 
     def _why_none(self, path: str, folder: str) -> str:
         if self.is_object(path):

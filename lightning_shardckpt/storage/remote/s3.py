@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.storage.remote.objects import Chunks, ObjectStat, ObjectStore
+from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
 from lightning_shardckpt.storage.remote.retry import RetryPolicy, error_code, status_of
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.system.workers import TaskQueue, run_tasks
+from lightning_shardckpt.system.workers import Worker
 
 _T = TypeVar("_T")
 _LARGER_AFTER = 2000  # parts of an object of unknown size
@@ -44,7 +45,7 @@ class S3Objects(ObjectStore):
 
     def stat(self, key: str) -> ObjectStat:
         """Return what is known of an object. Raises FileNotFoundError."""
-        found = self._call("looking at", key, "head_object")
+        found = self.call("looking at", key, "head_object")
         return ObjectStat(int(found["ContentLength"]), str(found["ETag"]))
 
     def put(self, key: str, content: bytes, expected: str | None) -> None:
@@ -55,7 +56,7 @@ class S3Objects(ObjectStore):
         """
         condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected}
         try:
-            self._call("writing", key, "put_object", Body=content, **condition)
+            self.call("writing", key, "put_object", Body=content, **condition)
         except FileNotFoundError:
             if expected is None:
                 raise
@@ -80,32 +81,11 @@ class S3Objects(ObjectStore):
         Raises:
             FileExistsError: if another one is there by then that may not be replaced.
         """
-        upload: str | None = None
-        sending = _Sending(lambda number, piece: self._send(key, str(upload), number, piece), self._tuning)
-
-        def take(number: int, piece: bytearray) -> None:
-            nonlocal upload
-            upload = upload or self._begin(key)
-            sending.put(number, piece)
-
-        chunks = Chunks(lambda number: _part_bytes(number, nbytes, self._tuning), take)
-        try:
-            try:
-                yield chunks.add
-                if upload is not None and chunks.rest:
-                    take(chunks.number, chunks.rest)
-            except BaseException as error:
-                sending.fail(error)
-            sent = sending.end()
+        with self._upload(key, nbytes, self._tuning.upload_threads) as upload:
+            yield upload.add
+            upload.wait()
             if not replace and self._tag(key) is not None:
                 raise FileExistsError(f"another object is at {self.url(key)}")
-            if upload is None:
-                self._call("writing", key, "put_object", Body=bytes(chunks.rest))
-            else:
-                self._complete(key, upload, sent)
-        except BaseException as error:
-            self._give_up(key, upload, error)
-            raise
 
     def copy(self, source: str, key: str, nbytes: int) -> None:
         """Have the store write an object that is the same as another one; a large one in parts, several at a time.
@@ -118,59 +98,42 @@ class S3Objects(ObjectStore):
         about: dict[str, Any] = {"CopySource": {"Bucket": bucket, "Key": name}}
         part_bytes = max(self._tuning.copy_part_bytes, -(-nbytes // self._tuning.upload_max_parts))
         if nbytes <= part_bytes:
-            self._call("copying to", key, "copy_object", **about)
+            self.call("copying to", key, "copy_object", **about)
             return
-        upload, sent = self._begin(key), dict[int, tuple[str, int]]()
 
-        def copy_part(begin: int) -> None:
-            number, stop = begin // part_bytes + 1, min(begin + part_bytes, nbytes)
-            part = {"PartNumber": number, "CopySourceRange": f"bytes={begin}-{stop - 1}"}
-            doing = f"copying part {number} to"
-            found = self._call(doing, key, "upload_part_copy", UploadId=upload, **about, **part)
-            sent[number] = found["CopyPartResult"]["ETag"], stop - begin
+        def copy_part(begin: int, upload: str, number: int) -> tuple[str, int]:
+            stop = min(begin + part_bytes, nbytes)
+            part = {"UploadId": upload, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{stop - 1}"}
+            answer = self.call(f"copying part {number} to", key, "upload_part_copy", **about, **part)
+            return answer["CopyPartResult"]["ETag"], stop - begin
 
+        with self._upload(key, nbytes, self._tuning.copy_threads) as upload:
+            for begin in range(0, nbytes, part_bytes):
+                upload.start(partial(copy_part, begin))
+
+    @contextmanager
+    def _upload(self, key: str, nbytes: int | None, threads: int) -> Iterator[_Upload]:
+        upload = _Upload(self, key, lambda number: _part_bytes(number, nbytes, self._tuning), threads)
         try:
-            parts, threads = range(0, nbytes, part_bytes), self._tuning.copy_threads
-            run_tasks(parts, lambda: nullcontext(copy_part), threads=threads, name="shardckpt-copy")
-            self._complete(key, upload, sent)
+            yield upload
+            upload.complete()
         except BaseException as error:
-            self._give_up(key, upload, error)
+            upload.give_up(error)
             raise
 
-    def _give_up(self, key: str, upload: str | None, why: BaseException) -> None:
-        try:
-            self.abort([] if upload is None else [(key, upload)])
-        except OSError as error:
-            why.add_note(f"parts of the upload {upload} may be left: {error}")
-
-    def _begin(self, key: str) -> str:
-        """A new upload's id. Where an answer was lost, there may be one more, of which nobody knows: not for long."""
+    def begin(self, key: str) -> str:
+        """Return the id of a new upload. Where an answer was lost, there may be one more: not for long."""
+        bucket, name = self._split(key)
         attempts = list[None]()
 
-        def begin() -> dict[str, Any]:
+        def create() -> str:
             attempts.append(None)
-            bucket, name = self._split(key)
-            found: dict[str, Any] = self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=name)
-            return found
+            return str(self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=name)["UploadId"])
 
-        upload = str(self._retried(f"beginning {self.url(key)}", begin)["UploadId"])
+        upload = self._retried(f"beginning {self.url(key)}", create)
         if len(attempts) > 1:
             self.abort([(of, other) for of, other in self.unfinished(key) if of == key and other != upload])
         return upload
-
-    def _send(self, key: str, upload: str, number: int, piece: bytes) -> tuple[str, int]:
-        name = f"part {number} of"
-        found = self._call(f"sending {name}", key, "upload_part", UploadId=upload, PartNumber=number, Body=piece)
-        return found["ETag"], len(piece)
-
-    def _complete(self, key: str, upload: str, sent: dict[int, tuple[str, int]]) -> None:
-        listed = [{"PartNumber": number, "ETag": sent[number][0]} for number in sorted(sent)]
-        try:
-            about: dict[str, Any] = {"UploadId": upload, "MultipartUpload": {"Parts": listed}}
-            self._call("completing", key, "complete_multipart_upload", **about)
-        except FileNotFoundError:  # no such upload: was it completed, and the answer lost?
-            if self.stat(key).size != sum(size for _, size in sent.values()):
-                raise
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are gone already are no error."""
@@ -178,7 +141,7 @@ class S3Objects(ObjectStore):
         for begin in range(0, len(wanted), _DELETED_AT_ONCE):
             some = wanted[begin : begin + _DELETED_AT_ONCE]
             names = [{"Key": self._split(key)[1]} for key in some]
-            found = self._call("deleting", some[0], "delete_objects", Delete={"Objects": names, "Quiet": True})
+            found = self.call("deleting", some[0], "delete_objects", Delete={"Objects": names, "Quiet": True})
             for error in found.get("Errors", ()):
                 raise OSError(f"deleting {error.get('Key')}: {error.get('Code')}: {error.get('Message')}")
 
@@ -193,7 +156,7 @@ class S3Objects(ObjectStore):
         bucket, prefix = self._split(start)
         found, after = list[tuple[str, str]](), dict[str, str]()
         while True:
-            page = self._call("listing uploads to", start, "list_multipart_uploads", Prefix=prefix, **after)
+            page = self.call("listing uploads to", start, "list_multipart_uploads", Prefix=prefix, **after)
             found += [(f"{bucket}/{one['Key']}", one["UploadId"]) for one in page.get("Uploads") or ()]
             if not page.get("IsTruncated"):
                 return [(key, upload) for key, upload in found if key.startswith(start)]
@@ -203,7 +166,7 @@ class S3Objects(ObjectStore):
         """Have the store forget unfinished uploads."""
         for key, upload in uploads:
             with suppress(FileNotFoundError):
-                self._call("giving up", key, "abort_multipart_upload", UploadId=upload)
+                self.call("giving up", key, "abort_multipart_upload", UploadId=upload)
 
     def _retried(self, what: str, call: Callable[[], _T]) -> _T:
         """As for any store. After an answer that credentials expired, they are read again, once, by a new client."""
@@ -231,7 +194,8 @@ class S3Objects(ObjectStore):
         bucket, name, _ = self.fs.split_path(key)
         return bucket, name
 
-    def _call(self, doing: str, key: str, method: str, **about: Any) -> dict[str, Any]:
+    def call(self, doing: str, key: str, method: str, **about: Any) -> dict[str, Any]:
+        """Return the answer to a request about an object; ``doing`` begins the message of an error."""
         bucket, name = self._split(key)
         if method not in ("delete_objects", "list_multipart_uploads"):
             about["Key"] = name
@@ -257,42 +221,86 @@ def _part_bytes(number: int, nbytes: int | None, tuning: Tuning = TUNING) -> int
     return max(tuning.upload_part_bytes, -(-nbytes // tuning.upload_max_parts))
 
 
-class _Sending:
-    """Sends pieces from a few threads; ``put`` waits while all are busy, so that memory is bounded.
+class _Upload:
+    """An object that is being written: by one request if it is small, else in parts, a few at a time, by a thread each.
 
-    Args:
-        send: sends a piece with its number; returns its tag and size.
-        tuning: how many pieces of the usual size are sent at a time; a larger one counts as several.
+    Memory is bounded by those parts, and the one that is being filled.
     """
 
-    def __init__(self, send: Callable[[int, bytes], tuple[str, int]], tuning: Tuning) -> None:
-        self._send, self._tuning = send, tuning
+    def __init__(self, objects: S3Objects, key: str, part_bytes: Callable[[int], int], threads: int) -> None:
+        self._objects, self._key, self._part_bytes, self._threads = objects, key, part_bytes, threads
+        self._id: str | None = None
+        self._number, self._rest = 1, bytearray()
         self._sent: dict[int, tuple[str, int]] = {}
-        self._room = SimpleQueue[None]()
-        for _ in range(tuning.upload_threads):
-            self._room.put(None)
-        self._pieces = TaskQueue(
-            self._send_piece, threads=tuning.upload_threads, name="shardckpt-upload", release=self._free_room
-        )
-        self.fail = self._pieces.fail
+        self._sending = deque[Worker]()
 
-    def put(self, number: int, piece: bytearray) -> None:
-        """Have a copy of a piece sent, when there is room for it. Raises what an earlier one failed with."""
-        for _ in range(self._weight(len(piece))):
-            self._room.get()
-        self._pieces.put((number, bytes(piece)))  # which BytesIO does not copy once more
+    def add(self, part: Bytes) -> None:
+        """Take a copy of what comes next. Raises what sending an earlier part failed with."""
+        left = memoryview(part)
+        while len(left):
+            room = self._part_bytes(self._number) - len(self._rest)
+            self._rest += left[:room]
+            left = left[room:]
+            if len(self._rest) == self._part_bytes(self._number):
+                self._send_rest()
 
-    def end(self) -> dict[int, tuple[str, int]]:
-        """Return what ``send`` returned, by number, when all is sent, or raise the first failure. No thread is left."""
-        self._pieces.end()
-        return self._sent
+    def start(self, send: Callable[[str, int], tuple[str, int]]) -> None:
+        """Have a thread send the next part, by the id of the upload and a number; ``send`` returns its tag and size."""
+        upload = self._id = self._id or self._objects.begin(self._key)
+        while len(self._sending) >= self._threads:
+            self._wait_for_first()
+        number = self._number
+        self._number += 1
 
-    def _send_piece(self, piece: tuple[int, bytes]) -> None:
-        self._sent[piece[0]] = self._send(*piece)
+        def run() -> None:
+            self._sent[number] = send(upload, number)
 
-    def _free_room(self, piece: tuple[int, bytes]) -> None:
-        for _ in range(self._weight(len(piece[1]))):
-            self._room.put(None)
+        self._sending.append(Worker(run, name="shardckpt-upload"))
+        self._sending[-1].start_or_run()
 
-    def _weight(self, nbytes: int) -> int:
-        return min(max(-(-nbytes // self._tuning.upload_part_bytes), 1), self._tuning.upload_threads)
+    def wait(self) -> None:
+        """Send what is left, if there were parts, and wait for all of them. Raises what one failed with."""
+        if self._id is not None and self._rest:
+            self._send_rest()
+        while self._sending:
+            self._wait_for_first()
+
+    def complete(self) -> None:
+        """Have the object appear, in place of any other one."""
+        self.wait()
+        if self._id is None:
+            self._objects.call("writing", self._key, "put_object", Body=bytes(self._rest))
+            return
+        listed = [{"PartNumber": number, "ETag": self._sent[number][0]} for number in sorted(self._sent)]
+        about: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": listed}}
+        try:
+            self._objects.call("completing", self._key, "complete_multipart_upload", **about)
+        except FileNotFoundError:  # no such upload: was it completed, and the answer lost?
+            if self._objects.stat(self._key).size != sum(size for _, size in self._sent.values()):
+                raise
+
+    def give_up(self, why: BaseException) -> None:
+        """Wait for what is being sent, and have the store forget it; a note is added to the error if that fails."""
+        while self._sending:
+            self._sending.popleft().end(lambda interrupt: None)
+        try:
+            self._objects.abort([] if self._id is None else [(self._key, self._id)])
+        except OSError as error:
+            why.add_note(f"parts of the upload {self._id} may be left: {error}")
+
+    def _send_rest(self) -> None:
+        piece, self._rest = bytes(self._rest), bytearray()  # bytes, which BytesIO does not copy once more
+
+        def send(upload: str, number: int) -> tuple[str, int]:
+            about = {"UploadId": upload, "PartNumber": number, "Body": piece}
+            return self._objects.call(f"sending part {number} of", self._key, "upload_part", **about)["ETag"], len(
+                piece
+            )
+
+        self.start(send)
+
+    def _wait_for_first(self) -> None:
+        worker, interrupts = self._sending.popleft(), list[BaseException]()
+        worker.end(interrupts.append)
+        for error in filter(None, (worker.error, *interrupts)):
+            raise error

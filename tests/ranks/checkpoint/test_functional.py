@@ -710,3 +710,44 @@ def test_four_ranks_with_fsdp_over_tensor_parallel_load_them_and_one_process_wha
     load(tmp_path / "sync.4", state)
     full = torch.load(expected)
     assert differing(whole(state), {key: full[key] for key in state}) == []
+
+
+class Holder:
+    """Keeps a tensor in its state."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> State:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: State) -> None:
+        self.tensor = state["tensor"]
+
+
+SHAPES = [((0, 3), Replicate()), ((2, 0), Replicate()), ((0, 3), Shard(0)), ((2, 0), Shard(1)), ((0,), None)]
+SHAPES += [((1, 3), Shard(0)), ((2,), Replicate())]
+
+
+def save_and_load_without_elements(path: str) -> None:
+    """A tensor without elements in each place that a state has, beside one of which a rank has no element."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def state(fill: float) -> State:
+        made = [(torch.full(shape, fill), placement) for shape, placement in SHAPES]
+        tensors = [value if cut is None else distribute_tensor(value, mesh, [cut]) for value, cut in made]
+        module = nn.ParameterList([tensor.clone() for tensor in tensors])
+        optimizer = torch.optim.SGD(module.parameters(), lr=fill, momentum=0.5)
+        for parameter in module:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return {"x": tensors, "holders": [*map(Holder, map(torch.clone, tensors))], "net": module, "sgd": optimizer}
+
+    saved, loaded = state(1.0), state(2.0)
+    save(path, saved)
+    load(path, loaded)
+    assert differing(whole(saved), whole(loaded)) == []
+
+
+def test_tensors_without_elements_are_saved_and_loaded_wherever_they_are(tmp_path: Path) -> None:
+    run_ranks(2, save_and_load_without_elements, str(tmp_path / "a"))

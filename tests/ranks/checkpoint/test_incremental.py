@@ -29,12 +29,12 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.posix import FileSystem, link_file
-from lightning_shardckpt.storage.memory import MemoryStorage
 from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.tools.digest import digest
 from lightning_shardckpt.tools.inspect import inspect, render
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
+from tests.support.memory_storage import MemoryStorage
 from tests.support.pool import run_ranks
 
 

@@ -494,7 +494,7 @@ def test_a_tied_weight_that_hooks_replace_is_stored_apart(tmp_path: Path) -> Non
         for name in tied:
             assert torch.equal(found[name], weight * 2 if name in names else weight)
     for message in run_ranks(2, save_replaced, path, ("embed.weight",)):  # the last stage cannot know
-        assert "'embed.weight'" in message and "all names of a tied weight" in message
+        assert "model/embed.weight  ranks " in message and "a tied weight under all its names" in message
 
 
 def save_copies(path: str, factors: dict[str, int]) -> str:
@@ -518,7 +518,7 @@ def test_a_state_dict_that_hooks_replace_as_a_whole_is_tied_like_the_model(tmp_p
     assert components(path)["model"] == components(tmp_path / "twin.ckpt")["model"]
     assert torch.equal(load_full(str(path))["state_dict"]["head.weight"], twin(1)[0].embed.weight * 2)
     for message in run_ranks(4, save_copies, str(path), {"head.weight": 3}):
-        assert "'embed.weight'" in message and "all names of a tied weight" in message
+        assert "model/embed.weight  ranks " in message and "a tied weight under all its names" in message
 
 
 # ── documents and places ──────────────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from lightning_shardckpt import load
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -276,3 +277,47 @@ def test_a_document_with_other_boxes_than_the_tensors_is_refused(names: Any, wor
     with pytest.raises(FormatError, match=words):
         consolidate(path, format="huggingface")
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def save_custom(path: str, judge: str) -> None:
+    """Collective: every rank must call it."""
+    from tests.support.custom_model import CustomConfig, CustomModel
+
+    class Trains(pl.LightningModule):
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                self.net = CustomModel(CustomConfig(width=8))
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.net(torch.ones(2, 8)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    run = tiny.trainer({"data_parallel_shard_size": 2}, max_steps=1, limit_val_batches=0)
+    run.fit(Trains(), tiny.loader())
+    run.save_checkpoint(path)
+    if run.is_global_zero:
+        CustomModel(CustomConfig(width=8)).save_pretrained(judge)
+
+
+def test_a_model_with_code_of_its_own_is_exported_with_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    path, judge = tmp_path / "a.ckpt", tmp_path / "judge"
+    run_ranks(2, save_custom, str(path), str(judge))
+    folder = Path(consolidate(path, tmp_path / "out", format="huggingface"))
+    assert {file.name for file in folder.iterdir()} == {file.name for file in judge.iterdir()}
+    for file in judge.glob("*.py"):
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+    configs = [json.loads((where / "config.json").read_text()) for where in (folder, judge)]
+    assert configs[0] == configs[1] and configs[0]["auto_map"]["AutoModel"] == "custom_model.CustomModel"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    found = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+    expected = {name.removeprefix("net."): tensor for name, tensor in load(path)["state_dict"].items()}
+    assert tiny.differences(found.state_dict(), expected) == []
+    with pytest.raises(FileExistsError):
+        consolidate(path, folder, format="huggingface")  # code may be the user's

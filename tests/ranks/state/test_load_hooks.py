@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shardckpt import load, save
+from lightning_shardckpt import load, load_from_checkpoint, save
+from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from tests.support import tiny
 from tests.support.load_hooks import CASES, contents, same
 from tests.support.pool import run_ranks
 
+SAME_NAMES = [
+    "a hook after rebuilds a table",
+    "a hook before changes values",
+    "an override makes a buffer longer",
+    "the same version is not",
+    "extra state comes before hooks after",
+    "quantization that has seen data",
+]
+"""Cases in which an optimizer finds the parameters that were stored."""
 
-def all_cases(stored: bool) -> nn.Module:
-    """All modules of the table as one, between two without hooks."""
-    modules = {name: (case.stored if stored else case.fresh)() for name, case in CASES.items()}
+
+def all_cases(stored: bool, names: Iterable[str] = CASES) -> nn.Module:
+    """Modules of the table as one, between two without hooks."""
+    modules = {name: (CASES[name].stored if stored else CASES[name].fresh)() for name in names}
     torch.manual_seed(5 if stored else 6)
     return nn.ModuleDict({"begin": nn.Linear(4, 4), **modules, "end": nn.Linear(4, 4)})
 
 
-def by_torch() -> dict[str, Any]:
+def by_torch(names: Iterable[str] = CASES) -> dict[str, Any]:
     """The oracle: torch's own load on a fresh module."""
-    module = all_cases(False)
-    module.load_state_dict(all_cases(True).state_dict())
+    module = all_cases(False, names)
+    module.load_state_dict(all_cases(True, names).state_dict())
+    return contents(module)
+
+
+def by_torch_of_tensors() -> dict[str, Any]:
+    """The same of a file that has no more than tensors."""
+    module, stored = all_cases(False), all_cases(True).state_dict()
+    module.load_state_dict({n: v for n, v in stored.items() if isinstance(v, torch.Tensor)}, strict=False)
     return contents(module)
 
 
@@ -57,11 +81,11 @@ def test_functions_load_as_torch_does(tmp_path: Path, world: int) -> None:
 
 
 class Holder(pl.LightningModule):
-    """All cases in a Trainer's module, which has hooks itself, one of which needs what a pipeline has on one stage."""
+    """The cases in a Trainer's module."""
 
-    def __init__(self, stored: bool = False) -> None:
+    def __init__(self, stored: bool = False, names: Iterable[str] = CASES) -> None:
         super().__init__()
-        self.cases = all_cases(stored)
+        self.cases = all_cases(stored, names)
         self.seen: dict[str, Any] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,9 +98,13 @@ class Holder(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.log("loss", self(batch[0]).sum(), sync_dist=True)
+        self(batch[0])
 
-    test_step = predict_step = validation_step
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        result: torch.Tensor = self(batch[0])
+        return result
 
     def on_fit_start(self) -> None:
         self.seen = contents(self.cases)
@@ -84,26 +112,172 @@ class Holder(pl.LightningModule):
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        return torch.optim.SGD(self.parameters(), lr=0.0, momentum=0.5)
 
 
 def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=1)
 
 
-def by_trainer(path: str, strategy: dict[str, Any], entries: list[str]) -> list[dict[str, Any]]:
-    save(path, {"model": Holder(True)})
-    found = []
-    for entry in entries:
-        module, trainer = Holder(), tiny.trainer(strategy, max_steps=1, limit_train_batches=1)
-        getattr(trainer, entry)(module, data(), ckpt_path=path)
+def by_trainer(path: str, world: int) -> list[dict[str, Any]]:
+    """Entry points of a Trainer that take a checkpoint, and the ways to begin with weights."""
+    strategy, found = {"data_parallel_shard_size": world}, list[dict[str, Any]]()
+    save(f"{path}.ckpt", {"model": Holder(True)})
+    if dist.get_rank() == 0:
+        state = Holder(True).state_dict()
+        torch.save(state, f"{path}.pt")
+        save_file({n: v.contiguous() for n, v in state.items() if isinstance(v, torch.Tensor)}, f"{path}.safetensors")
+    dist.barrier()
+    for entry in ("validate", "predict"):
+        module = Holder()
+        getattr(tiny.trainer(strategy), entry)(module, data(), ckpt_path=f"{path}.ckpt")
+        found.append(module.seen)
+    for weights, strict in (("ckpt", True), ("pt", True), ("safetensors", False)):
+        module, start = Holder(), {"pretrained": f"{path}.{weights}", "pretrained_strict": strict}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore" if not strict else "error", "pretrained weights")  # of what it lacks
+            tiny.trainer({**strategy, **start}, max_steps=1).fit(module, data())
         found.append(module.seen)
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_trainer_loads_as_torch_does(tmp_path: Path, world: int) -> None:
-    expected = by_torch()
+    expected, tensors_alone = by_torch(), by_torch_of_tensors()
+    for *every, of_tensors in run_ranks(world, by_trainer, str(tmp_path / "a"), world):
+        assert [same(one, expected) for one in every] == [[]] * 4
+        assert same(of_tensors, tensors_alone) == []
+
+
+def resumed(path: str, world: int) -> tuple[dict[str, Any], list[Any]]:
+    """Train, save, and resume with fresh modules."""
     strategy = {"data_parallel_shard_size": world}
-    for every in run_ranks(world, by_trainer, str(tmp_path / "a"), strategy, ["validate", "test"]):
+    first = tiny.trainer(strategy, max_steps=1)
+    first.fit(Holder(True, SAME_NAMES), data())
+    first.save_checkpoint(path)
+    module, run = Holder(False, SAME_NAMES), tiny.trainer(strategy, max_steps=2)
+    run.fit(module, data(), ckpt_path=path)
+    return module.seen, [run.global_step, len(run.optimizers[0].state)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resume_runs_the_code_once(tmp_path: Path, world: int) -> None:
+    expected = by_torch(SAME_NAMES)
+    for found, (step, states) in run_ranks(world, resumed, str(tmp_path / "a.ckpt"), world):
+        assert same(found, expected) == []
+        assert step == 2 and states > 0
+
+
+def by_fabric(path: str, world: int) -> list[dict[str, Any]]:
+    save(path, {"model": all_cases(True)})
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=FabricStrategy(data_parallel_shard_size=world))
+    fabric.launch()
+    found = []
+    for raw in (False, True):
+        model = fabric.setup_module(all_cases(False))
+        fabric.load_raw(path, model) if raw else fabric.load(path, {"model": model})
+        found.append(contents(model.module))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fabric_loads_as_torch_does(tmp_path: Path, world: int) -> None:
+    expected = by_torch()
+    for every in run_ranks(world, by_fabric, str(tmp_path / "a"), world):
         assert [same(one, expected) for one in every] == [[], []]
+
+
+def by_one_device(path: str) -> list[dict[str, Any]]:
+    """Doors that load whole checkpoints: they give torch the versions of modules, too."""
+    saving = tiny.trainer("auto")
+    saving.validate(Holder(True), data())
+    saving.save_checkpoint(path)
+    module = Holder()
+    tiny.trainer("auto").validate(module, data(), ckpt_path=path)
+    consolidate(path, f"{path}.pt")
+    again = Holder()
+    again.load_state_dict(torch.load(f"{path}.pt", weights_only=True)["state_dict"])
+    return [module.seen, contents(load_from_checkpoint(Holder, path).cases), contents(again.cases)]
+
+
+def test_doors_that_load_whole_checkpoints_know_the_versions_of_modules(tmp_path: Path) -> None:
+    ((*every,),) = run_ranks(1, by_one_device, str(tmp_path / "a"))
+    expected = by_torch()
+    assert [same(one, expected) for one in every] == [[], [], []]
+
+
+class HookedBlock(tiny.Block):
+    """A layer with hooks of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(16), persistent=False)
+        self.register_load_state_dict_pre_hook(self.change)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_post_hook(self.rebuild)  # type: ignore[no-untyped-call]  # torch's
+
+    @staticmethod
+    def change(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "up.weight"] = state[prefix + "up.weight"].cumsum(0) + state[prefix + "norm.bias"]
+
+    @staticmethod
+    def rebuild(module: Any, keys: Any) -> None:
+        with torch.no_grad():
+            module.table.copy_(module.down.weight.cumsum(1)[:, -1])
+
+
+class Hooked(tiny.TinyLM):
+    """A model whose layers have hooks, and one itself, which loads nothing of its own but what has an old name."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.blocks = nn.ModuleList([HookedBlock() for _ in range(2)])
+        self.register_load_state_dict_pre_hook(self.rename)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_post_hook(self.note)  # type: ignore[no-untyped-call]  # torch's
+        self.noted: list[Any] = []
+
+    @staticmethod
+    def rename(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if prefix + "blocks.1.down.old" in state:
+            state[prefix + "blocks.1.down.bias"] = state.pop(prefix + "blocks.1.down.old")
+
+    @staticmethod
+    def note(module: Any, keys: Any) -> None:
+        module.noted.append(keys.missing_keys)
+
+
+def stored_hooked() -> Hooked:
+    torch.manual_seed(4)
+    module = Hooked()
+    down = module.blocks.get_submodule("1.down")
+    down.register_parameter("old", down.bias)  # type: ignore[arg-type]
+    down.bias = None  # type: ignore[assignment]
+    return module
+
+
+def by_topology(path: str, strategy: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    save(path, {"model": stored_hooked()})
+    pl.seed_everything(7)
+    module = Hooked()
+    tiny.trainer(strategy).validate(module, tiny.loader(shuffle=False), ckpt_path=path)
+    return contents(module), module.noted
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"data_parallel_shard_size": 2},
+        {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_replicate_size": 2},
+    ],
+    ids=lambda strategy: next(iter(strategy)),
+)
+def test_hooks_of_layers_and_of_the_whole_see_whole_tensors(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    module = Hooked()
+    module.load_state_dict(stored_hooked().state_dict())
+    expected, found = contents(module), dict[str, Any]()
+    for one, noted in run_ranks(2, by_topology, str(tmp_path / "a"), strategy):
+        assert noted == [[]]
+        assert same(one, {name: expected[name] for name in one}) == []
+        found |= one
+    assert same(found, expected) == []

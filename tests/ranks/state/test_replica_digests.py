@@ -251,3 +251,44 @@ def test_a_digest_is_of_the_bits_wherever_they_lie(kind: str) -> None:
         other = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
         assert differing({0: digest(tensor), 1: digest(other)}) == {"model/x": [[0], [1]]}
         raw[place] ^= 1
+
+
+def save_stages(path: str) -> list[str]:
+    """Two stages by hand, each with a layer of its own, and one thing that both have."""
+    rank, said = torch.distributed.get_rank(), []
+    for what in ("nothing", "a parameter", "a moment", "a setting"):
+        torch.manual_seed(0)
+        module = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3), "scale": nn.Linear(3, 1)})
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+        module["scale"](torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        weight = module["scale"].weight
+        if rank and what == "a parameter":
+            weight.data = torch.arange(3.0)[None]
+        elif what == "a parameter":
+            weight.data = torch.arange(3.0).flip(0)[None]
+        elif rank and what == "a moment":
+            optimizer.state[weight]["momentum_buffer"].neg_()
+        elif rank and what == "a setting":
+            optimizer.param_groups[0]["lr"] = 0.25
+        for background in (False, True):
+            try:
+                where, state = f"{path}/{what} {background}", {"model": module, "optimizer": optimizer}
+                ckpt.save_async(where, state) if background else ckpt.save(where, state)
+                ckpt.wait()
+                said.append("")
+            except MismatchError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_several_stages_hold_is_compared_between_them(tmp_path: Path) -> None:
+    for said in run_ranks(2, save_stages, str(tmp_path)):
+        expected = ["model/scale.weight", "optimizer/0/scale.weight/momentum_buffer", "optimizer/0/param_groups/0/lr"]
+        assert said[:2] == ["", ""]
+        for text, key in zip(said[2:], [key for key in expected for _ in (False, True)], strict=True):
+            assert f"\n  {key}  ranks [0] | [1]\n" in text
+    assert sorted(path.parent.name for path in tmp_path.glob("*/checkpoint.index.json")) == [
+        "nothing False",
+        "nothing True",
+    ]

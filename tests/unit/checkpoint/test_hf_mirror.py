@@ -16,8 +16,8 @@ from lightning_shardckpt.format.layout import REPLICATED
 from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.memory import MemoryStorage
 from tests.support import worlds
+from tests.support.memory_storage import MemoryStorage
 from tests.unit.format.test_plan import TOPOLOGIES, table
 
 LIMIT = 1 << 20

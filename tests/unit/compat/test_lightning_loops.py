@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat import lightning_loops as compat
 from tests.support.tiny import EXECUTES
@@ -52,6 +52,22 @@ def test_loaders_begin_when_they_are_told(tmp_path: Path) -> None:
     count = Asks("on_train_start", lambda run: (begun.clear(), compat.begin_loaders(run), len(begun))[2])
     trainer(tmp_path, count).fit(BoringModel(), Counts(RandomDataset(32, 4)))
     assert count.found == [1]
+
+
+class Unsized(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.zeros(3, 32))
+
+
+def test_batches_are_counted_when_they_are_drawn_one_ahead_where_there_is_no_length(tmp_path: Path) -> None:
+    for loader, ahead in ((batches(3), 0), (DataLoader(Unsized()), 1)):
+        drawn = Asks("on_train_batch_start", compat.batches_drawn)
+        trainer(tmp_path, drawn, max_steps=4, limit_val_batches=0).fit(BoringModel(), loader)
+        assert drawn.found == [(1, 1 + ahead), (1, 2 + ahead), (1, 3), (2, 1 + ahead)]
+
+
+def test_a_loader_with_both_methods_is_stateful() -> None:
+    assert compat.is_stateful(torch.nn.Linear(1, 1)) and not compat.is_stateful(batches(1))
 
 
 def test_where_an_epoch_and_a_run_end(tmp_path: Path) -> None:
@@ -159,6 +175,45 @@ def test_plateaus_step_when_they_are_told(tmp_path: Path) -> None:
     before = rates(run)
     compat.step_plateaus_now(run, 0)  # the same value again: no better
     assert (before, rates(run)) == ([1.0], [0.5])
+
+
+class Fails(BoringModel):
+    """Fails in a step of validation, or in the last one of training."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self._step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self._step != "training" or batch_idx < 2
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self._step != "validation" or batch_idx < 1
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("step", ["training", "validation"])
+def test_what_an_exception_interrupted_is_seen_in_the_state_of_the_loop_and_goes_on(step: str, tmp_path: Path) -> None:
+    path, options = tmp_path / "a.ckpt", {"limit_val_batches": 3, "max_epochs": 1, "max_steps": -1}
+    run = trainer(tmp_path, **options)
+    with pytest.raises(AssertionError):
+        run.fit(Fails(step), batches(3), batches(3))
+    run.save_checkpoint(path)
+    state = run.fit_loop.state_dict()
+    found = compat.is_batch_begun(state), compat.is_validation_interrupted(state)
+    assert found == (step == "training", step == "validation")
+    assert state["epoch_loop.batch_progress"]["is_last_batch"]
+    compat.repeat_last_batch(state)
+    assert not state["epoch_loop.batch_progress"]["is_last_batch"]
+    trained, validated = (Asks(f"on_{name}_batch_start", lambda run: 1) for name in ("train", "validation"))
+    go_on = Asks("on_train_start", lambda run: compat.go_on_with_validation(run))
+    # five batches of training, so that the validation is not due where the run goes on
+    trainer(tmp_path, go_on, trained, validated, **options).fit(
+        BoringModel(), batches(5), batches(3), ckpt_path=str(path), **EXECUTES
+    )
+    assert (len(trained.found), len(validated.found)) == ((3, 3) if step == "training" else (0, 2))
 
 
 def resumed(tmp_path: Path, *callbacks: pl.Callback, at: str, epochs: int) -> pl.Trainer:

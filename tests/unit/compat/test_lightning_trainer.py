@@ -17,7 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -118,6 +118,13 @@ def test_a_requeued_job_has_a_path(tmp_path: Path, saved: str) -> None:
     assert compat.requeued_path(run) is None
     (tmp_path / "hpc_ckpt_3.ckpt").write_bytes(Path(saved).read_bytes())
     assert compat.requeued_path(run) == str(tmp_path / "hpc_ckpt_3.ckpt")
+    run.state.fn = TrainerFn.FITTING
+    assert compat.path_of_word(run, "hpc") == str(tmp_path / "hpc_ckpt_3.ckpt")
+
+
+def test_words_of_lightning_are_known() -> None:
+    words = ["hpc", "registry", "registry:net:version:v2", "last", "a/registry:net", None, Path("hpc")]
+    assert [compat.is_word_of_lightning(word) for word in words] == [True] * 3 + [False] * 4
 
 
 def test_modules_and_callbacks_are_restored(tmp_path: Path, saved: str) -> None:

@@ -31,9 +31,9 @@ from lightning_shardckpt.state.documents import checked
 from lightning_shardckpt.state.json_tree import decode
 from lightning_shardckpt.state.json_values import TAGS
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.memory import MemoryStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds
+from tests.support.memory_storage import MemoryStorage
 from tests.support.worlds import PATH, SAVE_ID, mesh
 from tests.unit.format.test_plan import TOPOLOGIES, table
 

@@ -121,6 +121,52 @@ def test_a_step_of_a_tokenizer_that_changed_is_seen() -> None:
     assert processor().keys() == {"b"}
 
 
+class ProcessorMixin:
+    """Has a name by which processors of transformers are known."""
+
+
+class Processor(ProcessorMixin, Words):
+    def __repr__(self) -> str:
+        return f"Processor({sorted(self.files)})"
+
+
+class Pipe(Words):
+    def __init__(self) -> None:
+        super().__init__(("unet.json", b"{}"))
+        self.unet = nn.Linear(1, 1)
+
+
+def test_whatever_has_save_pretrained_is_carried_under_any_name_and_the_rest_is_named() -> None:
+    import transformers
+
+    inner = Wrapped(llama(), tok=Words(("vocab.txt", b"a"), ("bpe.codes", b"a b"), ("README.md", b"no")))
+    module = Wrapped(
+        inner,
+        video_processor=Words(("video_preprocessor_config.json", b"{}")),
+        processor=Processor(("tokenizer_config.json", b'{"by": "processor"}')),
+        words=Words(("tokenizer_config.json", b"{}")),
+        target=Words(("tokenizer_config.json", b'{"of": "target"}'), ("added.json", b"{}")),
+        generation=transformers.GenerationConfig(),
+        settings=transformers.LlamaConfig(),
+        pipe=Pipe(),
+    )
+    found, notes = HuggingFace().document(module)
+    assert found is not None
+    assert found["files"] == {
+        "vocab.txt": "a",
+        "bpe.codes": "a b",
+        "video_preprocessor_config.json": "{}",
+        "tokenizer_config.json": '{"by": "processor"}',
+    }
+    expected = [
+        "target, a Words, is not in the checkpoint: another attribute has another file tokenizer_config.json",
+        "pipe, a Pipe, is not in the checkpoint: it holds modules",
+        "README.md, of model.tok, is not in the checkpoint: a file beside a model's weights has one of the endings",
+    ]
+    assert [[line for line in notes if line.startswith(text)] != [] for text in expected] == [True] * 3
+    assert len(notes) == 3
+
+
 class Closed:
     """A tokenizer that can be neither referred to weakly nor compared."""
 
@@ -146,7 +192,7 @@ def test_what_cannot_be_saved_is_a_note_and_the_checkpoint_is_there(tmp_path: Pa
         def save_pretrained(self, folder: str) -> None:
             raise RuntimeError("no vocabulary")
 
-    module = Wrapped(llama(), tokenizer=Broken(), processor=Words(("a.py", b"import os"), ("p.json", b"{}")))
+    module = Wrapped(llama(), tokenizer=Broken(), processor=Words(("a.sh", b"echo"), ("p.json", b"{}")))
     with pytest.warns(UserWarning) as caught:
         found = saved(module, tmp_path / "a.ckpt")
     said = [str(warning.message) for warning in caught]
@@ -154,7 +200,7 @@ def test_what_cannot_be_saved_is_a_note_and_the_checkpoint_is_there(tmp_path: Pa
         True,
         False,
     ]
-    assert "a.py, of processor" in said[1] and found["files"].keys() == {"p.json"}
+    assert "a.sh, of processor" in said[1] and found["files"].keys() == {"p.json"}
 
 
 def test_a_config_of_more_values_than_json_may_have_is_left_out(tmp_path: Path) -> None:

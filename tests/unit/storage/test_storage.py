@@ -27,11 +27,11 @@ from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_reader import OPEN_FILES
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_at_once
-from lightning_shardckpt.storage.memory import MemoryStorage
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
-from lightning_shardckpt.storage.remote.prefix import PrefixedReader, prefix_of
+from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader, prefix_of
 from lightning_shardckpt.storage.router import StorageRouter
 from tests.support.file_systems import OF_ONE_MACHINE, WITHOUT_FLAGS
+from tests.support.memory_storage import MemoryStorage
 from tests.support.stores import IMPATIENT
 
 ID, OTHER_ID = "0" * 32, "1" * 32

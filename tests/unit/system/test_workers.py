@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from lightning_shardckpt.system.threads import NoThreadError
-from lightning_shardckpt.system.workers import TaskQueue, Worker, run_tasks
+from lightning_shardckpt.system.workers import Worker, run_tasks
 
 _START = threading.Thread.start
 
@@ -105,61 +105,6 @@ def test_interrupts_are_raised_when_no_thread_is_at_work(interrupts: int, tasks:
     with pytest.raises(KeyboardInterrupt):
         run_tasks(range(tasks), lambda: nullcontext(do), threads=2, name="test-worker")
     assert len(ended) == 1 and not others()
-
-
-@pytest.mark.parametrize("given", [0, 1, 9])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_queue_does_and_releases_every_task(
-    threads: int, given: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_threads(monkeypatch, after=given)
-    done, released = list[int](), list[int]()
-    queue = TaskQueue[int](done.append, threads=threads, name="test-queue", release=released.append)
-    for task in range(50):
-        queue.put(task)
-    queue.end()
-    assert (done if threads == 1 or given == 0 else sorted(done)) == sorted(released) == list(range(50))
-    assert not others()
-
-
-@pytest.mark.parametrize("given", [0, 9])
-def test_a_queue_drops_what_follows_an_error_and_releases_it(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_threads(monkeypatch, after=given)
-    done, released = list[int](), list[int]()
-
-    def do(task: int) -> None:
-        if task == 3:
-            raise OSError("disk full")
-        done.append(task)
-
-    queue = TaskQueue[int](do, threads=1, name="test-queue", release=released.append)
-    put = 0
-    with pytest.raises(OSError, match="disk full"):
-        while True:
-            queue.put(put)
-            put += 1
-    queue.fail(ValueError("the caller's, since it was told of that"))
-    with pytest.raises(OSError, match="disk full"):
-        queue.end()
-    assert done == [0, 1, 2] and released == list(range(put + 1))
-    assert not others()
-
-
-def test_a_queue_that_the_caller_gives_up_drops_what_is_queued() -> None:
-    go, done = threading.Event(), list[int]()
-
-    def do(task: int) -> None:
-        assert go.wait(10)
-        done.append(task)
-
-    queue = TaskQueue[int](do, threads=1, name="test-queue")
-    for task in range(5):
-        queue.put(task)
-    queue.fail(ValueError("given up"))
-    go.set()
-    with pytest.raises(ValueError, match="given up"):
-        queue.end()
-    assert done in ([], [0])
 
 
 def test_a_worker_keeps_its_error_and_can_be_waited_for() -> None:

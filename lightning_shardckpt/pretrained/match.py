@@ -17,18 +17,19 @@ from lightning_shardckpt.compat.transformers import patterns_that_may_be_missing
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.equal_tensors import are_equal
-from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
-from lightning_shardckpt.sources.hf_conversion import (
+from lightning_shardckpt.pretrained.hf_conversion import (
     Conversions,
     JoinedSource,
     UnsupportedError,
     hugging_face_models,
     joined,
 )
+from lightning_shardckpt.sources.equal_tensors import are_equal
+from lightning_shardckpt.sources.foreign_source import ForeignSource
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.source_view import origin_of
+from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.peft_names import added_names
 from lightning_shardckpt.system.text import count_text
@@ -46,6 +47,8 @@ class Match:
         made: name in the model → what is put together for it.
         missing: names in the model for which nothing is stored, of each tie one; adapters are not among them.
         unexpected: stored names for which the model has none.
+        others: the names that these would have in the model → stored name and key of the stored tensor.
+        values: name in the model → stored name, of entries that are no tensors.
         problems: why some that belong together cannot be loaded, a line each.
         apart: names that are tied in the model and stored with several values; the first is taken.
         idle: entries of the user's mapping that are about no stored name.
@@ -55,6 +58,8 @@ class Match:
     made: dict[str, ForeignTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    others: dict[str, tuple[str, str]] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
@@ -69,13 +74,19 @@ class Match:
 class _Way:
     """One way in which names may fit.
 
-    ``hits``: relative name in the model → where it comes from. ``live``: relative name → names in the model.
+    ``hits``: relative name in the model → where it comes from. ``live``: relative name → names in the model. ``stored``
+    stands before stored names that have no other prefix.
     """
 
     live: Mapping[str, list[str]]
     hits: dict[str, str | JoinedSource]
     of: str
     model: nn.Module | None = None
+    stored: str = ""
+
+    def name(self, stored: str) -> str:
+        """Return the name in the model of what has a stored name."""
+        return (f"{self.of}." if self.of else "") + stored.removeprefix(self.stored)
 
     @property
     def score(self) -> int:
@@ -97,7 +108,7 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
     component = source.components().get("model", Component({}))
     keys = {key: key for key in component.tensors} | component.aliases
     if wrong := mapping.misunderstood(keys):
-        raise MismatchError(f"{mapping.option}: " + "\n  ".join(wrong))
+        raise MismatchError("pretrained_key_mapping: " + "\n  ".join(wrong))
     names = mapping.renamed(keys)
     state = [name for name in whole.state if not is_extra_state(name)]
     ways = list(_ways(names, state, module))
@@ -106,14 +117,16 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
     if rivals and best.score:
         raise MismatchError(
             f"the weights at {source.path!r} fit {best.of!r} and {rivals[0].of!r} of {type(module).__name__} alike; "
-            f'say which is meant, such as {mapping.option}={{"^": "{best.of}."}}'
+            f'say which is meant, such as pretrained_key_mapping={{"^": "{best.of}."}}'
         )
     if not best.score:
         raise MismatchError(
             f"no tensor at {source.path!r} has a name that {type(module).__name__} has. Stored are, for example, "
-            f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a {mapping.option}."
+            f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a pretrained_key_mapping."
         )
     found = _fitted(best, {name: keys[old] for name, old in names.items()}, source, whole)
+    values = mapping.renamed(source.document("model") or {})
+    found.values = {best.name(name): old for name, old in values.items()}
     found.idle = mapping.unused(keys)
     return found
 
@@ -136,7 +149,8 @@ def _ways(names: Mapping[str, str], state: Collection[str], module: nn.Module) -
     for prefix in ["", *sorted(ours)]:
         live = _relative(state, prefix)
         for stored_prefix in dict.fromkeys(["", theirs]):
-            yield _Way(live, {short: n for n in names if (short := n.removeprefix(stored_prefix)) in live}, prefix[:-1])
+            hits = {short: n for n in names if (short := n.removeprefix(stored_prefix)) in live}
+            yield _Way(live, hits, prefix[:-1], stored=stored_prefix)
 
 
 def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:
@@ -181,15 +195,16 @@ def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeName
     ignored = _ignored(way.model)
     found.missing = sorted(name for name in absent if not ignored[0](name))
     found.unexpected = sorted(name for name in keys if name not in used and not ignored[1](name))
+    found.others = {way.name(name): (name, keys[name]) for name in found.unexpected}
     return found
 
 
 def _parts(where: JoinedSource, keys: Mapping[str, str], source: Source) -> dict[str, list[ForeignTensor]]:
-    tensors = source.tensors
-    if not isinstance(tensors, ForeignTensors):
+    if not isinstance(source, ForeignSource | TorchFileSource):
         raise UnsupportedError("joining tensors of a sharded checkpoint")
-    stored = {name: origin_of(source, "model", keys[name])[1] for names in where.parts.values() for name in names}
-    return {p: [tensors.tensor("model", stored[name]) for name in names] for p, names in where.parts.items()}
+    tensors = source.tensors
+    assert isinstance(tensors, ForeignTensors)
+    return {p: [tensors.tensor("model", keys[name]) for name in names] for p, names in where.parts.items()}
 
 
 class _Patterns:

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +15,17 @@ from torch import nn
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.casting import CastingSource, converts
+from lightning_shardckpt.pretrained.match import Match, fit, limited, report
+from lightning_shardckpt.pretrained.matched_source import MatchedSource
+from lightning_shardckpt.sources.casting import converts
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, fit, limited, report
-from lightning_shardckpt.sources.matched_source import MatchedSource
 from lightning_shardckpt.sources.open_source import opened
+from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.state.load_code import ForCode
-from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
-from lightning_shardckpt.state.module_io import load_rest, not_live
+from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.load_code import ForCode, LoadCode, Scopes
+from lightning_shardckpt.state.model import Differences, WholeNames, is_value, model_leaves, names_of, tied_names
+from lightning_shardckpt.state.module_io import entries_loaded, load_rest, not_live
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import count_text
@@ -37,11 +41,12 @@ class Pretrained:
 
 
 class PretrainedStart:
-    """A model to be, compared with what is stored; ``names`` of it get their values from there."""
+    """A model to be, compared with what is stored; ``names`` of it get their values from there, whatever its code does.
+    """
 
-    def __init__(self, source: Source | None, found: Match | None) -> None:
-        self._source, self._fit = source, found
-        self.names = found.names if found is not None else frozenset[str]()
+    def __init__(self, source: Source | None, found: Match | None, seen: Scopes, *, strict: bool) -> None:
+        self._source, self._fit, self._strict = source, found, strict
+        self.names = frozenset(name for name in found.names if not seen(name)) if found is not None else frozenset()
 
     def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
         """Read what this rank holds of the model that was sharded since.
@@ -51,19 +56,36 @@ class PretrainedStart:
         if self._source is None or self._fit is None:
             return
         source, found, state_dict = self._source, self._fit, module.state_dict()
+        modules, for_code, loaded = {"": module}, ForCode(), dict[str, Any]()
 
         def read() -> None:
+            nonlocal for_code, loaded
+            values = [clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)]
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
-            fitted = CastingSource(MatchedSource(source, found))
-            here = [(key, tensor) for key, tensor in leaves.tensors.items() if key in found.names]
-            targets = [ReadTarget("model", key, tensor, fresh=True) for key, tensor in here]
+            fitted, names = MatchedSource(source, found, leaves.tensors), names_of(leaves, whole.ties)
+            elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
+            aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
+            rest = aside.rest_of(leaves)
+            here = {key: tensor for key, tensor in rest.tensors.items() if key in found.names}
+            aside.note_absent(rest, here, (), Differences())
+            for_code, targets = aside.allocate()
+            stored = fitted.document("model") or {}
+            loaded = {name: decode_small(stored[name]) for name in aside.outside(values) if name in stored}
+            targets += [ReadTarget("model", key, tensor, fresh=True) for key, tensor in here.items()]
             fitted.verify(targets)
             fitted.fill(targets)
 
+        def load() -> list[str]:
+            now = entries_loaded(modules, state_dict, loaded, for_code)
+            copies = not_live(module, state_dict)
+            return load_rest(modules, state_dict, now, copies, for_code, whole, strict=self._strict)
+
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
-        copies = not_live(module, state_dict)
-        load_rest({"": module}, state_dict, state_dict, copies, ForCode(), whole, strict=False)
+        phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
+        notes: list[str] = ranks.step(phase, load, lambda every: list(dict.fromkeys(chain(*every))))
+        if notes and ranks.rank == 0:
+            warnings.warn(f"pretrained weights at {source.path!r}: " + "\n  ".join(limited(notes)), stacklevel=4)
 
 
 @contextmanager
@@ -79,20 +101,20 @@ def beginning(
         Exception: what opening it failed with, on all ranks.
     """
     if wanted is None:
-        yield PretrainedStart(None, None)
+        yield PretrainedStart(None, None, Scopes(()), strict=False)
         return
     with _opened(wanted.path, ranks, storage) as source:
-        found: list[Match] = []
+        found: list[tuple[Match, Scopes]] = []
 
         def compare() -> dict[str, list[str]]:
-            found.append(_compared(source, module, wanted.key_mapping))
-            return {"problems": found[0].problems, "report": report(found[0], source.path)}
+            found.append(_compared(source, module, wanted))
+            return {"problems": found[0][0].problems, "report": report(found[0][0], source.path)}
 
         phase = f"comparing pretrained weights at {source.path!r} with the model"
         notes = ranks.step(phase, compare, _judging(source.path, strict=wanted.strict))
         for note in notes if ranks.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
-        yield PretrainedStart(source, found[0])
+        yield PretrainedStart(source, *found[0], strict=wanted.strict)
 
 
 @contextmanager
@@ -108,20 +130,26 @@ def _opened(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
         yield source
 
 
-def _compared(source: Source, module: nn.Module, key_mapping: KeyMapping) -> Match:
-    """Return what fits, with all that does not noted."""
+def _compared(source: Source, module: nn.Module, wanted: Pretrained) -> tuple[Match, Scopes]:
+    """Return what fits, with all that does not noted, and what code of the model is to load."""
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
-    found = fit(source, module, whole, key_mapping)
-    stored = MatchedSource(source, found).components()["model"].tensors
-    for name in sorted(found.names):
+    found, code = fit(source, module, whole, wanted.key_mapping), LoadCode.of({"": module})
+    stored = MatchedSource(source, found, {}).components()["model"].tensors
+    shapes = {name: spec.shape for name, spec in stored.items()}
+    seen = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
+    hooks = Scopes(code.after if wanted.strict else ())  # which may forgive
+    found.missing = [name for name in found.missing if not seen(name) and not hooks(name)]
+    judged = {stored_name for name, (stored_name, _) in found.others.items() if seen(name) or hooks(name)}
+    found.unexpected = [name for name in found.unexpected if name not in judged]
+    for name in sorted(name for name in found.names if not seen(name)):
         spec, live = stored[name], state[name]
         dtype = DTYPES.get(live.dtype)
         if spec.shape != tuple(live.shape):
             found.problems.append(f"{name}  shape {spec.shape} in it, {tuple(live.shape)} in the model")
         elif not converts(spec.dtype, dtype):
             found.problems.append(f"{name}  dtype {spec.dtype} in it, {dtype or live.dtype} in the model")
-    return found
+    return found, seen
 
 
 def _judging(path: str, *, strict: bool) -> Callable[[list[dict[str, list[str]]]], list[str]]:
