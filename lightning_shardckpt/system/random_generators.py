@@ -44,9 +44,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["current_cuda"])
 
 
-def is_same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether generators that have these states of ``get_rng_state`` draw the same numbers."""
-    return all(map(_is_equal, map(one.get, GENERATED), map(other.get, GENERATED)))
+def different_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return from ``one``, of ``get_rng_state``, the generators that draw other numbers than they do in ``other``."""
+    return {kind: one[kind] for kind in GENERATED if kind in one and not _is_equal(one[kind], other.get(kind))}
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_shardckpt.system.random_generators import get_rng_state, is_same_rng, set_rng_state
+from lightning_shardckpt.system.random_generators import different_rng, get_rng_state, set_rng_state
 
 _T = TypeVar("_T")
 _DRAWS = "_shardckpt_draws"
@@ -21,7 +21,7 @@ _DRAWS = "_shardckpt_draws"
 
 @contextmanager
 def same_rng() -> Iterator[None]:
-    """Inside, every rank draws what rank 0 draws; after it, a rank whose state was its own gets that back.
+    """Inside, every rank draws what rank 0 draws; after it, generators that were a rank's own are as before.
 
     Collective: every rank of the world must enter it.
     """
@@ -76,11 +76,11 @@ class _SharedStream:
         set_rng_state(self._begin)
 
     def leave(self) -> None:
-        """Give a rank whose state was its own that back. Does nothing after an error in between."""
+        """Give generators that were a rank's own their states back. Does nothing after an error in between."""
         if self._begin:
-            self.drew = self.drew or not is_same_rng(self._begin, get_rng_state(every_device=False))
-            if not is_same_rng(self._own, self._begin):
-                set_rng_state(self._own)
+            now = get_rng_state(every_device=False)
+            self.drew = self.drew or bool(different_rng(self._begin, now))
+            set_rng_state(now | different_rng(self._own, self._begin))
             self._begin = {}
 
 
