@@ -34,8 +34,8 @@ from lightning_shardckpt.compat.lightning_fabric import (
     optimizer_to_device,
     reduced,
 )
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.deferred_init.materialize import meta_slots
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
@@ -79,7 +79,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._sharded = SetUpModules()
         self._running: ShardedModule | None = None
         self._stepped: PipelinedSteps | None = None  # the one whose loss has not gone through a backward yet
-        self._deferred: list[DeferredInit] = []
+        self._deferred: DeferredInit | None = None
         self._agreement = BatchAgreement()
         self._joint_updates = JointUpdates()
         allow_derivatives(ShardedStrategy)
@@ -127,11 +127,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @contextmanager
     @override
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are built on the CPU, alike on all ranks; with ``empty_init`` without memory until sharded."""
+        """Modules are built on the CPU, alike on all ranks; with ``empty_init`` without memory until they are set up.
+
+        Until then their parameters act as on the CPU, so that scripts may initialise them in place.
+        """
         with ExitStack() as stack:
             stack.enter_context(same_rng())
             if empty_init and self._defer_init:
-                self._deferred.append(stack.enter_context(DeferredInit(self.tuning)))
+                self._deferred = self._deferred or DeferredInit(self.tuning, follows=True)
+                stack.enter_context(self._deferred)
             stack.enter_context(self.precision.module_init_context())
             yield
 
@@ -142,9 +146,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Collective: every rank of the world must call it."""
-        slots = meta_slots(module)
-        values = next((d for d in self._deferred if any(d.knows(owner, name) for owner, name in slots)), None)
         wanted, self._pretrained = self._pretrained, None
+        if (values := self._deferred) is not None:
+            self._ranks.step("comparing random numbers", lambda: values.random_digest, _check_drawn_alike)
         sharded = self._shard_module(module, values, wanted, is_called=True)
         self._sharded.add(sharded)
         if self._agreement.values is not None:
@@ -354,3 +358,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for note in loaded.skipped:
             rank_zero_info(note)
         return remainder if isinstance(state, dict) else {}
+
+
+def _check_drawn_alike(digests: list[int]) -> None:
+    """Raise if ranks initialised, after ``init_module``, with different random numbers."""
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise TopologyError(
+            f"ranks {', '.join(map(str, others))} drew other random numbers than rank 0 for parameters that were built "
+            "in init_module(empty_init=True) and initialised after it: call fabric.seed_everything(seed) before, or "
+            "initialise inside init_module, where all ranks draw alike"
+        )

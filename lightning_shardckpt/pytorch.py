@@ -213,9 +213,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             synchronize_batch_norms(module, self.meshes.data_parallel_group, self.root_device)
         wanted, lacks_weights = self._pretrained, partial(self._checkpoints.lacks_weights, self.checkpoint_io)
         phase = "deciding whether weights to begin with are needed"
-        if wanted is not None and not self._ranks.step(phase, lacks_weights, any):
-            wanted = None
-        sharded = self._shard_module(module, self._build.first_values(), wanted)
+
+        def restores() -> bool:
+            return not self._ranks.step(phase, lacks_weights, any)
+
+        wanted = None if wanted is not None and restores() else wanted
+        sharded = self._shard_module(module, self._build.first_values(), wanted, restores=restores)
         remember(self._module, sharded)
         for size, group in (
             (self.topology.tensor, self.meshes.tensor_group),

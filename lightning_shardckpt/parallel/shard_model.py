@@ -138,9 +138,10 @@ def shard(
     recipe: Recipe,
     *,
     device: torch.device,
-    values: DeferredInit | None = None,
+    values: DeferredInit,
     copy_slice: CopySlice,
     loaded: Collection[str] = (),
+    restores: Callable[[], bool] = lambda: False,
     is_called: bool = False,
 ) -> ShardedModule:
     """Shard ``root`` in place, unless the user already did, and give it its first values.
@@ -155,6 +156,8 @@ def shard(
         values: knows the first values of parameters on the meta device.
         copy_slice: copies this rank's slice of a whole value into a parameter.
         loaded: clean FQNs of parameters and buffers that the caller will fill; no value is computed for them.
+        restores: asked only if something has no first value, whether a checkpoint will fill the whole state dict.
+            Collective then.
         is_called: whether ``root`` itself will be called, and not only modules inside it.
 
     Raises:
@@ -166,9 +169,7 @@ def shard(
     before = dict(root.named_parameters(remove_duplicate=False))
     state = frozenset(clean_fqn(name) for name in root.state_dict()), tuple(tied_state(root))
     broadcast_weights(root, device)
-    values = values if values is not None else DeferredInit()
-    values.materialize_buffers(root)
-    initialize_meta(root, values, loaded)
+    initialize_meta(root, values, loaded, restores)
     if meshes.topology.pipeline > 1 and is_parallel(root):
         raise TopologyError(
             f"{type(root).__name__} shards itself in configure_model; ShardedStrategy must do that to pipeline it. "

@@ -283,13 +283,21 @@ class MeshStrategy:
     # --- modules ---
 
     def _shard_module(
-        self, module: nn.Module, values: DeferredInit | None, wanted: Pretrained | None, *, is_called: bool = False
+        self,
+        module: nn.Module,
+        values: DeferredInit | None,
+        wanted: Pretrained | None,
+        *,
+        restores: Callable[[], bool] = lambda: False,
+        is_called: bool = False,
     ) -> ShardedModule:
         """Shard a module in place and give it its first values, or those it is to begin with.
 
-        ``is_called``: whether it will be, itself, and not only modules inside it.
+        ``restores`` and ``is_called``: as for `shard`.
         Collective: every rank of the world must call it.
         """
+        values = values or DeferredInit(self.tuning)
+        values.settle(module)
         with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
             with same_rng():  # for modules that draw their own first values only now
                 sharded = shard(
@@ -300,6 +308,7 @@ class MeshStrategy:
                     values=values,
                     copy_slice=copy_slice,
                     loaded=start.names,
+                    restores=restores,
                     is_called=is_called,
                 )
             start.fill(module, WholeNames(sharded.state_names, sharded.state_ties), self._ranks)

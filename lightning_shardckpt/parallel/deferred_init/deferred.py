@@ -18,8 +18,9 @@ The same idea with another execution: torchdistx ``deferred_init`` (records auto
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -35,6 +36,7 @@ from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slot
 from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import Log, TrackedView
+from lightning_shardckpt.parallel.deferred_init.outside import release, take_back
 from lightning_shardckpt.parallel.deferred_init.recorder import Facade, Recorder
 from lightning_shardckpt.parallel.sharding.references import replace_in_attributes
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -67,10 +69,17 @@ class DeferredInit:
     Real memory used inside: 64 MiB, or three times the largest tensor, beyond what the code itself holds.
     It can be entered again, but not inside itself. Only the entering thread is affected, except that
     ``nn.Parameter.__new__`` and ``nn.Module.__setstate__`` are wrapped for all, and pass other threads on.
+
+    Args:
+        tuning: has the sizes.
+        follows: until `settle`, let parameters act afterwards as they do inside, and log what is done to them.
     """
 
-    def __init__(self, tuning: Tuning = TUNING) -> None:
+    def __init__(self, tuning: Tuning = TUNING, *, follows: bool = False) -> None:
         self._log = Log(tuning)
+        self._follows, self._is_entered = follows, False
+        self.random_digest = 0
+        """Of the states of random generators of what was done to parameters after the context."""
         self._parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
         self._registered: WeakKeyDictionary[nn.Module, dict[str, _Registered]] = WeakKeyDictionary()
         self._base: set[FrameType] = set()
@@ -89,12 +98,37 @@ class DeferredInit:
             undo.enter_context(Recorder(self._log, self._in_distributed))
             undo.enter_context(Facade(self._log, self._in_distributed))
             self._undo = undo.pop_all()
+        self._is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._undo.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Log what is done to a parameter after the context."""
+        if self._is_entered:
+            yield
+            return
+        first = len(self._log.operations)
+        with Recorder(self._log, self._in_distributed), Facade(self._log, self._in_distributed):
+            yield
+        for operation in self._log.operations[first:]:
+            if operation.random is not None:
+                self.random_digest = zlib.crc32(operation.random[1].numpy().tobytes(), self.random_digest)
+
+    def settle(self, root: nn.Module) -> None:
+        """Know the parameters of ``root`` by where they are now, as plain meta tensors; make its buffers real."""
+        known = {id(one.parameter): one for slots in self._registered.values() for one in slots.values()}
+        for module in root.modules():
+            for name, parameter in parameter_slots(module).items():
+                if parameter is not None:
+                    take_back(parameter)
+                    if id(parameter) in known:
+                        self._registered.setdefault(module, {})[name] = known[id(parameter)]
+        self.materialize_buffers(root)
 
     def pending(self, root: nn.Module) -> list[str]:
         """The FQNs of the parameters of ``root`` that are on the meta device, tied ones under each name."""
@@ -186,7 +220,7 @@ class DeferredInit:
     def _origin(self, module: nn.Module, name: str, parameter: torch.Tensor) -> TrackedView | str:
         """Return what the meta ``parameter`` stands for, or why that is not known."""
         known = self._registered.get(module, {}).get(name)
-        if known is not None and version_of(known.parameter) != known.version:
+        if known is not None and version_of(known.parameter) != known.version and not self._follows:
             return "was changed in place after the deferred context ended"
         storage = self._log.find(parameter)
         if storage is not None:
@@ -211,9 +245,12 @@ class DeferredInit:
                 for name, p in parameters.items()
                 if (storage := self._log.find(p)) is not None
             )
+        if self._follows:
+            release({p for of in self._parameters.values() for p in of.values()}, self._following, self._log)
         self._parameters.clear()
         self._log.cache.clear()
         self._base.clear()
+        self._is_entered = False
 
     def _in_distributed(self) -> bool:
         """Return whether code of ``torch.distributed`` is running; it sees mirrors as the meta tensors they are."""

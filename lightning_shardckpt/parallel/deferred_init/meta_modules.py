@@ -64,19 +64,21 @@ class _StandIn:
         return version_of(self.tensor) - self.version
 
 
-def initialize_meta(root: nn.Module, deferred: DeferredInit, loaded: Collection[str]) -> None:
+def initialize_meta(
+    root: nn.Module, deferred: DeferredInit, loaded: Collection[str], restores: Callable[[], bool] = lambda: False
+) -> None:
     """Let modules fill what they have on the meta device: buffers now, parameters when ``deferred`` replays them.
 
     Args:
         root: before it is sharded, unless the user did that.
         deferred: gives the values of the parameters that were made in it; from now on those of all others, too.
         loaded: clean FQNs of what somebody else fills.
+        restores: asked where methods leave something unfilled, whether a checkpoint will fill the whole state dict.
 
     Raises:
         TopologyError: naming what no method fills.
     """
     places = list(_places(root, deferred, loaded))
-    _refuse_adapters(root, places)
     owners = {place.module for place in places if place.wanted}
     running = {module for module in root.modules() if not owners.isdisjoint(module.modules())} if owners else set()
     calls = list(_calls(root, running, set()))
@@ -93,8 +95,11 @@ def initialize_meta(root: nn.Module, deferred: DeferredInit, loaded: Collection[
         finally:
             found = _take_back(places, deferred)
     problems = [*_unfilled(root, deferred, found, stand_ins), *_in_containers(root)]
+    state = {clean_fqn(name) for name in root.state_dict()} if problems else set()
+    if any(fqn in state for fqn, _ in problems) and restores():
+        problems = [(fqn, text) for fqn, text in problems if fqn not in state]
     if problems:
-        listed = "\n  ".join(problems[:_LISTED] + ["…"] * (len(problems) > _LISTED))
+        listed = "\n  ".join([text for _, text in problems[:_LISTED]] + ["…"] * (len(problems) > _LISTED))
         raise TopologyError(
             f"{len(problems)} of the tensors that were built on the meta device have no first values:\n  {listed}\n"
             "Let reset_parameters() of their modules fill them as the constructors do, or build them without "
@@ -130,19 +135,14 @@ def _inside_models(root: nn.Module) -> set[nn.Module]:
     return {sub for module in root.modules() if is_model(module) for sub in module.modules()}
 
 
-def _refuse_adapters(root: nn.Module, places: Sequence[_Place]) -> None:
-    """Raise for adapters of PEFT, whose classes tell which of their children these are: no module can fill them."""
-    adapters = set[nn.Module]()
+def _adapters(root: nn.Module) -> set[nn.Module]:
+    """The modules that PEFT fills when it makes them: its classes tell which of their children these are."""
+    found = set[nn.Module]()
     for module in root.modules():
         for name in getattr(type(module), "adapter_layer_names", ()):
             child = getattr(module, name, None)
-            adapters.update(child.modules() if isinstance(child, nn.Module) else ())
-    lost = [place for place in places if place.wanted and place.module in adapters]
-    if lost:
-        raise TopologyError(
-            f"{len(lost)} tensors of adapters are on the meta device, the first is {lost[0].fqn}. PEFT fills them when "
-            "it makes them, which had no effect there: build the model without torch.device('meta')."
-        )
+            found.update(child.modules() if isinstance(child, nn.Module) else ())
+    return found
 
 
 def _calls(
@@ -223,24 +223,26 @@ def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_
 
 def _unfilled(
     root: nn.Module, deferred: DeferredInit, found: Sequence[tuple[_Place, Tensor]], stand_ins: dict[int, _StandIn]
-) -> Iterator[str]:
-    """Describe what was not filled, or otherwise by constructors than by the methods."""
-    models = _inside_models(root)
+) -> Iterator[tuple[str, str]]:
+    """The FQN and a description of what was not filled, or otherwise by constructors than by the methods."""
+    models, adapters = _inside_models(root), _adapters(root)
     for place, new in found:
         stand_in = stand_ins[id(place.tensor)]
-        if not deferred.is_defined(new):
-            yield f"{place}, which no method fills"
+        if place.module in adapters:
+            yield place.fqn, f"{place}, which PEFT fills only when it makes it"
+        elif not deferred.is_defined(new):
+            yield place.fqn, f"{place}, which no method fills"
         elif new is stand_in.tensor and place.module not in models and stand_in.constructed > stand_in.writes:
             times = f"{stand_in.constructed} times, reset_parameters {stand_in.writes}"
-            yield f"{place}, which constructors wrote to {times}"
+            yield place.fqn, f"{place}, which constructors wrote to {times}"
 
 
-def _in_containers(root: nn.Module) -> Iterator[str]:
-    """Describe the attributes that are lists or the like, with tensors on the meta device in them."""
+def _in_containers(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """The FQN and a description of lists and the like in attributes, with tensors on the meta device in them."""
     for prefix, module in root.named_modules():
         for name, value in vars(module).items():
             if name not in REGISTRIES and type(value) in (list, tuple, dict) and len(value) <= _LARGEST:
                 items = value.values() if type(value) is dict else value
                 if any(type(item) is Tensor and item.is_meta for item in items):
                     fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
-                    yield f"{fqn}  {type(value).__name__} of {type(module).__name__}, which no method fills"
+                    yield fqn, f"{fqn}  {type(value).__name__} of {type(module).__name__}, which no method fills"

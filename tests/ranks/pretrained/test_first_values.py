@@ -6,6 +6,8 @@ Oracles: transformers' own from_pretrained under the same seed, and the same mod
 from __future__ import annotations
 
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +21,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import RankFailure, run_ranks
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -182,8 +184,12 @@ class Scaled(nn.Embedding):
 
 
 class Incomplete(Training):
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.where = device
+
     def configure_model(self) -> None:
-        with torch.device("meta"):
+        with torch.device(self.where):
             self.embed = Scaled()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -206,3 +212,79 @@ def begin_incomplete(strategy: dict[str, Any]) -> list[str]:
 def test_a_buffer_that_no_method_fills_is_refused_by_every_rank() -> None:
     for rank in run_ranks(2, begin_incomplete, {}):
         assert all("  embed.scale  buffer of Scaled, which no method fills" in told for told in rank)
+
+
+def resume_incomplete(path: str) -> list[str]:
+    trained, resumed = Incomplete("cpu"), Incomplete("meta")
+    tiny.trainer({}, max_steps=1).fit(trained, tiny.loader())
+    trained.trainer.save_checkpoint(path)
+    tiny.trainer({}, max_steps=2).fit(resumed, tiny.loader(), ckpt_path=path)
+    return tiny.differences(tensors(trained), resumed.first)
+
+
+def test_what_no_method_fills_may_come_from_the_checkpoint_of_a_resume(tmp_path: Path) -> None:
+    assert run_ranks(2, resume_incomplete, str(tmp_path / "a.ckpt")) == [[], []]
+
+
+# ── initialised after init_module, as litgpt does ───────────────────────────────────────────────────────────────────
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(tokens)))
+
+
+def initialize(net: Small) -> None:
+    """In place, by methods that are bound to modules, through ``data``, indices and ties."""
+
+    def normal(module: Any, std: float) -> None:
+        nn.init.normal_(module.weight, std=std)
+
+    for module in net.modules():
+        if isinstance(module, nn.Embedding | nn.Linear):
+            module.reset_parameters = partial(normal, module, 0.3)
+    for module in net.modules():
+        if callable(getattr(module, "reset_parameters", None)):
+            module.reset_parameters()
+    net.layers[0].weight.data[0].mul_(3.0)
+    with torch.no_grad():
+        net.layers[0].weight[[1, 2]] = net.layers[0].weight[0].clone()
+        net.layers[0].bias.copy_(net.head.weight.data[:4].sum(1))
+    net.embed.weight = net.head.weight
+
+
+def initialized(strategy: dict[str, Any], seed: int = 4, seed_by_rank: int = 0) -> list[str]:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=OfFabric(**strategy))
+    fabric.launch()
+    fabric.seed_everything(seed + seed_by_rank * dist.get_rank(), verbose=False)
+    with fabric.init_module(empty_init=True):
+        net = Small()
+    with fabric.init_module(empty_init=True):
+        net.layers.append(nn.Linear(4, 4))
+    initialize(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    fabric.setup(net, optimizer)
+    torch.manual_seed(seed)
+    expected = Small()
+    expected.layers.append(nn.Linear(4, 4))
+    initialize(expected)
+    assert net.embed.weight is net.head.weight is next(p for p in optimizer.param_groups[0]["params"] if len(p) == 12)
+    return tiny.differences(tensors(expected), tensors(net))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_parameters_may_be_initialised_after_init_module(tensor: int) -> None:
+    plan = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
+    strategy = {"tensor_parallel_size": tensor, "tensor_parallel_plan": plan}
+    for world in (2,) if tensor > 1 else (1, 2):
+        assert run_ranks(world, initialized, strategy) == [[]] * world
+
+
+def test_other_random_numbers_on_another_rank_are_refused() -> None:
+    with pytest.raises(RankFailure, match="ranks 1 drew other random numbers than rank 0"):
+        run_ranks(2, initialized, {}, 4, 1)

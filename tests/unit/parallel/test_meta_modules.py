@@ -102,7 +102,7 @@ COMPLETE: dict[str, Build] = {
 }
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", COMPLETE)
 def test_modules_on_the_meta_device_are_filled_as_on_the_cpu(name: str) -> None:
     found = filled(COMPLETE[name])
@@ -275,5 +275,14 @@ def test_adapters_of_peft_on_the_meta_device_are_refused() -> None:
     import peft
 
     model, config = config_of("LlamaForCausalLM")
-    with pytest.raises(TopologyError, match=r"8 tensors of adapters .*q_proj\.lora_A\.default\.weight\. PEFT fills"):
+    error = r"(?s)8 of .*q_proj\.lora_A\.default\.weight  parameter of Linear, which PEFT fills only when it makes it"
+    with pytest.raises(TopologyError, match=error):
         filled(lambda: peft.get_peft_model(model(config), peft.LoraConfig(target_modules=["q_proj", "v_proj"])))
+
+
+def test_what_a_checkpoint_will_fill_may_be_left_without_a_value() -> None:
+    with torch.device("meta"):
+        partly, fully = nn.Sequential(Scaled(), Half()), Half()
+    initialize_meta(fully, DeferredInit(), (), lambda: True)
+    with pytest.raises(TopologyError, match=r"1 of .*\n  0\.scale  buffer of Scaled"):  # which is not in a state dict
+        initialize_meta(partly, DeferredInit(), (), lambda: True)
