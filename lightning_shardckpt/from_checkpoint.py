@@ -17,14 +17,19 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_shardckpt.checkpoint.whole_load import device_of, load_whole
+from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
+from lightning_shardckpt.checkpoint.nested_load import NestedLoad
+from lightning_shardckpt.checkpoint.whole_load import device_of, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint_io import as_of_a_trainer
 from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed, migrated
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, ShardCkptError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.sources.matched_source import is_weights_alone
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import Dropped, lost_values
+from lightning_shardckpt.state.nested_dict import objects_in
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.pending_saves import drain_all
 from lightning_shardckpt.system.text import count_text
@@ -63,10 +68,12 @@ def load_from_checkpoint(
     """
     drain_all()
     path, device = os.fspath(checkpoint_path), device_of(map_location)
-    if os.path.isfile(path):
+    if is_torch_file(path):
         where: Any = path
         return cls.load_from_checkpoint(where, map_location=device, strict=strict, **kwargs)  # type: ignore[return-value]
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
+    if issubclass(cls, pl.LightningModule) and _has_weights_alone(path, storage):
+        return _with_weights(cls, path, device, storage, strict, kwargs)
     checkpoint = load_whole(path, device, optimizers=False, storage=storage)
     checkpoint = migrated(as_of_a_trainer(checkpoint, path, fitting=False), path)
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
@@ -75,11 +82,42 @@ def load_from_checkpoint(
     if FROZEN not in checkpoint or not issubclass(cls, pl.LightningModule):
         return constructed(cls, checkpoint, strict=strict, **kwargs)
     left_out = checkpoint.pop(FROZEN)
+    module = _constructed_in_part(cls, checkpoint, kwargs)
+    _check_adapters(module, checkpoint, left_out, path, strict)
+    return module
+
+
+def _constructed_in_part(cls: type[Loadable], checkpoint: dict[str, Any], hyper: dict[str, Any]) -> Loadable:
+    """Return a module with what a checkpoint dict has, of which it may lack something."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found keys that are (in the model state dict but not|not in the model)")
-        module = constructed(cls, checkpoint, strict=False, **kwargs)
+        return constructed(cls, checkpoint, strict=False, **hyper)
+
+
+def _has_weights_alone(path: str, storage: StorageRouter) -> bool:
+    source, _ = open_source(path, storage)
+    with closing(source):
+        return is_weights_alone(source)
+
+
+def _with_weights(
+    cls: type[Loadable],
+    path: str,
+    device: torch.device,
+    storage: StorageRouter,
+    strict: bool | None,
+    hyper: dict[str, Any],
+) -> Loadable:
+    """Return a module with weights of another program, under the names and as the tensors that it has."""
+    checkpoint = migrated(as_of_a_trainer({"state_dict": {}}, path, fitting=False), path)
+    checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = dict(hyper)
+    module = _constructed_in_part(cls, checkpoint, hyper)
     assert isinstance(module, pl.LightningModule)
-    _check_adapters(module, checkpoint, left_out, path, strict)
+    state = {"module": module.to(device)}
+    options = LoadOptions(strict=module.strict_loading if strict is None else strict)
+    _, loaded = NestedLoad(state, objects_in(state)).run(path, Ranks.alone(), options=options, storage=storage)
+    for note in loaded.notes:
+        rank_zero_warn(note)
     return module
 
 

@@ -22,6 +22,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.as_values import AsValues
 from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.matched_source import fitted_to
 from lightning_shardckpt.sources.renamed import RenamedSource, model_names, parameters_of
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
@@ -81,6 +82,8 @@ class NestedLoad:
         self._own_names, self._named = names_in(objects, named_by), names_for(objects, named_by, self._whole)
         if not objects.modules and named_by is not None:
             self._whole = _of_optimizers(self._own_names, unwrapped(named_by), self._whole)
+        tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
+        self._leaves, _ = model_leaves(tensors, self._root if objects.modules else None, self._whole)
         self._optimizers = list(objects.optimizers.values())
         self._fitting: set[Path] = set()  # tensors of the state that can be filled
         self.missing: list[str] = []
@@ -90,10 +93,8 @@ class NestedLoad:
 
     def live(self) -> LoadTargets:
         """Return the live state that ``checkpoint.load`` fills."""
-        tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
-        leaves, _ = model_leaves(tensors, self._root if self._objects.modules else None, self._whole)
         return LoadTargets(
-            leaves,
+            self._leaves,
             frozenset(clean_fqn(n) for n, v in self._state_dict.items() if is_value(n, v)),
             self._optimizers if self._objects.optimizers else None,
             {id(p): self._named.get(id(p), f"#{i}") for o in self._optimizers for i, p in enumerate(_params(o))},
@@ -143,7 +144,11 @@ class NestedLoad:
             parameters = parameters_of(source.document("optimizer"), numbers)
             here = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
         names, others = self._names(here, source, problems)
-        return RenamedSource(source, names, others, numbers), problems
+        renamed = RenamedSource(source, names, others, numbers)
+        if not prefixes:
+            return renamed, problems
+        fitted, more = fitted_to(renamed, module=self._root, live=self._leaves, whole=self._whole)
+        return fitted, problems + more
 
     def _wanted_as_values(self, stored: Sequence[str]) -> list[str]:
         """Return the stored places of modules and optimizers where something else is asked for."""

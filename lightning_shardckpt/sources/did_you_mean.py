@@ -11,6 +11,7 @@ from typing import Any
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.sources.paths import rank_indexes
 from lightning_shardckpt.storage.other_programs import other_program
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import is_url, storage_of
@@ -77,7 +78,8 @@ def is_unfinished(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     if (path / ROOT_NAME).exists() or not path.is_dir():
         return False
-    return path.name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))
+    ours = map(is_part, () if rank_indexes(str(path)) else os.listdir(path))  # ColossalAI's shard files have such names
+    return path.name.startswith(".tmp-") or any(ours)
 
 
 def _kind_of_file(path: Path) -> str:

@@ -12,6 +12,15 @@ from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 
 
+def origin_of(source: Source, component: str, key: str) -> tuple[Source, str]:
+    """Return the source that views are of, and the key under which it has a tensor of theirs."""
+    while isinstance(source, SourceView):
+        if key:
+            component, key = source.stored_as(component, key)
+        source = source.source
+    return source, key
+
+
 class SourceView:
     """Another source, which stays the caller's to close; a view overrides what it changes.
 
@@ -21,6 +30,11 @@ class SourceView:
     def __init__(self, source: Source) -> None:
         self.path, self._source = source.path, source
         self._stored_targets: dict[int, tuple[ReadTarget, ReadTarget]] = {}  # by id, with what has it
+
+    @property
+    def source(self) -> Source:
+        """The source that this is a view of."""
+        return self._source
 
     @property
     def tensors(self) -> StoredTensors:

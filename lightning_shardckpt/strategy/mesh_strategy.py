@@ -30,10 +30,10 @@ from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shar
 from lightning_shardckpt.parallel.sharding.all_gather import all_gathered
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.random_streams import same_rng
-from lightning_shardckpt.pretrained.load import Pretrained, beginning
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.strategy.pretrained import Pretrained, beginning
 from lightning_shardckpt.strategy.trainer_checkpoint import checked_io
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 

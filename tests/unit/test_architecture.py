@@ -26,7 +26,7 @@ ROWS = [
     {"transfer", "parallel"},
     {"state"},
     {"sources"},
-    {"checkpoint", "export", "pretrained", "tools"},
+    {"checkpoint", "export", "tools"},
     {"api", "lazy", "consolidate", "checkpoint_io"},
     {"from_checkpoint", "checkpoint_monitor", "checkpoint_retention", "dropout_by_sample", "recording"},
     {"strategy"},

@@ -215,7 +215,7 @@ class Evil:
         ("groups are missing", CorruptionError, r"pytorch_optim_group\.bin: the file is missing, as named in"),
         ("groups are none", FormatError, "its param groups are no list of dicts with params"),
         ("a file is missing", CorruptionError, r"-00001\.\w+: the file is missing, as named in"),
-        ("a parameter is missing", CorruptionError, r"1 parameters of .* is not there\n  parameter '99' should be in"),
+        ("a parameter is missing", CorruptionError, r"1 parameter of .* is not there\n  parameter '99' should be in"),
         ("a path", FormatError, "files must be in the same directory"),
         ("two", FormatError, "Give the path of the file that is meant"),
     ],

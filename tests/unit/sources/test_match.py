@@ -14,19 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.pretrained.hf_conversion import (
+from lightning_shardckpt.sources.casting import CastingSource
+from lightning_shardckpt.sources.foreign_source import ForeignSource
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
+from lightning_shardckpt.sources.hf_conversion import (
     UnsupportedError,
     chunks,
     concatenated,
     joined,
     stacked,
 )
-from lightning_shardckpt.pretrained.match import Match, fit, report
-from lightning_shardckpt.pretrained.matched_source import MatchedSource
-from lightning_shardckpt.sources.foreign_source import ForeignSource
-from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
 from lightning_shardckpt.sources.huggingface import open_file
 from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.match import Match, fit, report
+from lightning_shardckpt.sources.matched_source import MatchedSource
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.model import WholeNames, tied_names
 
@@ -203,7 +204,7 @@ def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live:
     safetensors.torch.save_file({"w": value}, tmp_path / "w.safetensors")
     source = open_file(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
-    fitting = MatchedSource(source, Match({"net.w": "w"}), {"net.w": tensor})
+    fitting = CastingSource(MatchedSource(source, Match({"net.w": "w"})))
     targets = [ReadTarget("model", "net.w", tensor, fresh=True)]
     fitting.verify(targets)
     fitting.fill(targets)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from lightning_shardckpt.format.clean_fqn import without_peft_layers
@@ -23,6 +23,7 @@ from tests.support.nets import full_state
 from tests.support.pool import run_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
 OLD = ["gpt2:as on the hub", "bert:as once"]
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
@@ -42,10 +43,12 @@ def model_of(kind: str) -> Any:
         "gpt2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, **gpt),
         "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**LLAMA, **none, **experts, num_experts_per_tok=2),
         "mixtral": lambda: transformers.MixtralConfig(**LLAMA, **none, num_local_experts=3, num_experts_per_tok=2),
+        "vit": lambda: transformers.ViTConfig(image_size=8, patch_size=4, **VISION),
         "bert": lambda: transformers.BertConfig(**SIZES, **bert, intermediate_size=24, max_position_embeddings=32),
     }
     kind = kind.partition(":")[0]
-    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    others = {"bert": transformers.AutoModelForMaskedLM, "vit": transformers.AutoModelForImageClassification}
+    auto = others.get(kind, transformers.AutoModelForCausalLM)
     return auto.from_config(configs[kind]())
 
 
@@ -80,7 +83,7 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 def save_all(folder: str) -> None:
     torch.manual_seed(5)
-    for kind in ("llama", "llama-tied", "qwen3", "gpt2", "qwen2-moe", "mixtral", "bert"):
+    for kind in ("llama", "llama-tied", "qwen3", "gpt2", "qwen2-moe", "mixtral", "bert", "vit"):
         model_of(kind).save_pretrained(f"{folder}/{kind}", max_shard_size="20KB" if kind != "qwen3" else "1GB")
     save_as_once(f"{folder}/gpt2:as on the hub", model_of("gpt2"), {"^transformer.": ""})
     old = {r"LayerNorm\.weight$": "LayerNorm.gamma", r"LayerNorm\.bias$": "LayerNorm.beta"}
@@ -136,6 +139,54 @@ def test_every_rank_has_its_slices_of_what_transformers_loads(
     world: int, kinds: list[str], strategy: dict[str, Any], saved: str
 ) -> None:
     for wrong in run_ranks(world, begin, kinds, saved, strategy):
+        assert wrong == []
+
+
+def inside(kind: str) -> Causal:
+    module = Causal(kind)
+    module.configure_model()
+    return module
+
+
+def by_validate(kind: str, path: str) -> Causal:
+    run = tiny.trainer({}, limit_val_batches=0)
+    run.validate(module := Causal(kind), tiny.loader(), ckpt_path=path, verbose=False)
+    return module
+
+
+def through_other_doors(kinds: list[str], folder: str) -> list[str]:
+    """What differs from the oracle, of each kind and way to load it that is no start of training."""
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=OfFabric())
+    fabric.launch()
+    sharded: dict[str, Any] = {
+        "load": lambda module, path: load(path, {"a": module}),
+        "Fabric.load": lambda module, path: fabric.load(path, {"a": module}),
+        "load_raw": lambda module, path: fabric.load_raw(path, module),
+    }
+    built: dict[str, Any] = {"the model": model_of, "a module with it": inside}
+    wrong = []
+    for kind in kinds:
+        path, found = f"{folder}/{kind}", dict[str, Any]()
+        expected = type(model_of(kind)).from_pretrained(path).state_dict()
+        for what, build in built.items():
+            found[f"load, {what}"] = module = build(kind)
+            load(path, {"anything": module})
+            for door, load_it in sharded.items():
+                load_it(fabric.setup(module := build(kind)), path)
+                found[f"{door} of shards, {what}"] = module
+        found["load_from_checkpoint"] = load_from_checkpoint(Causal, path, kind=kind)
+        found["validate"] = by_validate(kind, path)
+        for door, module in found.items():
+            inner = module.model if isinstance(module, Causal) else module
+            state = {name: tiny.whole(value) for name, value in inner.state_dict().items()}
+            wrong += [f"{kind}, {door}: {name}" for name in tiny.differences(expected, state)]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_every_door_takes_files_of_hugging_face_as_transformers_does(world: int, saved: str) -> None:
+    kinds = ["mixtral", "vit", "llama-tied", *OLD]
+    for wrong in run_ranks(world, through_other_doors, kinds, saved):
         assert wrong == []
 
 
@@ -386,7 +437,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
     compare("bf16-true", first_of(Causal("llama"), pretrained=path, precision="bf16-true"), half)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mapping = "tests.ranks.pretrained.test_pretrained:without_head"
+        mapping = "tests.ranks.strategy.test_pretrained:without_head"
         mapped = first_of(Causal("llama"), pretrained=path, pretrained_key_mapping=mapping)
     fresh = first_of(Causal("llama"))
     compare("mapped", mapped, whole | {"model.lm_head.weight": fresh["model.lm_head.weight"]})

@@ -15,10 +15,10 @@ from torch import nn
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.pretrained.match import Match, fit, limited, report
-from lightning_shardckpt.pretrained.matched_source import MatchedSource
-from lightning_shardckpt.sources.casting import converts
+from lightning_shardckpt.sources.casting import CastingSource, converts
 from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.match import Match, fit, limited, report
+from lightning_shardckpt.sources.matched_source import MatchedSource
 from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
@@ -63,7 +63,7 @@ class PretrainedStart:
             values = [clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)]
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
-            fitted, names = MatchedSource(source, found, leaves.tensors), names_of(leaves, whole.ties)
+            fitted, names = CastingSource(MatchedSource(source, found)), names_of(leaves, whole.ties)
             elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
             aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
             rest = aside.rest_of(leaves)
@@ -135,7 +135,7 @@ def _compared(source: Source, module: nn.Module, wanted: Pretrained) -> tuple[Ma
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
     found, code = fit(source, module, whole, wanted.key_mapping), LoadCode.of({"": module})
-    stored = MatchedSource(source, found, {}).components()["model"].tensors
+    stored = MatchedSource(source, found).components()["model"].tensors
     shapes = {name: spec.shape for name, spec in stored.items()}
     seen = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
     hooks = Scopes(code.after if wanted.strict else ())  # which may forgive

@@ -17,19 +17,18 @@ from lightning_shardckpt.compat.transformers import patterns_that_may_be_missing
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.pretrained.hf_conversion import (
+from lightning_shardckpt.sources.equal_tensors import are_equal
+from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.hf_conversion import (
     Conversions,
     JoinedSource,
     UnsupportedError,
     hugging_face_models,
     joined,
 )
-from lightning_shardckpt.sources.equal_tensors import are_equal
-from lightning_shardckpt.sources.foreign_source import ForeignSource
-from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.sources.source_view import origin_of
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.peft_names import added_names
 from lightning_shardckpt.system.text import count_text
@@ -108,7 +107,7 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
     component = source.components().get("model", Component({}))
     keys = {key: key for key in component.tensors} | component.aliases
     if wrong := mapping.misunderstood(keys):
-        raise MismatchError("pretrained_key_mapping: " + "\n  ".join(wrong))
+        raise MismatchError(f"{mapping.option}: " + "\n  ".join(wrong))
     names = mapping.renamed(keys)
     state = [name for name in whole.state if not is_extra_state(name)]
     ways = list(_ways(names, state, module))
@@ -117,12 +116,12 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
     if rivals and best.score:
         raise MismatchError(
             f"the weights at {source.path!r} fit {best.of!r} and {rivals[0].of!r} of {type(module).__name__} alike; "
-            f'say which is meant, such as pretrained_key_mapping={{"^": "{best.of}."}}'
+            f'say which is meant, such as {mapping.option}={{"^": "{best.of}."}}'
         )
     if not best.score:
         raise MismatchError(
             f"no tensor at {source.path!r} has a name that {type(module).__name__} has. Stored are, for example, "
-            f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a pretrained_key_mapping."
+            f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a {mapping.option}."
         )
     found = _fitted(best, {name: keys[old] for name, old in names.items()}, source, whole)
     values = mapping.renamed(source.document("model") or {})
@@ -200,11 +199,11 @@ def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeName
 
 
 def _parts(where: JoinedSource, keys: Mapping[str, str], source: Source) -> dict[str, list[ForeignTensor]]:
-    if not isinstance(source, ForeignSource | TorchFileSource):
-        raise UnsupportedError("joining tensors of a sharded checkpoint")
     tensors = source.tensors
-    assert isinstance(tensors, ForeignTensors)
-    return {p: [tensors.tensor("model", keys[name]) for name in names] for p, names in where.parts.items()}
+    if not isinstance(tensors, ForeignTensors):
+        raise UnsupportedError("joining tensors of a sharded checkpoint")
+    stored = {name: origin_of(source, "model", keys[name])[1] for names in where.parts.values() for name in names}
+    return {p: [tensors.tensor("model", stored[name]) for name in names] for p, names in where.parts.items()}
 
 
 class _Patterns:
