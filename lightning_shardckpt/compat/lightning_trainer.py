@@ -177,7 +177,7 @@ def upload_note(trainer: pl.Trainer) -> str | None:
     kinds = [
         type(logger).__name__
         for logger in trainer.loggers
-        if getattr(logger, "_log_model", False)
+        if vars(logger).get("_log_model", False)  # a DummyLogger has an attribute of every name
         and getattr(type(logger).after_save_checkpoint, "__module__", "").startswith(_LOGGERS)
     ]
     if not kinds:
