@@ -346,7 +346,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         objects = objects_in(one).in_order(order_of_state(one, self._ranks, "looking at the state"))
         whole, skip = self._sharded.whole_names(objects), io.resume_skip
         named_by = self._sharded.naming(objects).root
-        restore = NestedLoad(one, objects, named_by=named_by, whole=whole, skip=skip, cast=io.cast)
+        restore = NestedLoad(
+            one, objects, named_by=named_by, whole=whole, skip=skip, cast=io.cast, keep_parameters=True
+        )
         remainder, loaded = restore.run(
             os.fspath(path),
             self._ranks,

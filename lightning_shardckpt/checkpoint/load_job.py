@@ -305,7 +305,9 @@ class LoadJob:
             self.extra_state = {name: decode_small(extra[name]) for name in wanted}
         for key, tensor in self._read_trainer().items():
             (filled if tensor is self._live.placed.get(key) else new).append(("trainer", key, tensor))
-        _refuse_meta(self.source.path, filled)
+        optimizers = [one for one in new if one[0] == "optimizer"]
+        placed = [("trainer", key, tensor) for key, tensor in self._live.placed.items()]  # some are in the JSON
+        _refuse_meta(self.source.path, [*filled, *placed, *self._aside.live(), *optimizers])
         targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in filled]
         for target in targets:
             if is_expanded(target.local):
@@ -407,7 +409,8 @@ class LoadJob:
 
 def _refuse_meta(path: str, filled: Sequence[tuple[str, str, torch.Tensor]]) -> None:
     """Raise a StateError for tensors that have no memory to be filled."""
-    names = [f"{component}/{key}" for component, key, tensor in filled if local_tensor(tensor).is_meta]
+    found = (f"{component}/{key}" for component, key, tensor in filled if local_tensor(tensor).is_meta)
+    names = list(dict.fromkeys(found))
     if names:
         listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
         raise StateError(

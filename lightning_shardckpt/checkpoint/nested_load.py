@@ -61,6 +61,7 @@ class NestedLoad:
         whole: names of the model over all pipeline stages.
         cast: see ``load_job.LoadTargets``.
         skip: patterns of names that stay as they are, see ``parts.Skips``.
+        keep_parameters: see ``load_rest``.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class NestedLoad:
         whole: WholeNames | None = None,
         cast: bool = True,
         skip: Sequence[str] = (),
+        keep_parameters: bool = False,
     ) -> None:
+        self._keep_parameters = keep_parameters
         self._cast, self._skip = cast, checked_patterns("skip", skip)
         self._state, self._objects, self._prefix = state, objects, prefix
         self._key_mapping, self._whole = key_mapping, whole or WholeNames()
@@ -273,7 +276,8 @@ class NestedLoad:
         modules, live = self._objects.named, self._state_dict
         now = entries_loaded(modules, live, loaded.extra_state, loaded.for_code)
         copies = not_live(self._root, live)
-        return load_rest(modules, live, now, copies, loaded.for_code, self._whole, strict=strict)
+        code, keep = loaded.for_code, self._keep_parameters
+        return load_rest(modules, live, now, copies, code, self._whole, strict=strict, keep_parameters=keep)
 
     @torch.no_grad()
     def finish(self, trainer: dict[str, Any]) -> dict[str, Any]:

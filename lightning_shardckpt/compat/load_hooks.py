@@ -12,11 +12,15 @@ from typing import Any
 
 from torch import nn
 
+_LIBRARIES = ("torch.", "transformers.", "peft.")
+
 
 def code_before(module: nn.Module) -> set[str]:
     """Return where the functions come from that get the state dict before it is in the module, or load it themselves.
 
-    Each is "user" or "torch"; functions of torch.distributed, which only put its own shards in order, are left out.
+    Each is "user" or "library"; functions of torch.distributed, which only put its own shards in order, are left out.
+    Those of torch, transformers (5.x) and PEFT (0.21) do something only where other names or shapes are stored than the
+    module has: they make files of earlier versions fit.
     """
     found = [vars(hook).get("hook") for hook in module._load_state_dict_pre_hooks.values()]
     load = module.__dict__.get("_load_from_state_dict", type(module)._load_from_state_dict)
@@ -39,4 +43,4 @@ def _origins(functions: Any) -> Iterator[str]:
             function = function.func
         package = getattr(function, "__module__", None) or type(function).__module__
         if not package.startswith(("torch.distributed.", "lightning_shardckpt.")):
-            yield "torch" if package.startswith("torch.") else "user"
+            yield "library" if package.startswith(_LIBRARIES) else "user"

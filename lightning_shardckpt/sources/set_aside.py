@@ -75,6 +75,10 @@ class SetAside:
         aliases = {alias: of for alias, of in live.aliases.items() if of in tensors}
         return replace(live, tensors=tensors, aliases=aliases)
 
+    def live(self) -> list[tuple[str, str, torch.Tensor]]:
+        """Return the live tensors that are not filled in place, by component and name."""
+        return [("model", name, tensor) for name, tensor in self._live.items()]
+
     def outside(self, values: Collection[str]) -> set[str]:
         """Return the names of values that are matched as usual."""
         return {name for name in values if not self._scopes(name)}
@@ -116,11 +120,14 @@ class SetAside:
         self._absent = {name for name in self._absent if not skips(name)}
         self._strangers -= skipped
 
-    def allocate(self) -> tuple[ForCode, list[ReadTarget]]:
+    def allocate(self, most_bytes: int = _MOST_WHOLE_BYTES) -> tuple[ForCode, list[ReadTarget]]:
         """Make memory for what is set aside, laid out like the module's tensors where those have its name and shape.
 
+        Args:
+            most_bytes: may be whole on every rank.
+
         Raises:
-            StateError: if too much would be whole on every rank.
+            StateError: if that is not enough.
         """
         there = ForCode(self.is_needed, absent=frozenset(self._absent))
         by_key: dict[str, torch.Tensor] = {}
@@ -133,7 +140,7 @@ class SetAside:
             if key not in by_key:
                 by_key[key] = self._memory(name, key, is_read=name in self.names)
             there.entries[name] = by_key[key]
-        self._refuse_large(by_key)
+        self._refuse_large(by_key, most_bytes)
         for group in self._names.values():
             one = next((name for name in group if name in there.entries), None)
             if one is not None:
@@ -152,10 +159,10 @@ class SetAside:
             return torch.empty(spec.shape, dtype=dtype, device="meta")
         return torch.empty(self._source.backed("model", key), dtype=dtype)
 
-    def _refuse_large(self, by_key: Mapping[str, torch.Tensor]) -> None:
+    def _refuse_large(self, by_key: Mapping[str, torch.Tensor], most_bytes: int) -> None:
         like = {self._known[name] for name in self._live.keys() & self._known.keys()}
         whole = {key: tensor.nbytes for key, tensor in by_key.items() if key not in like and not tensor.is_meta}
-        if sum(whole.values()) > _MOST_WHOLE_BYTES:
+        if sum(whole.values()) > most_bytes:
             largest = max(whole, key=lambda key: whole[key])
             raise StateError(
                 f"cannot load {self._source.path!r}: {len(whole)} stored tensors, {sum(whole.values()):,} bytes, are "

@@ -25,19 +25,20 @@ class LoadCode:
 
     Attributes:
         before: with code that sees entries before they are loaded.
-        of_torch: with such code in torch's own modules, which does something only where what is stored has other names
-            or shapes than the module: ``BatchNorm`` without a count of batches, quantization that has seen no data.
+        of_libraries: with such code of torch, transformers or PEFT, which does something only where what is stored has
+            other names or shapes than the module: ``BatchNorm`` without a count of batches, quantization that has seen
+            no data.
         after: with hooks that run afterwards.
     """
 
     before: tuple[str, ...] = ()
-    of_torch: tuple[str, ...] = ()
+    of_libraries: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> LoadCode:
         """Return that of modules, given by what stands before the names of each."""
-        before, of_torch, after = list[str](), list[str](), list[str]()
+        before, of_libraries, after = list[str](), list[str](), list[str]()
         for start, root in modules.items():
             if has_own_load(root):
                 before.append(start)
@@ -45,10 +46,10 @@ class LoadCode:
                 prefix = start + clean_fqn(f"{name}." if name else "")
                 origins = code_before(module)
                 if origins:
-                    (before if "user" in origins else of_torch).append(prefix)
+                    (before if "user" in origins else of_libraries).append(prefix)
                 if has_code_after(module):
                     after.append(prefix)
-        return cls(tuple(before), tuple(of_torch), tuple(after))
+        return cls(tuple(before), tuple(of_libraries), tuple(after))
 
     def scopes(self, stored: Mapping[str, Shape], live: Mapping[str, Shape], elsewhere: Collection[str]) -> Scopes:
         """Return whose entries code sees, of those of which something is stored.
@@ -59,7 +60,7 @@ class LoadCode:
             elsewhere: names of entries that only other pipeline stages have.
         """
         differing = {name for name in {*stored, *live} if stored.get(name) != live.get(name)} - {*elsewhere}
-        seen = [prefix for prefix in self.of_torch if any(name.startswith(prefix) for name in differing)]
+        seen = [prefix for prefix in self.of_libraries if any(name.startswith(prefix) for name in differing)]
         return Scopes({prefix for prefix in (*self.before, *seen) if any(name.startswith(prefix) for name in stored)})
 
 

@@ -21,6 +21,7 @@ from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.load_code import ForCode
 from lightning_shardckpt.state.model import WholeNames, is_value
 from lightning_shardckpt.state.module_versions import versions_in, with_versions
+from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
 
@@ -90,6 +91,7 @@ def load_rest(
     whole: WholeNames | None = None,
     *,
     strict: bool,
+    keep_parameters: bool = False,
 ) -> list[str]:
     """Bring entries into the modules that filling tensors in place did not, through ``load_state_dict`` of each.
 
@@ -104,13 +106,14 @@ def load_rest(
         for_code: what is left to code of the modules.
         whole: names of the model over all pipeline stages; a hook may name what another stage has.
         strict: whether differences are errors.
+        keep_parameters: whether code of the modules must leave each parameter the object that it is.
 
     Returns:
         Differences that only code of the modules could tell.
 
     Raises:
         MismatchError: for entries that the modules do not have, or lack, if ``strict``; for those that do not fit.
-        StateError: if a hook took out what had been loaded.
+        StateError: if a hook took out what had been loaded, or replaced a parameter that is to stay.
     """
     whole = whole or WholeNames()
     edited = _edited(live, now, copies, whole)
@@ -133,6 +136,8 @@ def load_rest(
         found = _loaded(module, with_versions(mine, versions, (name for name, _ in module.named_modules())))
         missing += [start + name for name in found[0]]
         unexpected += [start + name for name in found[1]]
+    if keep_parameters:
+        _check_same(modules, own)
     there = {name for name in live if name not in copies}
     lines = [f"{name}  in model only" for name in missing if name in live and name not in compound]
     strangers = (name for name in unexpected if name not in there and clean_fqn(name) not in whole.state)
@@ -141,8 +146,20 @@ def load_rest(
         known = for_code.absent | {name for name, value in for_code.entries.items() if _is_meta(value)}
         return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in known]
     if lines:
-        raise MismatchError(f"{len(lines)} differences after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
+        count = count_text(len(lines), "difference")
+        raise MismatchError(f"{count} after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
     return []
+
+
+def _check_same(modules: Mapping[str, nn.Module], before: Mapping[str, torch.Tensor]) -> None:
+    """Raise a StateError for parameters that were replaced: sharding and optimizers know those that were there."""
+    now = {start + name: p for start, module in modules.items() for name, p in module.named_parameters()}
+    if replaced := [name for name, parameter in now.items() if parameter is not before.get(name)]:
+        raise StateError(
+            f"code that ran when the state dict was loaded put new parameters in place of {replaced[:_LISTED]}, which "
+            "are sharded and in optimizers already. Copy values into the parameters that are there, and build them in "
+            "the shape that is stored."
+        )
 
 
 def _is_meta(value: object) -> bool:

@@ -79,7 +79,8 @@ class PretrainedStart:
         def load() -> list[str]:
             now = entries_loaded(modules, state_dict, loaded, for_code)
             copies = not_live(module, state_dict)
-            return load_rest(modules, state_dict, now, copies, for_code, whole, strict=self._strict)
+            strict = self._strict
+            return load_rest(modules, state_dict, now, copies, for_code, whole, strict=strict, keep_parameters=True)
 
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
         phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"

@@ -34,6 +34,7 @@ from lightning_shardckpt.strategy.resume import Continuation
 from lightning_shardckpt.strategy.stop_position import Stopping
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, LoadedModule, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
+from lightning_shardckpt.system.text import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +150,16 @@ class RunCheckpoints:
 
         def load() -> list[str]:
             copies = not_live(module, live)
-            strict = module.strict_loading
-            return load_rest({"": module}, live, state_dict, copies, for_code, names, strict=strict)
+            strict, fit = module.strict_loading, self._begun.is_fit
+            modules = {"": module}
+            return load_rest(modules, live, state_dict, copies, for_code, names, strict=strict, keep_parameters=fit)
 
         with filling(module, path):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
             notes: list[str] = self._begun.ranks.step(phase, load, lambda found: sorted({*chain(*found)}))
         if notes:
-            rank_zero_warn(f"{len(notes)} differences between {path!r} and this model:\n  " + "\n  ".join(notes))
+            count = count_text(len(notes), "difference")
+            rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
 
     # --- training begins ---
 

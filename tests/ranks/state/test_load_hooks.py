@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as tf
 from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import nn
@@ -18,9 +20,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import load, load_from_checkpoint, save
 from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
+from lightning_shardckpt.sources.set_aside import SetAside
+from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.state.load_code import LoadCode
+from lightning_shardckpt.state.model import model_leaves, names_of
 from tests.support import tiny
-from tests.support.load_hooks import CASES, contents, same
+from tests.support.load_hooks import (
+    CASES,
+    Doubled,
+    Linear,
+    OldName,
+    RebuiltTable,
+    Renamed,
+    contents,
+    same,
+    weight_norm,
+    whole,
+)
 from tests.support.pool import run_ranks
 
 SAME_NAMES = [
@@ -281,3 +299,167 @@ def test_hooks_of_layers_and_of_the_whole_see_whole_tensors(tmp_path: Path, stra
         assert same(one, {name: expected[name] for name in one}) == []
         found |= one
     assert same(found, expected) == []
+
+
+class Dropping(Linear):
+    """Loses what is stored of its weight."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        del state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Failing(Linear):
+    """Its hook fails on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(self.fail)  # type: ignore[no-untyped-call]  # torch's
+
+    @staticmethod
+    def fail(module: Any, keys: Any) -> None:
+        if dist.get_rank() == 1:
+            raise LookupError("no table")
+
+
+class Unwrapping(nn.Module):
+    """Takes what a wrapper has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Linear()
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({n.removeprefix("wrapped."): v for n, v in state_dict.items()}, strict, assign)
+
+
+def fail(path: str) -> list[Any]:
+    found: list[Any] = []
+    save(f"{path}-1", {"model": Linear(3.0)})
+    for module in (Dropping(), Failing()):
+        with pytest.raises((MismatchError, RankError, LookupError)) as caught:
+            load(f"{path}-1", {"model": module})
+        found.append(str(caught.value))
+    module = Dropping()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it says which
+        load(f"{path}-1", {"model": module}, strict=False)
+    found.append(contents(module))
+    save(f"{path}-2", {"model": nn.ModuleDict({"wrapped": nn.ModuleDict({"inner": Linear(3.0)})})})
+    unwrapping = Unwrapping()
+    load(f"{path}-2", {"model": unwrapping})
+    return [*found, contents(unwrapping)]
+
+
+def test_what_hooks_leave_missing_and_what_fails_in_them_is_told_on_all_ranks(tmp_path: Path) -> None:
+    dropping, unwrapping = Dropping(), Unwrapping()
+    dropping.load_state_dict(Linear(3.0).state_dict(), strict=False)
+    unwrapping.inner.load_state_dict(Linear(3.0).state_dict())
+    for missing, failed, kept, unwrapped in run_ranks(2, fail, str(tmp_path / "a")):
+        assert "weight  in model only" in missing
+        assert "no table" in failed and ("rank 1" in failed or failed == "'no table'")
+        assert same(kept, contents(dropping)) == []
+        assert same(unwrapped, contents(unwrapping)) == []
+
+
+class Growing(Linear):
+    """Puts a parameter of the stored shape in the place of its own."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.weight = nn.Parameter(torch.empty_like(state[prefix + "weight"]))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Grown(Holder):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(names=())
+        self.cases["grown"] = module
+
+
+def grow(path: str, world: int) -> list[str]:
+    """What is said of parameters that are replaced, by doors that have sharded them."""
+    strategy, found = {"data_parallel_shard_size": world}, list[str]()
+    save(path, {"model": Grown(Linear(1.0, 8))})
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=FabricStrategy(**strategy))
+    fabric.launch()
+    model = fabric.setup_module(Grown(Growing()))
+    doors: list[Callable[[], Any]] = [
+        lambda: tiny.trainer({**strategy, "pretrained": path}, max_steps=1).fit(Grown(Growing()), data()),
+        lambda: fabric.load(path, {"model": model}),
+        lambda: tiny.trainer(strategy, max_steps=2).fit(Grown(Growing()), data(), ckpt_path=f"{path}.ckpt"),
+    ]
+    saving = tiny.trainer(strategy, max_steps=1)
+    saving.fit(Grown(Linear(1.0, 8)), data())
+    saving.save_checkpoint(f"{path}.ckpt")
+    for door in doors:
+        with pytest.raises((StateError, RankError), match="new parameters in place of") as caught:
+            door()
+        assert "cases.grown.weight" in str(caught.value)
+        found.append(str(caught.value))
+    evaluated = Grown(Growing())
+    tiny.trainer(strategy).validate(evaluated, data(), ckpt_path=path)
+    assert torch.equal(whole(evaluated.cases.get_parameter("grown.weight")), Linear(1.0, 8).weight)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_hook_that_replaces_a_parameter_is_refused_before_training(tmp_path: Path, world: int) -> None:
+    for found in run_ranks(world, grow, str(tmp_path / "a"), world):
+        assert len(found) == 3
+
+
+def load_on_meta(path: str) -> list[str]:
+    """What is said of tensors without memory, of each kind."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), momentum=0.5)
+    save(path, {"model": RebuiltTable(1.0), "tensor": torch.ones(3), "optimizer": optimizer})
+    with torch.device("meta"):
+        model, doubled, tensor = RebuiltTable(), Doubled(), torch.ones(3)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=FabricStrategy())
+    fabric.launch()
+    found = []
+    for door, state in ((load, {"model": model}), (load, {"tensor": tensor}), (fabric.load, {"model": doubled})):
+        with pytest.raises((StateError, RankError), match="meta device") as caught:
+            door(path, state)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tensors_on_the_meta_device_are_refused_by_name(tmp_path: Path, world: int) -> None:
+    for model, tensor, doubled in run_ranks(world, load_on_meta, str(tmp_path / "a")):
+        assert "model/weight" in model and "to_empty" in model
+        assert "trainer/tensor" in tensor
+        assert "model/weight" in doubled
+
+
+def test_only_so_much_is_read_whole_for_hooks(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save(OldName().state_dict(), path)
+    source, model = TorchFileSource(path), Renamed()
+    leaves, _ = model_leaves(model.state_dict(), model)
+    aside = SetAside(LoadCode.of({"": model}), source, leaves, (), names_of(leaves, ()), frozenset())
+    with pytest.raises(StateError, match=r"the largest is 'kernel'.*in one process"):
+        aside.allocate(most_bytes=95)
+    assert aside.allocate(most_bytes=96)[0].entries.keys() == {"kernel", "count"}
+
+
+def llama(**options: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, **options, vocab_size=32))
+
+
+PLAIN: dict[str, Callable[[], Any]] = {
+    "torch": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.TransformerEncoderLayer(4, 2), weight_norm(False)),
+    "Lightning": pl.LightningModule,
+    "transformers": llama,
+    "a hook for old files": lambda: tf.MambaModel(tf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32)),
+    "PEFT": lambda: peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_does_nothing_to_a_checkpoint_of_the_same_model_stays_on_the_direct_path(kind: str) -> None:
+    module = PLAIN[kind]()
+    code = LoadCode.of({"": module})
+    shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    assert code.before == code.after == () and not code.scopes(shapes, shapes, ())

@@ -26,9 +26,9 @@ class Overridden(nn.BatchNorm1d):
         super()._load_from_state_dict(*arguments)
 
 
-def test_code_of_users_and_of_torch_is_told_apart() -> None:
+def test_code_of_users_and_of_libraries_is_told_apart() -> None:
     assert code_before(nn.Linear(1, 1)) == code_before(pl.LightningModule()) == set()
-    assert code_before(nn.BatchNorm1d(1)) == {"torch"}
+    assert code_before(nn.BatchNorm1d(1)) == {"library"}
     assert code_before(Overridden(1)) == {"user"}
     module = nn.Linear(1, 1)
     module.register_load_state_dict_pre_hook(partial(hook, 1))  # type: ignore[no-untyped-call]  # torch's
