@@ -261,6 +261,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
+    weights_only: bool = True,
 ) -> dict[str, Any]:
     """Bring everything in ``state`` to what a checkpoint of any topology has.
 
@@ -293,6 +294,8 @@ def load(
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``; of checkpoints of other programs, a local copy is made in it.
+        weights_only: as in ``torch.load``, for a file of ``torch.save`` and for objects that were pickled with
+            ``ShardCkptIO(pickle_objects=True)``. False executes what is in them.
 
     Returns:
         What the checkpoint has besides the model, the optimizers and what ``state`` asked for.
@@ -309,14 +312,15 @@ def load(
     if state is None:
         if skip:
             raise ValueError(f"skip={skip!r} is about what a state keeps: give the state, too")
-        return states_of_checkpoint(checkpoint.load_full(os.fspath(path), verify=verify, storage=storage))
+        found = checkpoint.load_full(os.fspath(path), verify=verify, weights_only=weights_only, storage=storage)
+        return states_of_checkpoint(found)
     savers = _savers_of(process_group)
     objects, whole = _looked_at(state, named_by, savers.ranks)
     mapping = KeyMapping.of(key_mapping)
     restore = NestedLoad(
         state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip, cast=cast
     )
-    options = LoadOptions(strict=strict, verify=verify, share_reads=share_reads)
+    options = LoadOptions(strict=strict, verify=verify, share_reads=share_reads, weights_only=weights_only)
     remainder, loaded = restore.run(os.fspath(path), savers.ranks, options=options, storage=storage)
     savers.history.loaded(os.fspath(path))
     _warn(savers, loaded.notes)

@@ -125,6 +125,9 @@ class ShardCkptIO(CheckpointIO):
         resume_skip: patterns of names of tensors that ``fit`` leaves as they are, such as ``"head.*"``, with the state
             that optimizers have of them; names as ``metadata`` lists them, so that ``"optimizer/0/param_groups/*/lr"``
             leaves learning rates. For ``ShardedStrategy``. It is an error if a pattern is the name of nothing.
+        pickle_objects: pickle objects that are no plain values (encoders, scalers, classes) in hyper-parameters, the
+            state of callbacks and schedulers, and what ``on_save_checkpoint`` adds. Without it they are refused, or of
+            hyper-parameters left out. They are read with ``weights_only=False`` alone, which executes what is in them.
     """
 
     def __init__(
@@ -147,6 +150,7 @@ class ShardCkptIO(CheckpointIO):
         pre_download: str | os.PathLike[str] | None = None,
         resume: Sequence[str] | None = None,
         resume_skip: Sequence[str] = (),
+        pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, also, replicas, records(digest, sync_files), incremental)
         if self.save_options.digest:
@@ -163,7 +167,7 @@ class ShardCkptIO(CheckpointIO):
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
         self.resume, self.resume_skip = checked_parts(resume), checked_patterns("resume_skip", resume_skip)
-        self.cast, self.adapters_only = cast, adapters_only
+        self.cast, self.adapters_only, self.pickle_objects = cast, adapters_only, pickle_objects
         self.storage: Storage = StorageRouter(
             LocalStorage(sync_files=sync_files),
             storage_options=storage_options,
@@ -268,7 +272,14 @@ class ShardCkptIO(CheckpointIO):
         where, attached = os.fspath(path), self._attached
         storage = self._storage_for(where, storage_options)
         only, of_fabric = self.adapters_only, self._fabric is not None
-        saving = LightningSave(checkpoint, attached, self._hugging_face, adapters_only=only, of_fabric=of_fabric)
+        saving = LightningSave(
+            checkpoint,
+            attached,
+            self._hugging_face,
+            adapters_only=only,
+            pickle_objects=self.pickle_objects,
+            of_fabric=of_fabric,
+        )
         check_place(where, self.save_options.also)
         if self.async_saves.background is None and attached.module is None:  # else the strategy has said when
             self.async_saves.enable(Ranks.alone(), overlap_copy=False)

@@ -28,7 +28,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.matched_source import is_weights_alone
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_values import Dropped, lost_values
+from lightning_shardckpt.state.json_values import Dropped, Pickled, lost_values
 from lightning_shardckpt.state.nested_dict import objects_in
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.pending_saves import drain_all
@@ -45,6 +45,7 @@ def load_from_checkpoint(
     strict: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
+    weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Loadable:
     """Return a module with the hyper-parameters and weights of a checkpoint, on one device, in this process alone.
@@ -60,6 +61,8 @@ def load_from_checkpoint(
         strict: whether all names must match; by default as the module's ``strict_loading`` says.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``.
+        weights_only: as in ``torch.load``, for a plain file and for objects that were pickled with
+            ``ShardCkptIO(pickle_objects=True)``; True by default. False executes what is in them.
         kwargs: hyper-parameters that replace the stored ones.
 
     Raises:
@@ -70,13 +73,17 @@ def load_from_checkpoint(
     path, device = os.fspath(checkpoint_path), device_of(map_location)
     if is_torch_file(path):
         where: Any = path
+        if weights_only is not None:
+            kwargs["weights_only"] = weights_only
         return cls.load_from_checkpoint(where, map_location=device, strict=strict, **kwargs)  # type: ignore[return-value]
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     if issubclass(cls, pl.LightningModule) and _has_weights_alone(path, storage):
         return _with_weights(cls, path, device, storage, strict, kwargs)
-    checkpoint = load_whole(path, device, optimizers=False, storage=storage)
+    checkpoint = load_whole(path, device, optimizers=False, weights_only=weights_only is not False, storage=storage)
     checkpoint = migrated(as_of_a_trainer(checkpoint, path, fitting=False), path)
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if not isinstance(hyper, dict):  # of OmegaConf
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hyper)
     hyper.update(kwargs)
     _check_complete(cls, checkpoint, path)
     if FROZEN not in checkpoint or not issubclass(cls, pl.LightningModule):
@@ -131,9 +138,11 @@ def _check_complete(cls: type[Loadable], checkpoint: Mapping[str, Any], path: st
     if lost:
         listed = "\n  ".join(f"{place}  {value.type_name}, {value.text}" for place, value in lost.items())
         given = ", ".join(f"{name}=…" for name in dict.fromkeys(map(_first, lost)))
+        pickled = any(isinstance(value, Pickled) for value in lost.values())
+        other = "; or, if you trust whoever wrote it, weights_only=False for those that are pickled" if pickled else ""
         raise StateError(
             f"checkpoint {path!r} does not hold these hyper-parameters of {cls.__name__}, which are no plain values:\n"
-            f"  {listed}\nPass them: load_from_checkpoint({cls.__name__}, path, {given})"
+            f"  {listed}\nPass them: load_from_checkpoint({cls.__name__}, path, {given}){other}"
         )
 
 

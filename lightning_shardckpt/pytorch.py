@@ -466,7 +466,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)
-        look_at_saves(self._trainer, self._ranks, anew=not self._checkpoints.restored)
+        anew, pickles = not self._checkpoints.restored, self.checkpoint_io.pickle_objects
+        look_at_saves(self._trainer, self._ranks, anew=anew, pickle_objects=pickles)
         self._checkpoints.start()
 
     @override

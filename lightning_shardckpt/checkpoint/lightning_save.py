@@ -39,6 +39,7 @@ class LightningSave:
         attached: who saves, and which module.
         hugging_face: makes documents of models; it keeps the last one.
         adapters_only: leave out what training does not change.
+        pickle_objects: pickle what is no plain value.
         of_fabric: whether Fabric has given it.
 
     Attributes:
@@ -56,6 +57,7 @@ class LightningSave:
         hugging_face: HuggingFace,
         *,
         adapters_only: bool,
+        pickle_objects: bool,
         of_fabric: bool,
     ) -> None:
         if adapters_only and attached.module is None:
@@ -66,7 +68,8 @@ class LightningSave:
         self.about = about_of(checkpoint, dict(attached.topology))
         self.notes: tuple[str, ...] = ()
         self._checkpoint, self._attached = checkpoint, attached
-        self._hugging_face, self._adapters_only, self._of_fabric = hugging_face, adapters_only, of_fabric
+        self._hugging_face, self._of_fabric = hugging_face, of_fabric
+        self._adapters_only, self._pickle_objects = adapters_only, pickle_objects
 
     def describe(self) -> Snapshot:
         """Return what this rank contributes.
@@ -78,7 +81,8 @@ class LightningSave:
         rank_state = self._checkpoint.get(RANK_STATE)
         given = self._checkpoint if module is not None else lightnings_of(self._checkpoint, of_fabric=self._of_fabric)
         shared = {key: value for key, value in given.items() if key != RANK_STATE}
-        found = snapshot(shared, module, rank_state, names, adapters_only=self._adapters_only)
+        only, pickles = self._adapters_only, self._pickle_objects
+        found = snapshot(shared, module, rank_state, names, adapters_only=only, pickle_objects=pickles)
         if module is not None and self._attached.ranks.rank == 0 and "model" in found.leaves:
             document, notes = self._hugging_face.document(module, names.state)
             documents = found.documents if document is None else {**found.documents, "huggingface": document}

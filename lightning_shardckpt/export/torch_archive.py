@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_shardckpt.export.pickle_writer import Named, write_pickle
 from lightning_shardckpt.export.torch_values import ArchivedTensor, TensorPickling, from_numpy, is_of_torch
-from lightning_shardckpt.state.json_values import Dropped
+from lightning_shardckpt.state.json_values import Dropped, Pickled
 from lightning_shardckpt.transfer.regions import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
@@ -157,7 +157,8 @@ class Plain:
 
     def _is_dropped(self, item: Any, where: str) -> bool:
         if isinstance(item, Dropped):
-            self.changed.append(f"{where}: left out, as it was when the checkpoint was saved: {item.type_name}")
+            why = "as it is pickled" if isinstance(item, Pickled) else "as it was when the checkpoint was saved"
+            self.changed.append(f"{where}: left out, {why}: {item.type_name}")
         return isinstance(item, Dropped)
 
     def _tell_merged(self, count: int, path: str) -> None:

@@ -40,7 +40,7 @@ def opened(
         ranks: who opens it together.
         storage: what opens checkpoints of this package.
         verify: whether reads compare checksums, where the format has some.
-        weights_only: for a file of ``torch.save``, as in ``torch.load``.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``; and for pickled objects of a checkpoint.
         tuning: sizes of reads, for a checkpoint of this package.
 
     Yields:
@@ -118,7 +118,7 @@ def open_source(
     if other is not None:
         return _of_others(other, path, weights_only)
     try:
-        sharded = ShardedSource(Checkpoint(storage, path), verify, tuning)
+        sharded = ShardedSource(Checkpoint(storage, path), verify, tuning, weights_only=weights_only)
     except CheckpointNotFoundError as error:
         copy = storage.local_copy(path, files_of) if isinstance(storage, StorageRouter) and is_url(path) else None
         other = recognised(copy) if copy is not None else None

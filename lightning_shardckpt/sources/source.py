@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import spec_of
 from lightning_shardckpt.distributed.liveness import local_ranks
+from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, ShardEntry
 from lightning_shardckpt.format.layout import Part
@@ -26,7 +27,9 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.json_tree import decode
+from lightning_shardckpt.state.json_values import Pickled, lost_values
 from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
+from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
 from lightning_shardckpt.system.page_memory import pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.fetch import fetch
@@ -118,8 +121,11 @@ class Source(Protocol):
 class ShardedSource:
     """A checkpoint directory of this package."""
 
-    def __init__(self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING, *, weights_only: bool = True
+    ) -> None:
         self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
+        self._weights_only = weights_only
         self._planned: dict[str, _ComponentReads] = {}
         self._held: dict[int, memoryview] = {}  # by id of the target
         self._rest: list[tuple[torch.Tensor, list[Request]]] = []  # to be read again
@@ -142,8 +148,21 @@ class ShardedSource:
         return document_of(self.checkpoint, role, rank)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """The decoded trainer state."""
-        found: dict[str, Any] = decode(self.document("trainer") or {}, stored)
+        """The decoded trainer state.
+
+        Raises:
+            StateError: for pickled objects that are not to be read, but for hyper-parameters.
+        """
+        found: dict[str, Any] = decode(self.document("trainer") or {}, stored, unpickles=not self._weights_only)
+        lost = lost_values({key: value for key, value in found.items() if key not in HYPER_PARAMETERS})
+        pickled = [f"{place}  {value.type_name}" for place, value in lost.items() if isinstance(value, Pickled)]
+        if pickled:
+            listed = "\n  ".join(pickled)
+            raise StateError(
+                f"checkpoint {self.path!r} has pickled objects, which are not read as they could execute anything:\n"
+                f"  {listed}\nIf you trust whoever wrote it, load it with weights_only=False, which fit, validate, "
+                "test, predict and load take."
+            )
         return found
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:

@@ -16,7 +16,10 @@ import enum
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,12 +35,14 @@ from lightning_shardckpt.state.json_values import (
     no_tensor,
     shape_filled_by,
 )
+from lightning_shardckpt.state.pickled_objects import pickled, unpickled
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
 
 INLINE_BYTES = 1024
 
 _MAX_DEPTH = 40  # JSON is three levels deeper for each: an object with a list of pairs
 _BIG_INT = 1 << 53
+_OMEGACONF = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
 
 
 class Encoder:
@@ -46,14 +51,17 @@ class Encoder:
     Args:
         droppable: prefixes of paths where an unstorable value becomes a placeholder instead of an error.
         inline_bytes: plain tensors up to this size are stored inside the JSON; None: all of them.
+        pickles: whether other values are pickled, where they can be.
     """
 
-    def __init__(self, droppable: tuple[str, ...] = (), inline_bytes: int | None = INLINE_BYTES) -> None:
+    def __init__(
+        self, droppable: tuple[str, ...] = (), inline_bytes: int | None = INLINE_BYTES, *, pickles: bool = False
+    ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.plain: dict[str, torch.Tensor] = {}
         self.dropped: list[str] = []
         self.unstorable: list[str] = []
-        self._droppable, self._inline_bytes = droppable, inline_bytes
+        self._droppable, self._inline_bytes, self._pickles = droppable, inline_bytes, pickles
         self._depth = 0
 
     def encode(self, value: Any, path: str = "") -> Any:
@@ -83,7 +91,8 @@ class Encoder:
                 "state that cannot be stored without pickle:\n  "
                 + "\n  ".join(self.unstorable)
                 + "\nReturn plain values "
-                "(numbers, strings, lists, dicts, tensors, …) from the state_dict or on_save_checkpoint that holds it."
+                "(numbers, strings, lists, dicts, tensors, …) from the state_dict or on_save_checkpoint that holds it"
+                + (", or pass ShardCkptIO(pickle_objects=True)." if not self._pickles else ".")
             )
 
     def _tagged(self, value: Any, path: str) -> Any:
@@ -161,6 +170,11 @@ class Encoder:
         if isinstance(value, Dropped):
             return {TAG: "dropped", "type": value.type_name, "v": value.text}
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if kind in _OMEGACONF:
+            content = sys.modules["omegaconf"].OmegaConf.to_container(value)
+            return {TAG: "omegaconf", "v": self.encode(content, path)}
+        if self._pickles and (content := pickled(value)) is not None:
+            return {TAG: "pickle", "type": kind, "v": base64.b64encode(content).decode()}
         if path.startswith(self._droppable) and self._droppable:
             self.dropped.append(f"{path}: {kind}")
             return {TAG: "dropped", "type": kind, "v": repr(value)[:200]}
@@ -181,13 +195,18 @@ def encode_small(value: Any, path: str) -> Any:
     return found
 
 
-def decode(value: Any, stored: Callable[[str], torch.Tensor]) -> Any:
+def decode(value: Any, stored: Callable[[str], torch.Tensor], *, unpickles: bool = False) -> Any:
     """The value that ``encode`` was given; ``stored`` yields the tensor kept under a path.
+
+    Args:
+        value: what ``encode`` returned.
+        stored: see above.
+        unpickles: whether pickles are read, which executes what is in them; else ``Pickled`` stands for each.
 
     Raises:
         FormatError: for a tag that is not in the table, or a value that its tag does not allow.
     """
-    return decode_with(_of_torch(stored), value)
+    return decode_with(_of_torch(stored, unpickled if unpickles else None), value)
 
 
 def decode_small(value: Any) -> Any:
@@ -215,5 +234,14 @@ def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Ten
     return tensor
 
 
-def _of_torch(stored: Callable[[str], torch.Tensor]) -> OfTorch:
-    return OfTorch(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device)
+def _of_torch(
+    stored: Callable[[str], torch.Tensor], unpickled: Callable[[bytes, str], Any] | None = None
+) -> OfTorch:
+    return OfTorch(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device, unpickled, _config)
+
+
+def _config(content: Any) -> Any:
+    """A container of OmegaConf, where that is installed; else what it has."""
+    if find_spec("omegaconf") is None:
+        return content
+    return import_module("omegaconf").OmegaConf.create(content)

@@ -13,7 +13,7 @@ import datetime
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,21 +35,6 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class OfTorch:
-    """How a decoder makes what torch has of its own.
-
-    ``stored`` takes the path under which a tensor is kept. ``tensor`` takes bytes, dtype and shape, and raises
-    ValueError if the bytes do not fill it. ``dtype`` takes the name of a dtype of the format, ``device`` a text such as
-    "cuda:0".
-    """
-
-    stored: Callable[[str], Any]
-    tensor: Callable[[bytes, str, list[int]], Any]
-    dtype: Callable[[str], Any]
-    device: Callable[[str], Any]
-
-
 class Dropped:
     """Stands where a value could not be stored: the type's name and the start of its repr."""
 
@@ -60,13 +45,45 @@ class Dropped:
         return f"<not stored in the checkpoint: {self.type_name} {self.text}>"
 
 
+class Pickled(Dropped):
+    """Stands where a value was pickled, and whoever loads has not said that it may be read."""
+
+    def __init__(self, type_name: str) -> None:
+        super().__init__(type_name, "pickled, which weights_only=False alone reads")
+
+    def __repr__(self) -> str:
+        return f"<not read from the checkpoint: {self.type_name}, {self.text}>"
+
+
+def _plain(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class OfTorch:
+    """How a decoder makes what torch has of its own.
+
+    ``stored`` takes the path under which a tensor is kept. ``tensor`` takes bytes, dtype and shape, and raises
+    ValueError if the bytes do not fill it. ``dtype`` takes the name of a dtype of the format, ``device`` a text such as
+    "cuda:0". ``unpickled`` takes a pickle and the name of its object's type; None: nothing is unpickled.
+    ``config`` takes the plain containers of one of OmegaConf's.
+    """
+
+    stored: Callable[[str], Any]
+    tensor: Callable[[bytes, str, list[int]], Any]
+    dtype: Callable[[str], Any]
+    device: Callable[[str], Any]
+    unpickled: Callable[[bytes, str], Any] | None = None
+    config: Callable[[Any], Any] = _plain
+
+
 def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
     """Return what was not stored of a decoded value, by its path within it."""
     if isinstance(value, Dropped):
         return {place: value}
     if isinstance(value, argparse.Namespace):
         value = vars(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         items = enumerate(value)
@@ -154,6 +171,11 @@ def _decode_tagged(of_torch: OfTorch, tag: str, value: dict[str, Any]) -> Any:
         return _MAPPINGS[tag](pairs)
     if tag == "dropped":
         return Dropped(str(value["type"]), str(content))
+    if tag == "pickle":
+        name = _text(value["type"])
+        return Pickled(name) if of_torch.unpickled is None else of_torch.unpickled(_base64(content), name)
+    if tag == "omegaconf":
+        return of_torch.config(decode_with(of_torch, content))
     if tag == "numpy":
         import numpy  # only where the state held numpy values
 
@@ -233,6 +255,6 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "enum": lambda v: v,
 }
 
-_OTHERS = ("deque", "tensor", "numpy", "stored", "dropped", "dtype", "device")
+_OTHERS = ("deque", "tensor", "numpy", "stored", "dropped", "pickle", "omegaconf", "dtype", "device")
 TAGS = frozenset({*_SCALARS, *_MAPPINGS, *SEQUENCES, *_OTHERS})
 """What can be tagged in JSON: the table of FORMAT.md."""

@@ -38,6 +38,7 @@ def snapshot(
     whole: WholeNames | None = None,
     *,
     adapters_only: bool = False,
+    pickle_objects: bool = False,
 ) -> Snapshot:
     """Return what this rank contributes to a save of Lightning's checkpoint dict.
 
@@ -47,13 +48,14 @@ def snapshot(
         rank_state: what only this rank knows, such as its random state.
         whole: names of the model over all pipeline stages.
         adapters_only: leave out the parameters of ``module`` that training does not change.
+        pickle_objects: pickle what is no plain value.
 
     Raises:
         StateError: listing every value that cannot be stored, by path, or every callback whose key cannot.
     """
     _check_state_keys(checkpoint, module)
-    encoder = Encoder(droppable=HYPER_PARAMETERS)
-    tree = {k: encoder.encode(v, k) for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+    encoder = Encoder(droppable=HYPER_PARAMETERS, pickles=pickle_objects)
+    tree = {k: encoder.encode(v, k) for k, v in checkpoint.items() if not _is_elsewhere(k, v)}
     encoder.check()
     dropped = (
         "hyper-parameters that cannot be stored without pickle are left out of the checkpoint: "
@@ -86,6 +88,14 @@ def _is_given(key: str) -> bool:
     Not that of a callback, whose metrics may be of a rank's own batches, nor a statistic of a norm, as in buffers.
     """
     return key.partition("/")[0] not in _LIGHTNINGS and key.replace("/", ".").rpartition(".")[2] not in _STATISTICS
+
+
+def _is_elsewhere(key: str, value: Any) -> bool:
+    """Return whether an entry of the checkpoint dict is no part of the trainer's state.
+
+    That OmegaConf is the class of hyper-parameters follows from what they are.
+    """
+    return key in ("state_dict", "optimizer_states") or (key == "hparams_type" and isinstance(value, type))
 
 
 def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -> None:

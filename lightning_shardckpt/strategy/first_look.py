@@ -23,7 +23,7 @@ from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.state.trainer import snapshot
 
 
-def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, anew: bool) -> None:
+def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, anew: bool, pickle_objects: bool) -> None:
     """Warn of what will be missing in checkpoints, and refuse what can't be saved, if a callback is going to save.
 
     Collective: every rank of ``ranks`` must call it, when training starts.
@@ -32,6 +32,7 @@ def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, anew: bool) -> None:
         trainer: whose training begins.
         ranks: who saves together.
         anew: whether the run goes on from no checkpoint.
+        pickle_objects: as ``ShardCkptIO`` was told.
 
     Raises:
         StateError: on every rank, naming what cannot be stored on any, and the rank.
@@ -46,7 +47,7 @@ def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, anew: bool) -> None:
         if anew:
             _call_hooks(trainer, checkpoint, weights_only=weights_only)
         checkpoint.pop("state_dict", None)
-        return list(snapshot(checkpoint, trainer.lightning_module).notes)
+        return list(snapshot(checkpoint, trainer.lightning_module, pickle_objects=pickle_objects).notes)
 
     notes = ranks.step("looking at what checkpoints of this run would hold", look, lambda found: found[0])
     for note in [*notes, upload_note(trainer)]:
@@ -66,7 +67,8 @@ def _state_of(trainer: pl.Trainer, *, weights_only: bool) -> Iterator[tuple[str,
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     for owner in (module, data):
         if owner is not None and owner.hparams:
-            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, dict(owner.hparams)
+            hyper = owner.hparams
+            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, dict(hyper) if isinstance(hyper, dict) else hyper
     if data is not None and (state := data.state_dict()):
         yield type(data).__qualname__, state
     if weights_only:
