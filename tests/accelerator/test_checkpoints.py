@@ -1,0 +1,90 @@
+"""Checkpoints of pretend GPUs: resumed there, on other devices, on other topologies and on CPUs.
+
+Oracle: the run that was not interrupted, and the state that was saved, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shardckpt import ShardCkptIO
+from tests.accelerator.ranks import run_on_gpus
+from tests.accelerator.test_training import REPLICAS, TENSOR_PARALLEL
+from tests.support.pool import run_ranks
+from tests.support.tiny import SaveAt, differences, fit
+
+SAVED, LAST = 2, 4
+
+
+def _straight(path: str, io: Mapping[str, Any]) -> dict[str, Any]:
+    """Train on, with a save in the middle; return the losses, and the states then and at the end, on the CPU."""
+    plugins = [ShardCkptIO(**io)]
+    found = fit({}, LAST, accelerator="cuda", plugins=plugins, callbacks=[SaveAt(SAVED, path)])
+    plugins[0].wait()
+    return _on_cpu(found)
+
+
+def _resumed(strategy: Mapping[str, Any], path: str, steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    return _on_cpu(fit(strategy, steps, resume=path, seed=5, **options))
+
+
+def _on_cpu(found: dict[str, Any]) -> dict[str, Any]:
+    found["state"] = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in found["state"].items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    path = str(tmp_path_factory.mktemp("gpus") / "middle.ckpt")
+    return path, run_on_gpus(2, _straight, path, {})
+
+
+@pytest.mark.parametrize("devices", [[0, 1], [1, 0]])
+def test_a_run_resumes_exactly_on_the_same_and_on_other_device_numbers(
+    saved: tuple[str, list[dict[str, Any]]], devices: list[int]
+) -> None:
+    """Its dropout continues, too: each rank draws from its own device."""
+    path, straight = saved
+    resumed = run_on_gpus(2, _resumed, {}, path, LAST, {"accelerator": "cuda", "devices": devices})
+    for before, after in zip(straight, resumed, strict=True):
+        assert after["losses"] == before["losses"][SAVED:]
+        assert differences(before["state"], after["state"]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("io", [{"use_async": True}, {"use_async": True, "overlap_copy": True}])
+def test_an_asynchronous_save_has_the_values_of_its_step(
+    saved: tuple[str, list[dict[str, Any]]], io: Mapping[str, Any], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "middle.ckpt")
+    run_on_gpus(2, _straight, path, io)
+    expected, found = (_loaded_by_one_process(each) for each in (saved[0], path))
+    assert differences(expected, found) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [TENSOR_PARALLEL, REPLICAS], ids=["tensor parallel", "replicas"])
+def test_a_checkpoint_loads_on_another_topology_of_gpus(
+    saved: tuple[str, list[dict[str, Any]]], strategy: Mapping[str, Any]
+) -> None:
+    loaded = run_on_gpus(2, _resumed, strategy, saved[0], SAVED, {"accelerator": "cuda"})
+    assert differences(_loaded_by_one_process(saved[0]), loaded[0]["state"]) == []
+
+
+def _loaded_by_one_process(path: str) -> dict[str, Any]:
+    (loaded,) = run_ranks(1, _resumed, {}, path, SAVED, {}, init_process_group=False)
+    return dict(loaded["state"])
+
+
+def test_a_checkpoint_of_gpus_resumes_on_cpus_and_theirs_on_gpus(
+    saved: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    back = str(tmp_path / "back.ckpt")
+    run_ranks(2, _resumed, {}, saved[0], SAVED, {"save": back})
+    loaded = run_on_gpus(2, _resumed, {}, back, SAVED, {"accelerator": "cuda"})
+    assert differences(_loaded_by_one_process(saved[0]), loaded[0]["state"]) == []

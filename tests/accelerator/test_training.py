@@ -1,0 +1,86 @@
+"""Training on pretend GPUs. Oracle: the same run on CPUs with gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.accelerator.ranks import run_on_gpus
+from tests.support.pool import run_ranks
+from tests.support.tiny import TP_PLAN, TinyLM, fit, loader, trainer
+
+STEPS = 3
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, "tensor_parallel_plan": TP_PLAN}
+REPLICAS = {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 1}
+HSDP = {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2}
+ROUNDING = 1e-5  # other kernels for the same layers
+LOW_PRECISION = 2e-2  # autocast has another list of operations for each device
+CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
+    "one process": (1, {}, {}, ROUNDING),
+    "FSDP": (2, {}, {}, ROUNDING),
+    "HSDP": (4, HSDP, {}, ROUNDING),
+    "replicas": (2, REPLICAS, {}, ROUNDING),
+    "tensor parallel": (2, TENSOR_PARALLEL, {}, ROUNDING),
+    "bf16-mixed": (2, {}, {"precision": "bf16-mixed"}, LOW_PRECISION),
+    "bf16-true": (2, {}, {"precision": "bf16-true"}, LOW_PRECISION),
+    "16-mixed": (2, {}, {"precision": "16-mixed"}, LOW_PRECISION),
+    "checkpointed activations": (2, {"activation_checkpointing": True}, {}, ROUNDING),
+    "clipped by norm": (2, TENSOR_PARALLEL, {"gradient_clip_val": 0.1}, ROUNDING),
+    "accumulated": (2, {}, {"accumulate_grad_batches": 2}, ROUNDING),
+}
+QUICK = ("FSDP", "tensor parallel")
+ON_CPUS = {"16-mixed": {"precision": "bf16-mixed"}}  # where Lightning has no other
+
+
+class _WithoutDropout(pl.Callback):
+    """Devices draw numbers of their own."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+
+def _losses(strategy: Mapping[str, Any], accelerator: str, options: Mapping[str, Any]) -> list[float]:
+    found = fit(strategy, STEPS, accelerator=accelerator, callbacks=[_WithoutDropout()], **options)["losses"]
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_losses_are_those_on_cpus(name: str) -> None:
+    world, strategy, options, tolerance = CASES[name]
+    on_cpus = run_ranks(world, _losses, strategy, "cpu", ON_CPUS.get(name, options), init_process_group=world > 1)
+    on_gpus = run_on_gpus(world, _losses, strategy, "cuda", options)
+    torch.testing.assert_close(torch.tensor(on_gpus), torch.tensor(on_cpus), rtol=tolerance, atol=0)
+
+
+class _Chooses(TinyLM):
+    """Runs another block, of the same shapes, on each rank."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks[self.trainer.global_rank](self.embed(tokens)))
+
+
+def _choose() -> None:
+    trainer({}, accelerator="cuda", max_steps=1).fit(_Chooses(frozen=False), loader())
+
+
+def test_ranks_that_run_different_modules_are_an_error() -> None:
+    outcomes = run_on_gpus(2, _choose, expect_errors=True)
+    assert all("the ranks gather parameters of different modules at a time" in o.error.message for o in outcomes)
+
+
+def _pipeline() -> None:
+    fit({"pipeline_parallel_size": 2}, STEPS, accelerator="cuda")
+
+
+def test_pipelines_are_refused_by_name_before_training() -> None:
+    outcomes = run_on_gpus(2, _pipeline, expect_errors=True)
+    assert all("stages tell messages apart by tags, which NCCL does not have" in o.error.message for o in outcomes)
