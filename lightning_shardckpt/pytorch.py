@@ -82,9 +82,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is sharded.
 
-    The tests run on CPU with gloo. CUDA with NCCL and ``cpu_offload`` there have not been run. Of several nodes, two
-    hosts have been run that one machine simulates, in network namespaces over one directory, with one and two processes
-    each; see "Clusters" in the documentation.
+    The tests run on CPU with gloo, and on a pretend device with NCCL's rules; no real GPU has been run. Several nodes
+    were tested as two hosts that one machine simulates, in network namespaces over one directory, with one and two
+    processes each; see "Clusters" in the documentation.
     """
 
     is_distributed = True  # Lightning knows its own strategies by class; others must say so to get a sampler

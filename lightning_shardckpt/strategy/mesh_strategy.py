@@ -266,7 +266,14 @@ class MeshStrategy:
         )
 
     def _new_meshes(self) -> Meshes:
-        return build_meshes(self.axis_sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
+        topology = self.axis_sizes.topology(self.world_size)
+        if topology.pipeline > 1 and self.root_device.type != "cpu":
+            raise TopologyError(
+                f"pipeline_parallel_size={topology.pipeline} does not run on {self.root_device.type}: stages tell "
+                "messages apart by tags, which NCCL does not have, so it would mix them up. Use "
+                "data_parallel_shard_size and tensor_parallel_size there, or accelerator='cpu'"
+            )
+        return build_meshes(topology, self.root_device.type, self._timeout_s)
 
     def _new_ranks(self) -> Ranks:
         """Return the ranks that save and load together."""

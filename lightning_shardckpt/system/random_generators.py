@@ -21,19 +21,22 @@ def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
     """Return the state of every generator of the process, as values that ``state.json_tree`` can store.
 
     Args:
-        every_device: whether it has every CUDA device; else the current one, if this process uses any.
+        every_device: whether it has every CUDA device, beside the current one, if this process uses any.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     state["numpy"] = np.random.get_state()
-    if every_device and torch.cuda.is_available():  # not run on a GPU by the tests
+    if every_device and torch.cuda.is_available():
         state["cuda"] = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
-    elif not every_device and _uses_cuda():
+    if _uses_cuda():
         state["current_cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Continue every generator from ``state``. Devices that were not there when it was taken stay as they are."""
+    """Continue every generator from ``state``. Devices that were not there when it was taken stay as they are.
+
+    The current CUDA device continues from what was the current one, which may have had another number.
+    """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:  # a checkpoint of a process without NumPy has none
@@ -104,11 +107,16 @@ def draw_seed() -> int:
 
 
 def rng_checksum() -> int:
-    """Return a checksum of the states of torch's CPU generator, NumPy and Python: it changes when somebody draws."""
+    """Return a checksum of the states of torch, NumPy and Python: it changes with each draw, on this process's device.
+
+    It does not wait for the device: the state of its generator is in host memory.
+    """
     drawn = np.random.get_state(legacy=False)
     _, words, gauss = random.getstate()
     rest = drawn["state"]["pos"], drawn["has_gauss"], drawn["gauss"], hash(words), gauss  # of integers: as everywhere
     mark = zlib.crc32(drawn["state"]["key"].tobytes(), _checksum(torch.get_rng_state()))
+    if _uses_cuda():
+        mark = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), mark)
     return zlib.crc32(repr(rest).encode(), mark)
 
 

@@ -91,7 +91,7 @@ class Constant:
 
 
 def _crc(tensor: torch.Tensor) -> int:
-    flat: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    flat: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return zlib.crc32(flat)
 
 

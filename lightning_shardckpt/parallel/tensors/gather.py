@@ -148,12 +148,14 @@ class GatherPlan:
             begin += item.slots
         if self._number is None:
             return peers.gather_read(flat, self.purpose).view(peers.size, -1)
-        if marked:
+        if not marked:
+            peers.meet(self.purpose)
+        else:
             mark = peers.mark(self._number, "gather")
             flat[begin:].view(torch.uint8)[:MARK_BYTES].copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
         found = flat.new_empty(peers.size * flat.numel())
         work = all_gather_single(found, flat, group=peers.group, async_op=True)
-        peers.wait(work, self.purpose)
+        peers.wait(work, self.purpose, self.device)
         rows = found.view(peers.size, -1)
         if marked:
             tails = rows[:, self._per_rank :].contiguous().view(torch.uint8)[:, :MARK_BYTES]
@@ -212,12 +214,12 @@ class GatherPlan:
             peers.mark(number, "reduce")
         if self.device.type == "cpu":  # gloo would do the same, and copy
             work = dist.all_reduce(source, group=peers.group, async_op=True)
-            peers.wait(work, f"the gradients of {self.purpose}")
+            peers.wait(work, f"the gradients of {self.purpose}", self.device)
             reduced = source[peers.rank].clone()
         else:
             reduced = source.new_empty(source.shape[1])
             work = reduce_scatter_single(reduced, source.view(-1), group=peers.group, async_op=True)
-            peers.wait(work, f"the gradients of {self.purpose}")
+            peers.wait(work, f"the gradients of {self.purpose}", self.device)
         total = [peers.size * (number + 2), peers.size * (number + 2) ** 2]
         if marked and reduced[checked : checked + 2].tolist() != total:
             peers.refuse_gradients(self.purpose)

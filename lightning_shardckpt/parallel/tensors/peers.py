@@ -101,11 +101,15 @@ class Peers:
         what = "; ".join(f"rank {rank}: {purpose}" for rank, purpose in zip(self.ranks, purposes, strict=True))
         if len(set(purposes)) == 1:
             what += ", after different modules before that"
-        raise TopologyError(
-            f"the ranks gather parameters of different modules at a time: {what}. All ranks that share parameters must "
-            "run the same modules in the same order: control flow that depends on a rank, its batch or its random "
-            "numbers (layers that are dropped at random) must decide alike on all of them."
-        )
+        raise TopologyError(f"{_OTHER_MODULES}: {what}. {_SAME_MODULES}")
+
+    def meet(self, purpose: str) -> None:
+        """Compare over gloo what the ranks gather next: on a GPU, where marks would make the host wait for the device.
+
+        Raises:
+            TopologyError: on every rank, if the ranks gather for different modules, or one reads a value.
+        """
+        self._announce(purpose, (), is_read=False)
 
     def refuse_gradients(self, purpose: str) -> None:
         """Raises TopologyError, on a rank that has reduced gradients with those of another module."""
@@ -114,13 +118,13 @@ class Peers:
             "Losses must depend on the same modules on all ranks: add 0 * output.sum() for what a batch does not need."
         )
 
-    def wait(self, work: dist.Work | None, purpose: str) -> None:
-        """Wait for a collective that all ranks enter.
+    def wait(self, work: dist.Work | None, purpose: str, device: torch.device) -> None:
+        """Wait for a collective that all ranks enter; on a GPU its stream does, and this process goes on.
 
         Raises:
-            TopologyError: if a rank waits in a read that this one does not make, on both.
+            TopologyError: if a rank waits in a read that this one does not make, on both. Not on a GPU.
         """
-        self._wait(work, purpose, number=None)
+        self._wait(work, purpose, device, number=None)
 
     # --- what user code asks for ---
 
@@ -147,29 +151,29 @@ class Peers:
         group = self.reads if flat.device.type == "cpu" else self.group
         found = flat.new_empty(self.size * flat.numel())
         work = all_gather_single(found, flat.contiguous(), group=group, async_op=True)
-        self._wait(work, what, number=self._reads_done)
+        self._wait(work, what, flat.device, number=self._reads_done)
         return found
 
     def broadcast_read(self, flat: Tensor, what: str) -> None:
         """Give every rank the first one's tensor, in host memory, after an `announce`. Collective."""
         work = dist.broadcast(flat, group=self.reads, group_src=0, async_op=True)
-        self._wait(work, what, number=self._reads_done)
+        self._wait(work, what, flat.device, number=self._reads_done)
 
-    def _announce(self, what: str, numbers: Sequence[float]) -> list[list[float]]:
-        self._reads_done += 1
-        line = calling_line()
+    def _announce(self, what: str, numbers: Sequence[float], *, is_read: bool = True) -> list[list[float]]:
+        self._reads_done += is_read
+        line = f" ({calling_line()})" if is_read else ""
         marks = [float(self._reads_done), float(zlib.crc32(line.encode())), float(zlib.crc32(what.encode()))]
         own = torch.zeros(len(marks) + 1 + _INLINE, dtype=torch.float64)
         own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
         found = own.new_empty(self.size * own.numel())
         work = all_gather_single(found, own, group=self.reads, async_op=True)
-        self._wait(work, f"{what} ({line})", number=self._reads_done)
+        self._wait(work, f"{what}{line}", own.device, number=self._reads_done if is_read else None)
         every = found.view(self.size, -1).tolist()
         if any(one[: len(marks)] != every[0][: len(marks)] for one in every):
-            self._refuse(f"{what} ({line})")
+            self._refuse(f"{what}{line}", is_read=is_read)
         return [one[len(marks) :] for one in every]
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, *, is_read: bool) -> None:
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         text = what.encode()[:_TEXT_BYTES]
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -177,11 +181,15 @@ class Peers:
         all_gather_single(found, own, group=self.reads)
         said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found.view(self.size, -1)]
         each = "; ".join(f"rank {rank}: {one}" for rank, one in zip(self.ranks, said, strict=True))
-        raise TopologyError(f"the ranks ask for values of different sharded tensors at a time: {each}. {_ADVICE}")
+        problem = "the ranks ask for values of different sharded tensors at a time" if is_read else _OTHER_MODULES
+        raise TopologyError(f"{problem}: {each}. {_ADVICE if is_read else _SAME_MODULES}")
 
-    def _wait(self, work: dist.Work | None, what: str, *, number: int | None) -> None:
+    def _wait(self, work: dist.Work | None, what: str, device: torch.device, *, number: int | None) -> None:
         """``number`` of the read that this is; None for what is none."""
         assert work is not None  # this rank is in the group
+        if device.type != "cpu":  # NCCL aborts the communicator of a wait that times out: a late rank would end the run
+            work.wait()
+            return
         begun = time.monotonic()
         while True:
             try:
@@ -221,6 +229,11 @@ class Peers:
 
 
 _INLINE = 4  # numbers that travel with an announcement
+_OTHER_MODULES = "the ranks gather parameters of different modules at a time"
+_SAME_MODULES = (
+    "All ranks that share parameters must run the same modules in the same order: control flow that depends on a rank, "
+    "its batch or its random numbers (layers that are dropped at random) must decide alike on all of them."
+)
 _ADVICE = (
     "A value of a sharded tensor is computed by all ranks together, so all of them must ask for it, on the same line, "
     "not only rank zero: read it on every rank, and print or log it on one"
