@@ -220,7 +220,6 @@ def _background(savers: SaveGroup, process_group: dist.ProcessGroup | None, max_
     if savers.background is None:
         ranks = Ranks.of_group(_group(process_group)) if savers.ranks.world > 1 else Ranks.alone()
         savers.background = Background(ranks)
-        savers.background.linger_at_exit()
     savers.background.max_pending = max_pending
     return savers.background
 

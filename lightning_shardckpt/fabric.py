@@ -5,7 +5,6 @@ How modules are sharded and steps run is in ``parallel/``, what both strategies 
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -112,9 +111,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return
         self._setup_distributed()
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
-        savers = self._enable_async()
-        if savers is not None:
-            atexit.register(savers.linger)  # nobody tears a strategy of Fabric down
+        self._enable_async()
         written_numbers.forget_numbers()
         if self.topology.data_parallel > 1:
             self._agreement.values = ReplicatedValues(tuning=self.tuning)

@@ -386,6 +386,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._ranks.linger()  # it may keep the store: the others end a complete run with an error without it
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()

@@ -134,10 +134,6 @@ class Background:
                 errors[0].add_note(f"another save in the background failed, too: {other}")
             raise errors[0]
 
-    def linger_at_exit(self) -> None:
-        """Let the others hear, when the process ends, how the last save ended; see ``Ranks.linger``."""
-        atexit.register(self._ranks.linger)
-
     def drain(self) -> None:
         """Wait until everything is done; raises nothing. Not collective."""
         with self.lock:

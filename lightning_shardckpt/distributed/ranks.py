@@ -8,6 +8,7 @@ second: for one whose process is gone, it answers in its place, so that nobody w
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
@@ -74,7 +75,9 @@ class Ranks:
         """Return all ranks of the initialized default process group; this process alone without one."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls.alone()
-        return cls(default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, tuning=tuning)
+        found = cls(default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, tuning=tuning)
+        atexit.register(found.linger)
+        return found
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, timeout_s: float = 1800.0) -> Ranks:
@@ -83,12 +86,15 @@ class Ranks:
             return cls.alone()
         name = f"{group.group_name}-{next(_of_groups.setdefault(group.group_name, itertools.count()))}"
         store = default_store()
-        return cls(store, group.rank(), group.size(), timeout_s, name=name)
+        found = cls(store, group.rank(), group.size(), timeout_s, name=name)
+        atexit.register(found.linger)
+        return found
 
     def linger(self, timeout_s: float = 10.0) -> None:
         """Wait, on rank 0, until the others have got the answer to the last step: it may keep the store.
 
-        Not collective. For the end of a process. Those that are gone from another host, or have left, are waited for
+        Not collective. For the end of a run, or of a process, which does it by itself unless it is one of Python's
+        multiprocessing. Those that are gone from another host, or have left, are waited for
         in vain.
         """
         if self._store is None or self.rank != 0 or self._open:

@@ -279,13 +279,10 @@ class MeshStrategy:
         """Return the ranks that save and load together."""
         return Ranks.of_default_group(self.checkpoint_timeout_s, tuning=self.tuning)
 
-    def _enable_async(self) -> Ranks | None:
-        """Make saves asynchronous from now on, if asked for; return the ranks that save while training goes on."""
-        saves = self.checkpoint_io.async_saves
-        if not saves.is_async:
-            return None
-        saves.enable(ranks := self._new_ranks())
-        return ranks
+    def _enable_async(self) -> None:
+        """Make saves asynchronous from now on, if asked for."""
+        if self.checkpoint_io.async_saves.is_async:
+            self.checkpoint_io.async_saves.enable(self._new_ranks())
 
     # --- modules ---
 
