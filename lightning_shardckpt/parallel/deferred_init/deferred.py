@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -145,6 +145,25 @@ class DeferredInit:
         with below_modes():
             if type(parameter) is nn.Parameter and self._log.is_mirror(value):
                 parameter.data = value.detach()
+
+    def writes(self, tensor: torch.Tensor) -> int:
+        """Return how often a tensor was written to since it was made, as far as is known."""
+        with below_modes():
+            storage, noted = self._log.find(tensor), self._log.find_meta(tensor)
+            if storage is not None:
+                return len(storage.writers) - 1
+            return max(version_of(tensor), noted.writes if noted is not None else 0)
+
+    def constant(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Return what computes a tensor on the meta device that was made of a constant inside, and not written to."""
+        noted = self._log.find_meta(tensor)
+        return noted.value if noted is not None and not noted.writes else None
+
+    def is_equal(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
+        """Return whether a tensor made inside has the values of another."""
+        with below_modes():
+            real = self._log.real(tensor) if self._log.is_mirror(tensor) else tensor
+            return torch.equal(real, other.to(real.dtype).expand_as(real))
 
     def is_defined(self, tensor: torch.Tensor) -> bool:
         """Return whether no element of ``tensor`` depends on memory that nothing initialised, as far as is known."""

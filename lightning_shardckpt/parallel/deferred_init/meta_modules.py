@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
-from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.compat.transformers import initialize, is_model, mark_initialized
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -36,6 +35,8 @@ class _Place:
         slots: the module's parameters, its buffers, or its other attributes.
         wanted: whether the tensor has no value, and nobody else will fill it.
         follows: whether it gets the value of another place, to which it is tied.
+        writes: how often constructors wrote to it.
+        constant: computes what they made it of, if they did not write to it.
     """
 
     fqn: str
@@ -45,23 +46,12 @@ class _Place:
     tensor: Tensor
     wanted: bool
     follows: bool
+    writes: int
+    constant: Callable[[], Tensor] | None
 
     def __str__(self) -> str:
         kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
         return f"{self.fqn}  {'attribute' if self.slots is vars(self.module) else kind} of {type(self.module).__name__}"
-
-
-@dataclass(slots=True)
-class _StandIn:
-    """A tensor in the place of another, and how often that and it were written to before any method ran."""
-
-    tensor: Tensor
-    version: int
-    constructed: int
-
-    @property
-    def writes(self) -> int:
-        return version_of(self.tensor) - self.version
 
 
 def initialize_meta(
@@ -91,7 +81,7 @@ def initialize_meta(
                 if reset is not None:
                     reset()
                 else:
-                    _initialize(module, running, places, stand_ins)
+                    _initialize(module, running, places, deferred)
         finally:
             found = _take_back(places, deferred)
     problems = [*_unfilled(root, deferred, found, stand_ins), *_in_containers(root)]
@@ -116,7 +106,8 @@ def _places(root: nn.Module, deferred: DeferredInit, loaded: Collection[str]) ->
         wanted = tensor.is_meta and id(tensor) not in filled and not known
         follows = wanted and id(tensor) in seen and module in models  # from_pretrained fills the first one alone
         seen.add(id(tensor))
-        yield _Place(fqn, module, slots, name, tensor, wanted and not follows, follows)
+        constructed = deferred.writes(tensor), deferred.constant(tensor)
+        yield _Place(fqn, module, slots, name, tensor, wanted and not follows, follows, *constructed)
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, MutableMapping[str, Any], str, Tensor]]:
@@ -170,22 +161,23 @@ def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     return None
 
 
-def _put_stand_ins(places: Sequence[_Place]) -> dict[int, _StandIn]:
-    """Put others in the place of tensors, those without a value uninitialised; return those of wanted ones, by id."""
-    made: dict[tuple[int, bool], _StandIn] = {}
+def _put_stand_ins(places: Sequence[_Place]) -> dict[int, Tensor]:
+    """Put others in the place of tensors, uninitialised or of their constants; return those of wanted ones, by id."""
+    made: dict[tuple[int, bool], Tensor] = {}
     for place in places:
-        old, key = place.tensor, (id(place.tensor), place.wanted)
+        key = (id(place.tensor), place.wanted)
         if key not in made:
-            new = _stand_in(old)
+            made[key] = _stand_in(place.tensor, place.constant)
             if not place.wanted:
-                mark_initialized(new)
-            made[key] = _StandIn(new, version_of(new), 0 if isinstance(old, DTensor) else version_of(old))
-        place.slots[place.name] = made[key].tensor
+                mark_initialized(made[key])
+        place.slots[place.name] = made[key]
     return {number: stand_in for (number, wanted), stand_in in made.items() if wanted}
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
+def _stand_in(tensor: Tensor, constant: Callable[[], Tensor] | None) -> Tensor:
+    if constant is not None:
+        new = constant().to(tensor.dtype)
+    elif isinstance(tensor, DTensor):
         new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     else:
         new = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
@@ -196,12 +188,12 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 def _initialize(
-    model: nn.Module, running: Collection[nn.Module], places: Sequence[_Place], stand_ins: dict[int, _StandIn]
+    model: nn.Module, running: Collection[nn.Module], places: Sequence[_Place], deferred: DeferredInit
 ) -> None:
     """Run the method of a model of transformers, then those of the modules inside that it left alone."""
     initialize(model, running)
     inside = set(model.modules())
-    touched = {p.module for p in places if p.wanted and stand_ins[id(p.tensor)].writes}
+    touched = {p.module for p in places if p.wanted and deferred.writes(p.slots[p.name])}
     for module in dict.fromkeys(p.module for p in places if p.wanted):
         reset = _reset_method(module)
         if module in inside and module not in touched and reset is not None:
@@ -222,19 +214,23 @@ def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_
 
 
 def _unfilled(
-    root: nn.Module, deferred: DeferredInit, found: Sequence[tuple[_Place, Tensor]], stand_ins: dict[int, _StandIn]
+    root: nn.Module, deferred: DeferredInit, found: Sequence[tuple[_Place, Tensor]], stand_ins: dict[int, Tensor]
 ) -> Iterator[tuple[str, str]]:
     """The FQN and a description of what was not filled, or otherwise by constructors than by the methods."""
     models, adapters = _inside_models(root), _adapters(root)
     for place, new in found:
-        stand_in = stand_ins[id(place.tensor)]
+        filled = deferred.writes(new)
         if place.module in adapters:
             yield place.fqn, f"{place}, which PEFT fills only when it makes it"
         elif not deferred.is_defined(new):
             yield place.fqn, f"{place}, which no method fills"
-        elif new is stand_in.tensor and place.module not in models and stand_in.constructed > stand_in.writes:
-            times = f"{stand_in.constructed} times, reset_parameters {stand_in.writes}"
+        elif place.module in models or new is not stand_ins[id(place.tensor)]:
+            continue
+        elif place.writes > filled:
+            times = f"{place.writes} times, reset_parameters {filled}"
             yield place.fqn, f"{place}, which constructors wrote to {times}"
+        elif filled and place.constant is not None and not deferred.is_equal(new, place.constant()):
+            yield place.fqn, f"{place}, to which constructors gave another value than reset_parameters"
 
 
 def _in_containers(root: nn.Module) -> Iterator[tuple[str, str]]:

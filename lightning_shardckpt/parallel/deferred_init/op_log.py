@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ _CACHE_RECENT = 8  # storages: the cache has room for a few of the largest of th
 _COPY_BYTES = 1 << 20  # a foreign input up to this size is copied into the log, a larger one referenced and checked
 
 aten = torch.ops.aten
-_UNINITIALISED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+UNINITIALISED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _UNINITIALISED_TYPES = (UninitializedBuffer, UninitializedParameter)
 ALTERNATIVE = "build this part outside the deferred context, or pass defer_init=False"
 
@@ -126,9 +126,24 @@ class Operation:
                 generator.set_state(state)
             outputs = tree_flatten(self.func(*args, **kwargs))[0]
         for position, storage in self.created:
-            if self.func.overloadpacket in _UNINITIALISED:
+            if self.func.overloadpacket in UNINITIALISED:
                 outputs[position].untyped_storage().fill_(fill)  # so that ranks agree about it
             memory[storage] = outputs[position].untyped_storage()
+
+
+@dataclass(slots=True)
+class MetaStorage:
+    """What constructors did to a storage that the user made on the meta device.
+
+    Attributes:
+        weak: pins the id of the storage.
+        writes: how often it was written to.
+        value: computes what it was made of, if that is a constant.
+    """
+
+    weak: StorageWeakRef
+    writes: int = 0
+    value: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -139,6 +154,7 @@ class Log:
     operations: list[Operation] = field(default_factory=list)
     by_id: dict[int, TrackedStorage] = field(default_factory=dict)
     cache: OrderedDict[TrackedStorage, torch.UntypedStorage] = field(default_factory=OrderedDict)
+    on_meta: dict[int, MetaStorage] = field(default_factory=dict)
     freed_bytes: int = 0  # evicted since memory was returned to the system
 
     def find(self, tensor: torch.Tensor) -> TrackedStorage | None:
@@ -173,6 +189,20 @@ class Log:
         self.append(Operation(aten.clone.default, inputs, spec, frozenset(), None, created, None, dtype), set())
         self.track(storage, tensor.untyped_storage())
         return tensor
+
+    def note_meta(self, tensor: torch.Tensor, made_by: Callable[[], torch.Tensor] | None) -> None:
+        """Remember that the user's ``tensor``, if it is one on the meta device, was made so, or else written to."""
+        if tensor.device.type == "meta" and not dispatches(type(tensor)) and self.find(tensor) is None:
+            memory = tensor.untyped_storage()
+            pin = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+            storage = self.on_meta.setdefault(storage_id(memory), MetaStorage(pin, value=made_by))
+            storage.writes += made_by is None
+
+    def find_meta(self, tensor: torch.Tensor) -> MetaStorage | None:
+        """What is known of the storage of the user's ``tensor`` on the meta device."""
+        if tensor.device.type != "meta" or dispatches(type(tensor)):
+            return None
+        return self.on_meta.get(storage_id(tensor.untyped_storage()))
 
     def escape(self, tensor: torch.Tensor, operation: str) -> None:
         """Make real memory that something unlogged may write to foreign."""
@@ -249,7 +279,7 @@ class Log:
                 return False
             if operation.overwritten is storage:
                 return True
-        return self.operations[storage.writers[0]].func.overloadpacket not in _UNINITIALISED
+        return self.operations[storage.writers[0]].func.overloadpacket not in UNINITIALISED
 
     def _uses(self, position: int) -> set[TrackedStorage]:
         operation = self.operations[position]

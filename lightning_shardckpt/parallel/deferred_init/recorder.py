@@ -7,6 +7,7 @@ methods that leave torch, such as ``numpy``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import (
     ALTERNATIVE,
+    UNINITIALISED,
     Constant,
     Log,
     Operation,
@@ -101,6 +103,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init
         random = None if torch.equal(state, generator.get_state()) else (generator, state)
 
         outputs, out_spec = tree_flatten(result)
+        for t in tensors:
+            if id(t) in written:
+                log.note_meta(t, None)
+        if not tensors and isinstance(result, torch.Tensor) and _is_constant(func):
+            log.note_meta(result, partial(func, *args, **kwargs | {"device": torch.device("cpu")}))
         created = self._track_new(outputs, foreign)
         writes = {storage for t in tensors if id(t) in written and (storage := storages[id(t)])}
         if (created or writes) and func.overloadpacket is not aten.set_:
@@ -152,6 +159,11 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
+
+
+def _is_constant(func: Overload) -> bool:
+    """Return whether an operator without tensors always makes the same one."""
+    return func.overloadpacket not in UNINITIALISED and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _written(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

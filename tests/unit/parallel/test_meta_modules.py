@@ -153,6 +153,27 @@ class NanoGPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
 
+class ZeroNorm(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
+class RMSNorm(nn.Module):
+    """Without ``reset_parameters``: its constructor makes it of constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("steps", torch.arange(4))
+
+
+class OldGPT(NanoGPT):
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.02)
+
+
 INCOMPLETE: dict[str, tuple[Build, str]] = {
     "buffer": (Scaled, r"1 of the tensors .* no first values:\n  scale  buffer of Scaled, which no method fills\nLet"),
     "attribute": (Attribute, r"2 of .*\n  bias_scale  attribute of Attribute, .*\n  scales  list of Attribute, which"),
@@ -172,6 +193,34 @@ def test_what_no_method_fills_is_refused_by_name(name: str) -> None:
     build, error = INCOMPLETE[name]
     with pytest.raises(TopologyError, match=error):
         filled(build)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize(
+    ("build", "error"),
+    [
+        (OldGPT, r"layer\.weight  parameter of Linear, which constructors wrote to 2 times, reset_parameters 1\n"),
+        (ZeroNorm, r"weight  parameter of ZeroNorm, to which constructors gave another value than reset_parameters\n"),
+    ],
+)
+def test_what_constructors_do_by_data_or_instead_of_reset_parameters_is_seen_in_the_context(
+    build: Build, error: str
+) -> None:
+    deferred = DeferredInit()
+    with deferred, torch.device("meta"):
+        modules = nn.Sequential(build(), *(build() for build in COMPLETE.values()))
+    with pytest.raises(TopologyError, match=r"1 of .*\n  0\." + error):
+        initialize_meta(modules, deferred, ())
+
+
+def test_constants_that_constructors_make_in_the_context_need_no_method() -> None:
+    deferred = DeferredInit()
+    with deferred, torch.device("meta"):
+        norm = RMSNorm()
+    initialize_meta(norm, deferred, ())
+    assert_same(values(norm, deferred), tensors(RMSNorm()))
+    with pytest.raises(TopologyError, match=r"2 of .*\n  weight .*\n  steps "):
+        filled(RMSNorm)
 
 
 def test_what_is_loaded_needs_no_method_and_the_rest_is_filled() -> None:
