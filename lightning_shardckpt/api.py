@@ -275,6 +275,7 @@ def load(
         path: what ``save``, ``ShardedStrategy`` or Fabric saved, or a file of ``torch.save`` with Lightning's keys.
         state: see ``save``. A single module takes the single stored one, whatever its key; several are found by their
             keys, or as attributes of a LightningModule that was saved. Optimizers are found by their keys, or in order.
+            A state dict may stand for the object that gave it, here and in what was saved.
             None: everything is returned with whole tensors on the CPU. Not collective then.
         strict: whether a difference is an error; else the rest is loaded.
         skip: patterns of names of tensors that stay as they are, such as ``"head.*"``, with the state that optimizers

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_job import LoadTargets
-from lightning_shardckpt.checkpoint.parts import PARTS, checked_patterns
+from lightning_shardckpt.checkpoint.parts import PARTS, checked_patterns, listed
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.as_values import AsValues
+from lightning_shardckpt.sources.as_objects import AsObjects, dicts_for
+from lightning_shardckpt.sources.as_values import AsValues, places_of
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.matched_source import fitted_to
 from lightning_shardckpt.sources.renamed import RenamedSource, model_names, parameters_of
@@ -122,22 +123,14 @@ class NestedLoad:
         """
         if isinstance(source, TorchFileSource):
             source = source.with_all_modules()
-        components = source.components()
-        specs = components.get("trainer", Component({})).tensors
-
-        def blank(key: str) -> torch.Tensor:
-            return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
-
-        known = source.trainer(blank)
-        keys = checked_keys(known.get(KEYS), source.path)
-        prefixes = self._stored_prefixes(keys, "model" in components)
+        source, known, keys = self._as_objects(source)
+        prefixes = self._stored_prefixes(keys, "model" in source.components())
         numbers = self._numbers(keys, source.document("optimizer"))
-        objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
-        self.present = [*objects, *(key for key in known if key != KEYS)]
-        if wanted := self._wanted_as_values(objects):
-            source = AsValues(source, keys or {}, wanted)
-            specs = source.components()["trainer"].tensors
-            known = source.trainer(blank)
+        asked = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
+        places = places_of(source, keys, self._state, asked, alone=not self._objects.modules)
+        if places.modules or places.optimizers:
+            source = AsValues(source, places)
+            known = _trainer_of(source)
         problems = self._compare_rest(known)
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
@@ -153,11 +146,20 @@ class NestedLoad:
         fitted, more = fitted_to(renamed, module=self._root, live=self._leaves, whole=self._whole)
         return fitted, problems + more
 
-    def _wanted_as_values(self, stored: Sequence[str]) -> list[str]:
-        """Return the stored places of modules and optimizers where something else is asked for."""
-        others = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
-        asked = {key_of(path[:end]) for path in others for end in range(1, len(path) + 1)}
-        return [key for key in stored if key in asked]
+    def _as_objects(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
+        """Return a source with state dicts as the objects that are asked for, its trainer's state, and its objects."""
+        known = _trainer_of(source)
+        keys = checked_keys(known.get(KEYS), source.path)
+        objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
+        self.present = [*objects, *(key for key in known if key != KEYS)]
+        if keys is None:
+            return source, known, keys
+        modules, optimizers = dicts_for(known, keys, [*self._objects.modules], [*self._objects.optimizers])
+        if not modules and not optimizers:
+            return source, known, keys
+        source = AsObjects(source, keys, modules, optimizers)
+        known = _trainer_of(source)
+        return source, known, known[KEYS]
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
         """Return what stands before the stored names of each module that the checkpoint has."""
@@ -261,9 +263,10 @@ class NestedLoad:
             loaded = load(path, self.live(), ranks=ranks, options=options, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
+                there = f"it has {listed([*map(repr, self.present)])}" if self.present else "it has a model alone"
                 raise KeyError(
-                    f"checkpoint {path!r} does not have {', '.join(map(repr, self.missing))} of the state; it has "
-                    f"{', '.join(map(repr, self.present))}. Pass strict=False to load the rest"
+                    f"checkpoint {path!r} does not have {listed([*map(repr, self.missing)])} of the state; {there}. "
+                    "Pass strict=False to load the rest"
                 ) from error
             raise
         finish = partial(self._finish_modules, loaded, strict=options.strict)
@@ -303,6 +306,16 @@ class NestedLoad:
         for path in taken:  # all at the end: a list goes with its last item that was asked for
             remove_at(trainer, path)
         return {key: value for key, value in trainer.items() if key not in (KEYS, "rank_state")}
+
+
+def _trainer_of(source: Source) -> dict[str, Any]:
+    """Return the trainer's state with blanks for its tensors."""
+    specs = source.components().get("trainer", Component({})).tensors
+
+    def blank(key: str) -> torch.Tensor:
+        return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
+
+    return source.trainer(blank)
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str | None:

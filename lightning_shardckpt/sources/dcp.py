@@ -152,16 +152,17 @@ class _Directory:
         self, number: int, keys: OptimizerKeys, layout: DCPKeys, tensors: dict[str, ForeignTensor]
     ) -> dict[str, Any]:
         """The state dict of an optimizer without its tensors of a parameter's kind, which go into ``tensors``."""
-        state: dict[str, dict[str, Any]] = {}
+        state, groups = dict[str | int, dict[str, Any]](), self._groups(keys)
+        numbers = {f"{param}": param for group in groups for param in group["params"] if type(param) is int}
         for name, entries in keys.state.items():
-            fqn, small = clean_fqn(name), dict[str, Any]()
+            param, small = numbers.get(name, clean_fqn(name)), dict[str, Any]()
             for what, key in entries.items():
                 if self._is_leaf(what, key, layout.model.get(name)):
-                    tensors[f"{number}/{fqn}/{what}"] = self._tensor(key)
+                    tensors[f"{number}/{f'#{name}' if name in numbers else param}/{what}"] = self._tensor(key)
                 else:
                     small[what] = self._value(key)
-            state[fqn] = small
-        return {"state": state, "param_groups": self._groups(keys)}
+            state[param] = small
+        return {"state": state, "param_groups": groups}
 
     def _is_leaf(self, what: str, key: str, param: str | None) -> bool:
         """Return whether a state is laid out like its parameter; that can be 0-dim, which a step count always is."""
@@ -184,11 +185,14 @@ class _Directory:
                     found.append({**group, "params": known[text]})
                 known[text].append(fqn)
         groups: list[Any] = found if isinstance(found, list) else [found]
+        kinds = set[type]()
         for number, group in enumerate(groups):
-            names = group.get("params") if isinstance(group, dict) else None
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise FormatError(f"param group {number} of an optimizer has no list of parameter names")
-            group["params"] = [clean_fqn(name) for name in names]
+            found_names = group.get("params") if isinstance(group, dict) else None
+            names: list[Any] = found_names if isinstance(found_names, list) else [None]
+            kinds.update(map(type, names))
+            if kinds not in ({str}, {int}, set()):
+                raise FormatError(f"param group {number} of an optimizer has no list of parameters")
+            group["params"] = [clean_fqn(name) if isinstance(name, str) else name for name in names]
         return groups
 
     def _rest(self, layout: DCPKeys) -> dict[str, Any]:

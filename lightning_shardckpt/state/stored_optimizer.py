@@ -44,12 +44,22 @@ class StoredOptimizer:
                 param, _, name = key[len(prefix) :].rpartition("/")
                 self.tensors.setdefault(param, {})[name] = key
 
-    def state_dict(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return state like torch's ``Optimizer.state_dict``, keyed as it was saved; ``tensors`` by stored key, or what
-        stands for them."""
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number that torch gives to each parameter."""
+        return {param: number for number, param in enumerate(param for group in self.groups for param in group)}
+
+    def state_dict(self, tensors: Mapping[str, Any], *, by_number: bool = False) -> dict[str, Any]:
+        """Return state like torch's ``Optimizer.state_dict``.
+
+        Args:
+            tensors: by stored key, or what stands for them.
+            by_number: use numbers of parameters, as torch does; else what was saved.
+        """
+        numbers = self.numbers if by_number else {}
 
         def as_saved(param: str) -> str | int:
-            return int(param[1:]) if self.numbered else param
+            return numbers.get(param, param) if not self.numbered else int(param[1:])
 
         state = {
             as_saved(p): {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from lightning_shardckpt import load, metadata, save
@@ -253,3 +256,147 @@ def resume_with_another_optimizer(folder: str) -> None:
 
 def test_a_trainer_does_not_resume_an_optimizer_of_another_class(tmp_path: Path) -> None:
     run_ranks(2, resume_with_another_optimizer, str(tmp_path))
+
+
+# ── state dicts and objects ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Normed(nn.Module):
+    """Tensors of a kilobyte and more, which have files, and small ones, which are inside JSON; extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(3, 400), nn.BatchNorm1d(400), nn.Linear(400, 30)
+        self.told: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
+def normed(seed: int, steps: int, fabric: Any = None) -> State:
+    torch.manual_seed(seed)
+    model: Any = Normed()
+    rest = [*model.norm.parameters(), *model.down.parameters()]
+    optimizer: Any = torch.optim.AdamW([{"params": model.up.parameters(), "lr": 0.1 * seed}, {"params": rest}])
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+    for _ in range(steps):
+        loss = model(torch.randn(4, 3)).square().mean()
+        fabric.backward(loss) if fabric is not None else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    getattr(model, "module", model).told = seed * 10
+    return {"model": model, "optimizer": optimizer}
+
+
+def as_dicts(state: State) -> State:
+    return {key: value.state_dict() for key, value in state.items()}
+
+
+def as_plain_dicts(state: State) -> State:
+    return {"model": dict(state["model"].state_dict()), "optimizer": state["optimizer"].state_dict()}
+
+
+def save_dcp(path: Path | str, state: State) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=path)
+
+
+def into_objects(path: str, state: State) -> None:
+    load(path, state)
+
+
+def into_dicts(path: str, state: State) -> None:
+    """As a script does: `load` fills the tensors of the dicts, and replaces values in them."""
+    dicts = as_dicts(state)
+    load(path, dicts)
+    state["optimizer"].load_state_dict(dicts["optimizer"])
+    state["model"].load_state_dict(dicts["model"])
+
+
+def into_one_of_each(path: str, state: State) -> None:
+    dicts = as_dicts(state)
+    load(path, {"model": dicts["model"], "optimizer": state["optimizer"]}, named_by=state["model"])
+    state["model"].load_state_dict(dicts["model"])
+
+
+def into_one_dict(path: str, state: State) -> None:
+    dicts = as_dicts(state)
+    load(path, dicts["model"])
+    state["model"].load_state_dict(dicts["model"])
+    load(path, {"optimizer": state["optimizer"]}, named_by=state["model"])
+
+
+SAVED: dict[str, Any] = {
+    "objects": lambda path, state: save(path, state),
+    "state dicts": lambda path, state: save(path, as_dicts(state)),
+    "plain dicts": lambda path, state: save(path, as_plain_dicts(state)),
+    "a module and a dict": lambda path, state: save(path, {**as_dicts(state), "model": state["model"]}),
+    "DCP": lambda path, state: save_dcp(path, as_dicts(state)),
+    "a file": lambda path, state: torch.save(as_dicts(state), path),
+}
+INTO = [into_objects, into_dicts, into_one_of_each, into_one_dict]
+NOT_THERE = {("state dicts", into_one_dict), ("plain dicts", into_one_dict)}  # a dict that is there has a key
+
+
+def dicts_and_objects(folder: str) -> None:
+    fabric = fabric_of("32-true") if dist.is_initialized() else None
+    saved = normed(1, 2, fabric)
+    objects = {key: getattr(value, "optimizer", value) for key, value in saved.items()}
+    expected = whole(objects)
+    for name, save_it in SAVED.items():
+        if fabric is not None and name == "a file":
+            continue  # torch.save has no shards
+        path = f"{folder}/{name}"
+        save_it(path, objects)
+        for into in INTO:
+            for steps in (0, 1):
+                state = normed(2, steps, fabric)
+                live = {key: getattr(value, "optimizer", value) for key, value in state.items()}
+                if (name, into) in NOT_THERE:
+                    with pytest.raises(KeyError, match=r"does not have 'up\.weight', .* it has 'model', 'optimizer'"):
+                        into(path, live)
+                    continue
+                into(path, live)
+                assert differing(whole(live), expected) == [], (name, into, steps)
+
+
+def test_a_state_dict_and_the_object_that_gave_it_are_the_same_to_a_load(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    dicts_and_objects(str(tmp_path / "one"))
+    run_ranks(2, dicts_and_objects, str(tmp_path / "two"))
+
+
+def test_weights_of_other_programs_load_into_a_state_dict_of_tensors(tmp_path: Path) -> None:
+    saved = normed(1, 2)["model"]
+    tensors = {name: value for name, value in saved.state_dict().items() if isinstance(value, Tensor)}
+    save_dcp(tmp_path / "dcp", tensors)
+    torch.save(tensors, tmp_path / "file.pt")
+    safetensors.torch.save_file(tensors, tmp_path / "file.safetensors")
+    for name in ("dcp", "file.pt", "file.safetensors"):
+        for state in (lambda found: {"model": found}, lambda found: {"any": found}, lambda found: found):
+            found = {name: torch.zeros_like(value) for name, value in tensors.items()}
+            load(tmp_path / name, state(found))
+            assert differing(found, tensors) == [], name
+        with pytest.raises(KeyError, match="'step' of the state; it has a model alone"):
+            load(tmp_path / name, {"model": saved, "step": 0})
+        wrong = {"model": {**found, "up.weight": torch.zeros(2, 2)}}
+        with pytest.raises(
+            MismatchError, match=r"model/up.weight  torch.float32 \(400, 3\) in checkpoint, .* \(2, 2\)"
+        ):
+            load(tmp_path / name, wrong)
+    save(tmp_path / "flat", tensors)
+    module = normed(2, 1)["model"]
+    with pytest.raises(MismatchError, match="_extra_state  in model only"):
+        load(tmp_path / "flat", {"model": module})
+    with pytest.warns(UserWarning, match="_extra_state  in model only"):
+        load(tmp_path / "flat", {"model": module}, strict=False)
+    assert differing(whole(dict(module.named_parameters())), whole(dict(saved.named_parameters()))) == []
