@@ -27,6 +27,15 @@ def clean_fqn(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def state_name(name: str) -> str:
+    """Return what a state dict has in place of a name as registered: of wrappers, only torch.compile is in it.
+
+    >>> state_name("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'net._orig_mod.layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS[1:])
+
+
 def base_fqn(name: str) -> str:
     """Return the FQN that a module or tensor had before PEFT wrapped the model and some of its modules.
 

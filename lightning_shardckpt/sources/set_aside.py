@@ -49,10 +49,12 @@ class SetAside:
         self._stored = source.components().get("model", Component({}))
         known = {key: key for key in self._stored.tensors} | dict(self._stored.aliases)
         self._known, self._document = known, source.document("model") or {}
-        shapes = {name: self._stored.tensors[key].shape for name, key in known.items()}
-        here = {name: tuple(shape_of(live.tensors[key])) for key, group in names.items() for name in group}
-        stored_values = dict.fromkeys(self._document, ())
-        scopes = code.scopes(shapes | stored_values, here | dict.fromkeys(values, ()), elsewhere)
+        scopes = Scopes(())
+        if code.before or code.of_libraries:
+            shapes = {name: self._stored.tensors[key].shape for name, key in known.items()}
+            here = {name: tuple(shape_of(live.tensors[key])) for key, group in names.items() for name in group}
+            stored_values = dict.fromkeys(self._document, ())
+            scopes = code.scopes(shapes | stored_values, here | dict.fromkeys(values, ()), elsewhere)
         self._scopes: Callable[[str], bool] = lambda name: MARK not in name and scopes(name)
         self._live = {
             name: live.tensors[key]
@@ -63,7 +65,7 @@ class SetAside:
         inside = {name for name in (*known, *self._document) if self._scopes(name)}
         self.names = frozenset(inside | (self._live.keys() & known.keys()))
         """Stored names."""
-        self._strangers: set[str] = set()
+        self._strangers, self._kept = set[str](), set[str]()
         self._absent = {name for name in values if self._scopes(name) and name not in self._document}
         self.is_needed = bool(self.names or code.before or code.after)
 
@@ -115,10 +117,10 @@ class SetAside:
 
     def skip(self, skips: Callable[[str], bool]) -> None:
         """Leave out what is to stay as it is."""
-        skipped = {name for name in self.names if skips(name)}
-        self.names -= skipped
+        self._kept = {name for name in self.names | self._live.keys() if skips(name)}
+        self.names -= self._kept
         self._absent = {name for name in self._absent if not skips(name)}
-        self._strangers -= skipped
+        self._strangers = {name for name in self._strangers if not skips(name)}
 
     def allocate(self, most_bytes: int = _MOST_WHOLE_BYTES) -> tuple[ForCode, list[ReadTarget]]:
         """Make memory for what is set aside, laid out like the module's tensors where those have its name and shape.
@@ -129,7 +131,7 @@ class SetAside:
         Raises:
             StateError: if that is not enough.
         """
-        there = ForCode(self.is_needed, absent=frozenset(self._absent))
+        there = ForCode(self.is_needed, absent=frozenset(self._absent), kept=frozenset(self._kept))
         by_key: dict[str, torch.Tensor] = {}
         names = sorted(self.names | (self._strangers & self._known.keys()))
         for name in sorted(names, key=lambda name: name not in self._live):

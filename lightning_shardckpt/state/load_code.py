@@ -93,10 +93,12 @@ class ForCode:
         entries: by stored name, what is not in the module yet; on the meta device what only other stages have, and what
             no module has.
         absent: names of the model's entries that nothing is stored for.
+        kept: names of entries that are to stay as they are, which code is not shown.
         versions: of modules, see ``module_versions``.
     """
 
     is_needed: bool = False
     entries: dict[str, Any] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
     versions: Mapping[str, Any] | None = None

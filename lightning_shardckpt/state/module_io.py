@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
 from lightning_shardckpt.state.compound_tensors import is_compound, memory_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.load_code import ForCode
@@ -64,12 +64,13 @@ def entries_loaded(
         for_code: what else is not in the modules yet, and what was not stored.
     """
     registered = {clean_fqn(name): name for name in live}
-    found = {name: value for name, value in live.items() if clean_fqn(name) not in for_code.absent}
+    left_out = for_code.absent | for_code.kept
+    found = {name: value for name, value in live.items() if clean_fqn(name) not in left_out}
     found |= {registered[name]: value for name, value in values.items() if name in registered}
     if not for_code.entries:
         return found
     starts = {
-        start + clean_fqn(f"{name}." if name else ""): start + (f"{name}." if name else "")
+        clean_fqn(f"{start}{name}." if name else start): state_name(f"{start}{name}." if name else start)
         for start, root in modules.items()
         for name, _ in root.named_modules(remove_duplicate=False)
     }
@@ -117,7 +118,8 @@ def load_rest(
     """
     whole = whole or WholeNames()
     edited = _edited(live, now, copies, whole)
-    removed = [name for name in live if name not in now and clean_fqn(name) not in for_code.absent]
+    left_out = for_code.absent | for_code.kept
+    removed = [name for name in live if name not in now and clean_fqn(name) not in left_out]
     if removed and not strict:
         raise StateError(
             f"on_load_checkpoint took {removed[:_LISTED]} out of the state dict, but they are loaded already. To keep "
@@ -128,18 +130,14 @@ def load_rest(
     of_modules = {start: _named(module) for start, module in modules.items()}
     own = {start + name: tensor for start, named in of_modules.items() for name, tensor in named.items()}
     compound = {name for name, tensor in own.items() if name not in edited and is_compound(tensor)}
+    quiet = compound | {name for name in live if clean_fqn(name) in for_code.kept}
     entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in now.items()}
-    missing, unexpected = list[str](), list[str]()
-    for start, module in modules.items():
-        mine = {n.removeprefix(start): v for n, v in entries.items() if n.startswith(start) and n not in compound}
-        versions = None if for_code.versions is None else versions_in(for_code.versions, start)
-        found = _loaded(module, with_versions(mine, versions, (name for name, _ in module.named_modules())))
-        missing += [start + name for name in found[0]]
-        unexpected += [start + name for name in found[1]]
+    given = {name: value for name, value in entries.items() if name not in compound}
+    missing, unexpected = _load_each(modules, given, for_code.versions)
     if keep_parameters:
         _check_same(modules, own)
     there = {name for name in live if name not in copies}
-    lines = [f"{name}  in model only" for name in missing if name in live and name not in compound]
+    lines = [f"{name}  in model only" for name in missing if name in live and name not in quiet]
     strangers = (name for name in unexpected if name not in there and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in strangers]
     if not strict:  # what is not stored has been told
@@ -164,6 +162,20 @@ def _check_same(modules: Mapping[str, nn.Module], before: Mapping[str, torch.Ten
 
 def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _load_each(
+    modules: Mapping[str, nn.Module], entries: Mapping[str, Any], versions: Mapping[str, Any] | None
+) -> tuple[list[str], list[str]]:
+    """Have each module load its entries; returns the names that are missing and unexpected."""
+    missing, unexpected = list[str](), list[str]()
+    for start, module in modules.items():
+        mine = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
+        known = None if versions is None else versions_in(versions, start)
+        found = _loaded(module, with_versions(mine, known, (name for name, _ in module.named_modules())))
+        missing += [start + name for name in found[0]]
+        unexpected += [start + name for name in found[1]]
+    return missing, unexpected
 
 
 def _loaded(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:

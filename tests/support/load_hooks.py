@@ -169,6 +169,25 @@ class Container(nn.Module):
             state[prefix + "inner." + name.removeprefix(prefix + "old.")] = state.pop(name)
 
 
+class SavedOtherwise(Linear):
+    """Saves its weight under another name, and what follows from it."""
+
+    def __init__(self, first: float = 0.0) -> None:
+        super().__init__(first)
+        self.register_state_dict_post_hook(self.rename)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_pre_hook(self.name_back)  # type: ignore[no-untyped-call]  # torch's
+
+    @staticmethod
+    def rename(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "packed"] = state.pop(prefix + "weight")
+        state[prefix + "sum"] = state[prefix + "count"] + 5
+
+    @staticmethod
+    def name_back(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "weight"] = state.pop(prefix + "packed")
+        state[prefix + "count"] = state.pop(prefix + "sum") * 2
+
+
 def quantized(seen: bool) -> nn.Module:
     observer = MovingAverageMinMaxObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)
     found = FakeQuantize(observer, -128, 127)  # type: ignore[no-untyped-call]  # torch's
@@ -206,6 +225,7 @@ CASES: Mapping[str, Case] = {
     "a hook before changes values": Case(lambda: Doubled(3.0), Doubled),
     "a hook before renames": Case(OldName, Renamed),
     "a hook before renames what a child has": Case(lambda: Container("old", 2.0), Container),
+    "hooks save under another name": Case(lambda: SavedOtherwise(3.0), SavedOtherwise),
     "an override keeps what is there": Case(WithOther, Kept),
     "an override makes a buffer longer": Case(lambda: Queue(5), Queue),
     "an older version is converted": Case(lambda: First(3.0), Second),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import transformers as tf
 from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import load, load_from_checkpoint, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.load_code import LoadCode
@@ -29,6 +32,7 @@ from lightning_shardckpt.state.model import model_leaves, names_of
 from tests.support import tiny
 from tests.support.load_hooks import (
     CASES,
+    Container,
     Doubled,
     Linear,
     OldName,
@@ -82,11 +86,17 @@ def by_functions(path: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         load(f"{path}-{name}", {"model": module})
         found |= {f"{name}.{key}": value for key, value in contents(module).items()}
     save(path, {"model": all_cases(True)})
+    wrapped: Any = all_cases(False)
+    eager = partial(torch.compile, backend="eager")
+    for name, wrap in (("a hook before renames what a child has", checkpoint_wrapper), ("extra state", eager)):
+        name = next(one for one in CASES if one.startswith(name))
+        wrapped[name] = wrap(wrapped[name])
+    load(path, {"model": wrapped})
     one, other = all_cases(False), {"a": all_cases(False), "b": nn.Linear(2, 2)}
     load(path, {"model": one})
     save(path, {"a": all_cases(True), "b": nn.Linear(2, 2)}, overwrite=True)
     load(path, other)
-    return found, [contents(one), contents(other["a"])]
+    return found, [contents(one), contents(other["a"]), {clean_fqn(n): v for n, v in contents(wrapped).items()}]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -95,7 +105,7 @@ def test_functions_load_as_torch_does(tmp_path: Path, world: int) -> None:
     alone = {name: value for name, value in expected.items() if not name.startswith(("begin", "end"))}
     for found, together in run_ranks(world, by_functions, str(tmp_path / "a")):
         assert same(found, alone) == []
-        assert [same(one, expected) for one in together] == [[], []]
+        assert [same(one, expected) for one in together] == [[], [], []]
 
 
 class Holder(pl.LightningModule):
@@ -348,18 +358,25 @@ def fail(path: str) -> list[Any]:
     save(f"{path}-2", {"model": nn.ModuleDict({"wrapped": nn.ModuleDict({"inner": Linear(3.0)})})})
     unwrapping = Unwrapping()
     load(f"{path}-2", {"model": unwrapping})
-    return [*found, contents(unwrapping)]
+    save(f"{path}-3", {"model": Container("old", 2.0)})
+    container = Container()
+    load(f"{path}-3", {"model": container}, skip=["last.weight"])
+    return [*found, contents(unwrapping), contents(container)]
 
 
 def test_what_hooks_leave_missing_and_what_fails_in_them_is_told_on_all_ranks(tmp_path: Path) -> None:
     dropping, unwrapping = Dropping(), Unwrapping()
     dropping.load_state_dict(Linear(3.0).state_dict(), strict=False)
     unwrapping.inner.load_state_dict(Linear(3.0).state_dict())
-    for missing, failed, kept, unwrapped in run_ranks(2, fail, str(tmp_path / "a")):
+    container, fresh = Container(), Container()
+    container.load_state_dict(Container("old", 2.0).state_dict())
+    container.last.weight = fresh.last.weight
+    for missing, failed, kept, unwrapped, skipped in run_ranks(2, fail, str(tmp_path / "a")):
         assert "weight  in model only" in missing
         assert "no table" in failed and ("rank 1" in failed or failed == "'no table'")
         assert same(kept, contents(dropping)) == []
         assert same(unwrapped, contents(unwrapping)) == []
+        assert same(skipped, contents(container)) == []
 
 
 class Growing(Linear):
