@@ -322,6 +322,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._agreement.meet(self._ranks, self.meshes, self.root_device)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
         self.checkpoint_io.save_checkpoint(checkpoint, chosen, storage_options)
+        for note in objects.notes:
+            rank_zero_warn(note)
 
     @override
     def load_checkpoint(

@@ -80,7 +80,7 @@ class NestedSave:
             if document is not None:
                 found = replace(found, documents={**found.documents, "huggingface": document})
             self.notes += notes
-        self.notes += found.notes
+        self.notes += [*found.notes, *objects.notes]
         return _with_prefix(found, self._prefix)
 
 

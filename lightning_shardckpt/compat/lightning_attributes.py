@@ -34,6 +34,14 @@ def fabric_original(module: nn.Module) -> nn.Module | None:
     return module._modules.get("_original_module")
 
 
+def loader_of_fabric(value: object) -> object:
+    """Return the loader that Fabric's ``setup_dataloaders`` was given, from what it returned, and else the object.
+
+    Relies on the name of ``_FabricDataLoader``, and on its attribute ``_dataloader``.
+    """
+    return value._dataloader if type(value).__name__ == "_FabricDataLoader" else value  # type: ignore[attr-defined]
+
+
 def fabric_forward(module: nn.Module | None) -> nn.Module | None:
     """Return the module whose forward a module from Fabric's ``setup`` calls: what the strategy's ``setup_module``
     returned. Other modules are returned as they are.

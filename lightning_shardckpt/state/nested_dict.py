@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from lightning_shardckpt.compat.lightning_attributes import fabric_original
+from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
@@ -50,13 +51,29 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class NestedObjects:
-    """Objects in a nested dict, each kind by path; ``values`` are the largest parts without any object or tensor."""
+    """Objects in a nested dict, each kind by path; ``values`` are the largest parts without any object or tensor.
+
+    ``loaders`` have no state of their own: they stay as they are.
+    """
 
     modules: dict[Path, nn.Module] = field(default_factory=dict)
     optimizers: dict[Path, Optimizer] = field(default_factory=dict)
     stateful: dict[Path, Stateful] = field(default_factory=dict)
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
+    loaders: dict[Path, DataLoader[Any]] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of a save of these objects."""
+        if not self.loaders:
+            return []
+        keys = ", ".join(repr(key_of(path)) for path in self.loaders)
+        return [
+            f"{keys}: a DataLoader has no state of its own, so none is saved. When the state is loaded it stays as it "
+            "is, at the beginning of an epoch. To go on in one, use a loader with state_dict and load_state_dict, such "
+            "as torchdata's StatefulDataLoader."
+        ]
 
     @property
     def prefixes(self) -> dict[Path, str]:
@@ -99,6 +116,7 @@ class NestedObjects:
             ordered(self.stateful),
             ordered(self.tensors),
             self.values,
+            self.loaders,
         )
 
     @gc_paused()
@@ -172,13 +190,13 @@ def _refuse_foreign(found: NestedObjects) -> None:
 
 
 def unwrapped(value: Any) -> Any:
-    """The module inside another one that only runs it, such as DistributedDataParallel; else the value."""
+    """The object inside another one that only runs it, such as DistributedDataParallel; else the value."""
     if isinstance(value, DistributedDataParallel):
         return value.module
     if isinstance(value, nn.Module):
         inner = value.__dict__.get(WRAPPED) or fabric_original(value)
         return value if inner is None else unwrapped(inner)
-    return value
+    return loader_of_fabric(value)
 
 
 def _visit(value: Any, path: Path, found: NestedObjects) -> None:
@@ -191,6 +209,8 @@ def _visit(value: Any, path: Path, found: NestedObjects) -> None:
         found.tensors[path] = value
     elif _is_stateful(value):
         found.stateful[path] = value
+    elif isinstance(value, DataLoader):
+        found.loaders[path] = value
     elif isinstance(value, dict | list) and _holds_objects(value):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             _visit(item, (*path, key), found)
@@ -210,7 +230,8 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, nn.Module | Optimizer) or _is_stateful(value)
+    value = loader_of_fabric(value)
+    return isinstance(value, nn.Module | Optimizer | DataLoader) or _is_stateful(value)
 
 
 def _holds_objects(value: Any) -> bool:
@@ -262,10 +283,11 @@ _NOTHING = object()
 
 
 def _rest(value: Any, states: Mapping[int, Any]) -> Any:
-    """A value without modules and optimizers, the state of other objects, by ``id``, in their place."""
+    """A value without modules, optimizers and loaders, the state of other objects, by ``id``, in their place."""
+    value = loader_of_fabric(value)
     if id(value) in states:
         return states[id(value)]
-    if isinstance(value, nn.Module | Optimizer):
+    if isinstance(value, nn.Module | Optimizer | DataLoader):
         return _NOTHING
     if isinstance(value, dict | list) and _holds_objects(value):
         if isinstance(value, dict):

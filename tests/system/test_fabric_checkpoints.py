@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_shardckpt import load, metadata, save
 from lightning_shardckpt.consolidate import consolidate
@@ -265,3 +266,63 @@ def options_are_refused() -> None:
 
 def test_what_has_no_meaning_is_refused() -> None:
     run_ranks(1, options_are_refused)
+
+
+# ── loaders ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Counted(DataLoader[Any]):
+    """Has a state of its own: how many batches it gave."""
+
+    given = 0
+
+    def __iter__(self) -> Any:
+        for batch in list(super().__iter__())[self.given :]:
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def with_loaders(directory: str) -> dict[str, Any]:
+    """Save a state with loaders, as litgpt does, and load it: by Fabric, and by functions."""
+    fabric, found = fabric_of("32-true"), dict[str, Any]()
+
+    def state_of(seed: int) -> dict[str, Any]:
+        loaders: Any = DataLoader(range(8), 2), {"counted": Counted(range(8), 2, shuffle=False)}  # type: ignore[arg-type]
+        plain, counted = fabric.setup_dataloaders(loaders[0], loaders[1]["counted"], use_distributed_sampler=False)
+        model = script(fabric, seed, 0)["model"]
+        return {"model": model, "train_dataloader": plain, "more": {"counted": counted}, "step": seed}
+
+    for name, keep, take in (("fabric", fabric.save, fabric.load), ("functions", save, load)):
+        state, fresh = state_of(2), state_of(1)
+        for _ in range(3):
+            given = iter(state["more"]["counted"])
+            next(given)
+        loader = fresh["train_dataloader"]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            keep(f"{directory}/{name}", state)
+        rest = take(f"{directory}/{name}", fresh)
+        said = len([one for one in told if "'train_dataloader': a DataLoader has no state" in str(one.message)])
+        found[name] = (
+            said,
+            rest,
+            fresh["step"],
+            fresh["train_dataloader"] is loader,
+            list(loader),
+            [batch.tolist() for batch in fresh["more"]["counted"]],
+        )
+    return found
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_loaders_in_a_state_keep_their_place_and_go_on_if_they_can(world: int, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(world, with_loaders, str(tmp_path))):
+        for said, rest, step, same, batches, left in found.values():
+            assert (said, rest, step, same, len(batches), left) == (int(rank == 0), {}, 2, True, 4, [[6, 7]])

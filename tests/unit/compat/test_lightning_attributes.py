@@ -7,12 +7,14 @@ from pathlib import Path
 from lightning.fabric import Fabric
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat.lightning_attributes import (
     SET_LATER,
     attached_trainer,
     fabric_forward,
     fabric_original,
+    loader_of_fabric,
 )
 from tests.unit.compat.test_lightning_trainer import trainer
 
@@ -29,6 +31,12 @@ def test_what_setup_returns_leads_to_the_module_that_it_was_given() -> None:
     found = Fabric(accelerator="cpu", devices=1).setup(module)
     assert fabric_original(found) is module and fabric_forward(found) is module  # this strategy wraps nothing
     assert fabric_original(module) is None and fabric_forward(module) is module and fabric_forward(None) is None
+
+
+def test_what_setup_dataloaders_returns_leads_to_the_loader_that_it_was_given() -> None:
+    loader = DataLoader([1, 2])  # type: ignore[arg-type]
+    found = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+    assert found is not loader and loader_of_fabric(found) is loader and loader_of_fabric(loader) is loader
 
 
 def test_the_attributes_that_lightning_sets_later_are_known(tmp_path: Path) -> None:
