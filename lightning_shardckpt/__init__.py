@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from lightning_shardckpt.dropout_by_sample import DropoutBySample
     from lightning_shardckpt.export.peft_export import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
-    from lightning_shardckpt.lazy import load_keys, metadata, open
+    from lightning_shardckpt.lazy import load_keys, metadata
+    from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
     from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
     from lightning_shardckpt.parallel.tensors.full import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
@@ -35,7 +36,6 @@ __all__ = [
     "wait",
     "load_keys",
     "metadata",
-    "open",
     "full_state_dict",
     "export_adapters",
 ]

@@ -346,12 +346,11 @@ class ShardCkptIO(CheckpointIO):
 
         Args:
             path: the checkpoint.
-            map_location: the device for all tensors; by default the CPU. For a file of ``torch.save``, as in
-                ``torch.load``.
+            map_location: the device for all tensors, or a dict or function as in ``torch.load``; by default the CPU.
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
 
         Raises:
-            TypeError: for a ``map_location`` that is no device, and a checkpoint that is no file of ``torch.save``.
+            TypeError: for a ``map_location`` that is none of these.
             StateError: with ``resume`` or ``resume_skip``.
         """
         if self.resumes_partly:

@@ -123,7 +123,13 @@ def consolidate(
         optimizer_keys=optimizer_keys,
         overwrite=overwrite,
     )
-    return consolidate_as(checkpoint_folder, output_file, options, storage_options, tuning)
+    try:
+        return consolidate_as(checkpoint_folder, output_file, options, storage_options, tuning)
+    except FileExistsError as error:
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+            error.add_note("If all ranks call this, let one of them: it needs no other rank.")
+        raise
 
 
 def consolidate_as(

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
@@ -41,7 +42,7 @@ def load_from_checkpoint(
     cls: type[Loadable],
     checkpoint_path: str | os.PathLike[str],
     *,
-    map_location: torch.device | str | int | None = None,
+    map_location: MAP_LOCATION = None,
     strict: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
@@ -57,7 +58,7 @@ def load_from_checkpoint(
     Args:
         cls: the class to construct.
         checkpoint_path: the checkpoint.
-        map_location: the device for the module; the CPU by default.
+        map_location: the device for the module, or a dict or function as in ``torch.load``; the CPU by default.
         strict: whether all names must match; by default as the module's ``strict_loading`` says.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``.
@@ -75,7 +76,8 @@ def load_from_checkpoint(
         where: Any = path
         if weights_only is not None:
             kwargs["weights_only"] = weights_only
-        return cls.load_from_checkpoint(where, map_location=device, strict=strict, **kwargs)  # type: ignore[return-value]
+        place: Any = device if map_location is None else map_location
+        return cls.load_from_checkpoint(where, map_location=place, strict=strict, **kwargs)  # type: ignore[return-value]
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     if issubclass(cls, pl.LightningModule) and _has_weights_alone(path, storage):
         return _with_weights(cls, path, device, storage, strict, kwargs)

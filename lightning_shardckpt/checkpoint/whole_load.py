@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,14 +35,14 @@ def load_whole(
 
     Args:
         path: a checkpoint, or a file of ``torch.save``.
-        map_location: the device; the CPU by default. For a file of ``torch.save``, as in ``torch.load``.
+        map_location: the device, or a dict or function as in ``torch.load``; the CPU by default.
         optimizers: whether their state is read.
         verify: whether to compare checksums.
         weights_only: for a file of ``torch.save``, as in ``torch.load``.
         storage: where ``path`` is; by default what it says, a path of the file system or a URL.
 
     Raises:
-        TypeError: for a ``map_location`` that is no device, and a checkpoint that is no file of ``torch.save``.
+        TypeError: for a ``map_location`` that is none of these.
     """
     if is_torch_file(path):
         plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
@@ -53,17 +54,21 @@ def load_whole(
 
 
 def device_of(map_location: object) -> torch.device:
-    """Return the device that a ``map_location`` names; None is the CPU.
+    """Return the device for what was stored, as ``torch.load`` chooses it for tensors of the CPU.
+
+    A sharded checkpoint does not record devices: a dict is asked for ``"cpu"``, a function for an empty storage there.
 
     Raises:
-        TypeError: for a function or a dict, since nothing here was on a device when it was stored.
+        TypeError: for what is no device, dict or function.
     """
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu", "cpu")
+    elif callable(map_location) and not isinstance(map_location, torch.device):
+        found = map_location(torch.empty(0).untyped_storage(), "cpu")
+        map_location = getattr(found, "device", found)
     if map_location is None or isinstance(map_location, str | int | torch.device):
         return torch.device("cpu" if map_location is None else map_location)
-    raise TypeError(
-        f"map_location is a device, such as 'cpu' or 'cuda:0', got {map_location!r}: a sharded checkpoint does not "
-        "record devices that could be mapped"
-    )
+    raise TypeError(f"map_location is a device, such as 'cpu' or 'cuda:0', or a dict or function, got {map_location!r}")
 
 
 def moved_to(found: dict[str, Any], device: torch.device) -> dict[str, Any]:

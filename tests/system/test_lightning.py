@@ -192,13 +192,24 @@ def test_storage_options_of_a_save_are_for_its_url(s3: Bucket) -> None:
     run_ranks(1, saved_with_options_of_the_call, s3.url("a.ckpt"), s3.options)
 
 
-def test_map_location_is_a_device_or_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
+@pytest.mark.parametrize(
+    "place",
+    [None, "meta", torch.device("meta"), {"cpu": "meta"}, {"cuda:1": "cuda:0"}, lambda storage, place: storage,
+     lambda storage, place: None],
+)  # fmt: skip
+def test_map_location_is_what_torch_load_makes_of_it(place: Any, tmp_path: Path) -> None:
+    """Oracle: ``torch.load`` of a file with the same module, saved on the CPU."""
+    path, file = str(tmp_path / "a.ckpt"), str(tmp_path / "a.pt")
     lightning_shardckpt.save(path, {"state_dict": torch.nn.Linear(2, 2)})
-    assert ShardCkptIO().load_whole(path, map_location="meta")["state_dict"]["weight"].is_meta
-    assert not ShardCkptIO().load_whole(path)["state_dict"]["weight"].is_meta
-    with pytest.raises(TypeError, match="map_location is a device, such as 'cpu' or 'cuda:0', got <function"):
-        ShardCkptIO().load_whole(path, map_location=lambda storage, place: storage)
+    torch.save(torch.nn.Linear(2, 2).state_dict(), file)
+    expected = torch.load(file, map_location=place)["weight"].device
+    assert ShardCkptIO().load_whole(path, map_location=place)["state_dict"]["weight"].device == expected
+
+
+def test_map_location_that_is_no_place_is_refused(tmp_path: Path) -> None:
+    lightning_shardckpt.save(tmp_path / "a.ckpt", {"state_dict": torch.nn.Linear(2, 2)})
+    with pytest.raises(TypeError, match=r"map_location is a device, such as 'cpu' or 'cuda:0', or a dict .* got 1\.5"):
+        ShardCkptIO().load_whole(tmp_path / "a.ckpt", map_location=1.5)  # type: ignore[arg-type]
 
 
 class WithHyper(tiny.TinyLM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import shutil
 import subprocess
@@ -46,6 +47,13 @@ def others(folder: Path) -> Path:
 def test_the_version_is_not_known_where_the_package_is_not_installed(tmp_path: Path) -> None:
     printed = python("-m", MODULE, "--version", paths=[ROOT, others(tmp_path / "others")], cwd=tmp_path)
     assert printed == f"{NAME} is not installed, so its version is not known\n"
+
+
+def test_a_star_import_brings_what_is_public_and_hides_nothing_of_python() -> None:
+    names: dict[str, object] = {}
+    exec(f"from {MODULE} import *", names)
+    assert {"ShardedStrategy", "save", "load", "metadata"} <= names.keys()
+    assert not names.keys() & vars(builtins).keys() - {"__builtins__"}
 
 
 @pytest.fixture(scope="module")

@@ -506,3 +506,19 @@ def test_importing_the_tool_imports_neither_torch_nor_lightning() -> None:
 def test_no_value_of_the_file_needs_more_than_the_default_unpickler(saved: Path, tmp_path: Path) -> None:
     text = zipfile.ZipFile(consolidate(saved, tmp_path / "out.pt")).read("archive/data.pkl")
     assert text[:2] == bytes([pickle.PROTO[0], 2])
+
+
+def by_every_rank(checkpoint: str, output: str) -> list[str] | None:
+    try:
+        consolidate(checkpoint, output)
+    except FileExistsError as error:
+        return error.__notes__
+    return None
+
+
+def test_a_file_that_all_ranks_write_is_there_once_and_the_others_are_told_what_to_do(
+    saved: Path, tmp_path: Path
+) -> None:
+    found = run_ranks(2, by_every_rank, str(saved), str(tmp_path / "out.pt"))
+    assert sorted(found, key=bool) == [None, ["If all ranks call this, let one of them: it needs no other rank."]]
+    assert torch.load(tmp_path / "out.pt")["state_dict"]
