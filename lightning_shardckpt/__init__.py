@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.checkpoint_monitor import CheckpointMonitor
     from lightning_shardckpt.checkpoint_retention import CheckpointRetention
+    from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
     from lightning_shardckpt.dropout_by_sample import DropoutBySample
     from lightning_shardckpt.export.peft_export import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
@@ -38,6 +39,7 @@ __all__ = [
     "metadata",
     "full_state_dict",
     "export_adapters",
+    "unify_lightning",
 ]
 
 _HOMES = {
@@ -52,6 +54,7 @@ _HOMES = {
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
     "full_state_dict": "parallel.tensors.full",
     "export_adapters": "export.peft_export",
+    "unify_lightning": "compat.pytorch_lightning",
 }
 register_with_lightning(trainer=f"{__name__}.pytorch", fabric=f"{__name__}.fabric")
 

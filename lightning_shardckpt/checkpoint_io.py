@@ -53,6 +53,7 @@ from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.system.remade import Remade
 from lightning_shardckpt.system.text import count_text
 
 _FIXED = {
@@ -65,7 +66,7 @@ _WITHOUT_STRATEGY = (
 )
 
 
-class ShardCkptIO(CheckpointIO):
+class ShardCkptIO(Remade, CheckpointIO):
     """Writes a checkpoint as a directory of per-rank shard files with indexes, and reads it on any topology.
 
     With ``ShardedStrategy`` every rank writes its own slices. With those strategies of Lightning and Fabric that call a

@@ -35,6 +35,7 @@ from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.strategy.pretrained import Pretrained, beginning
 from lightning_shardckpt.strategy.trainer_checkpoint import checked_io
+from lightning_shardckpt.system.remade import Remade
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")
@@ -56,7 +57,7 @@ class AxisSizes:
         )
 
 
-class MeshStrategy:
+class MeshStrategy(Remade):
     """The part of a strategy that the Trainer's and Fabric's share; goes before their ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None
