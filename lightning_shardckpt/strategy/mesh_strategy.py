@@ -30,6 +30,7 @@ from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shar
 from lightning_shardckpt.parallel.sharding.all_gather import all_gathered
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.random_streams import same_rng
+from lightning_shardckpt.parallel.sharding.references import refuse_shared_memory
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
@@ -302,6 +303,7 @@ class MeshStrategy(Remade):
         Collective: every rank of the world must call it.
         """
         values = values or DeferredInit(self.tuning)
+        refuse_shared_memory(module)
         values.settle(module)
         with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
             with same_rng():  # for modules that draw their own first values only now

@@ -1,5 +1,7 @@
 """References to parameters in the attributes of modules, which follow when others take the place of these.
 
+What only shares the memory of a parameter can't follow, and is refused.
+
 A parameter of before still acts as the new one, but is another object: a set, a dict or ``is`` would not find the new
 one. So containers in attributes (lists, tuples, sets, dicts, also of ids of parameters) get the new ones, in place.
 """
@@ -9,11 +11,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lightning_shardckpt.compat.dispatch import below_modes, dispatches, storage_id
+from lightning_shardckpt.errors import TopologyError
+
+_WITHOUT_SHAPE = (UninitializedBuffer, UninitializedParameter)
 _DEPTH = 4  # of containers in containers
 REGISTRIES = frozenset(vars(nn.Module()))
 """The attributes that every module has for itself, its parameters among them."""
+
+
+def refuse_shared_memory(root: nn.Module) -> None:
+    """Raise for buffers over the memory of parameters, which they could not follow when these are sharded.
+
+    Raises:
+        TopologyError: naming the first one.
+    """
+    with below_modes():
+        memory = {_memory(parameter): name for name, parameter in root.named_parameters()}
+        for name, buffer in root.named_buffers():
+            where = _memory(buffer)
+            if where is not None and (found := memory.get(where)) and not isinstance(buffer, nn.Parameter):
+                raise TopologyError(
+                    f"the buffer {name} is in the memory of the parameter {found}: it would change with every step on "
+                    "one process, but not when the parameter is sharded. Register a clone(), or read the parameter."
+                )
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """What tells the memory of a tensor, None for none."""
+    if dispatches(type(tensor)) or tensor.layout is not torch.strided or isinstance(tensor, _WITHOUT_SHAPE):
+        return None
+    return storage_id(tensor.untyped_storage()) if tensor.numel() else None
 
 
 def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) -> None:

@@ -26,6 +26,7 @@ from tests.support.pool import RankFailure, run_ranks
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "FSDP2": (2, {}),
+    "TP": (2, {"tensor_parallel_size": 2}),
     "PP": (2, {"pipeline_parallel_size": 2}),
 }
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
@@ -172,6 +173,33 @@ class Begun(Computed):
 def test_tensors_computed_from_weights_while_building_are_those_of_one_process(topology: str) -> None:
     world, strategy = TOPOLOGIES[topology]
     assert run_ranks(world, begin_computed, strategy) == [[]] * world
+
+
+class Shared(Training):
+    """Its buffer is a row of its weight, which changes with it on one process."""
+
+    def configure_model(self) -> None:
+        self.embed = nn.Embedding(tiny.VOCABULARY, 4)
+        self.embed.register_buffer("first_row", self.embed.weight.detach()[0])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (self.embed(tokens) * self.embed.first_row).sum()
+
+
+def train_shared(*, deferred: bool) -> None:
+    with pytest.raises(
+        TopologyError, match=r"the buffer embed\.first_row is in the memory of the parameter embed\.weight"
+    ):
+        tiny.trainer({"defer_init": deferred}, max_steps=1).fit(Shared(), tiny.loader())
+
+
+def train_both_shared() -> None:
+    train_shared(deferred=True)
+    train_shared(deferred=False)
+
+
+def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
+    run_ranks(2, train_both_shared)
 
 
 # ── what nothing fills ──────────────────────────────────────────────────────────────────────────────────────────────
