@@ -6,7 +6,8 @@ their own when they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
 from lightning_shardckpt.state.compound_tensors import is_compound, memory_of
-from lightning_shardckpt.state.dtensor_layout import copy_slice
+from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice
 from lightning_shardckpt.state.load_code import ForCode
 from lightning_shardckpt.state.model import WholeNames, is_value
 from lightning_shardckpt.state.module_versions import versions_in, with_versions
@@ -181,12 +182,30 @@ def _load_each(
 def _loaded(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
     """Have a module load a state dict; returns the names that are missing and unexpected."""
     try:
-        found = module.load_state_dict(state_dict, strict=False)
+        with _cutting_wholes(module):
+            found = module.load_state_dict(state_dict, strict=False)
     except RuntimeError as error:
         if str(error).startswith("Error(s) in loading state_dict"):
             raise MismatchError(str(error)) from error
         raise
     return found or ((), ())  # a method of the user's may return nothing
+
+
+@contextmanager
+def _cutting_wholes(module: nn.Module) -> Iterator[None]:
+    """Inside, whole tensors that hooks have made are loaded into torch's own DTensors, which take no plain ones."""
+
+    def cut(part: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        parameters = dict(part.named_parameters(prefix.removesuffix("."), recurse=False))
+        state.update({name: _cut(state[name], parameters[name]) for name in parameters if name in state})
+
+    parts = [m for m in module.modules() if any(not acts_as_whole(p) for p in m.parameters(recurse=False))]
+    hooks = [part.register_load_state_dict_pre_hook(cut) for part in parts]  # type: ignore[no-untyped-call]  # last
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _named(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -204,11 +223,15 @@ def _edited(
         if names:
             value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
             edited |= {name: value for name in live if clean_fqn(name) in tie}
-    for name, value in edited.items():
-        before = live.get(name)
-        if not isinstance(before, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if before.shape == value.shape and not _is_meta(value):
-            edited[name] = torch.empty_like(before, dtype=value.dtype)
-            copy_slice(edited[name], value)
-    return edited
+    return {name: _cut(value, live.get(name)) for name, value in edited.items()}
+
+
+def _cut(value: Any, like: Any) -> Any:
+    """Return this rank's part of a whole tensor for a sharded one of its shape; anything else as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if like.shape != value.shape or value.is_meta:
+        return value
+    found = torch.empty_like(like, dtype=value.dtype)
+    copy_slice(found, value)
+    return found

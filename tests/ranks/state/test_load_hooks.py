@@ -18,6 +18,8 @@ from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import load, load_from_checkpoint, save
@@ -106,6 +108,20 @@ def test_functions_load_as_torch_does(tmp_path: Path, world: int) -> None:
     for found, together in run_ranks(world, by_functions, str(tmp_path / "a")):
         assert same(found, alone) == []
         assert [same(one, expected) for one in together] == [[], [], []]
+
+
+def sharded_by_torch(path: str, names: list[str]) -> dict[str, Any]:
+    save(path, {"model": Holder(True, names)})
+    module = Holder(False, names)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    load(path, {"model": module})
+    return contents(module.cases)
+
+
+def test_hooks_run_on_what_torch_itself_has_sharded(tmp_path: Path) -> None:
+    names = [name for name in CASES if name != "a hook after rebuilds a table"]  # which mixes DTensors with plain ones
+    for found in run_ranks(2, sharded_by_torch, str(tmp_path / "a"), names):
+        assert same(found, by_torch(names)) == []
 
 
 class Holder(pl.LightningModule):
