@@ -35,7 +35,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_place
 from lightning_shardckpt.checkpoint.lightning_save import Attached, LightningSave
-from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.parts import PARTS, checked_parts, checked_patterns
 from lightning_shardckpt.checkpoint.removal import remove_any
 from lightning_shardckpt.checkpoint.save_series import SaveSeries

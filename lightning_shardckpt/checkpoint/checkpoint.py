@@ -20,7 +20,8 @@ from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
 from lightning_shardckpt.checkpoint.finished_saves import Completed
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
-from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadTargets
+from lightning_shardckpt.checkpoint.load_job import LoadJob
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.replica_reads import ReplicaReads, is_high_latency
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob

@@ -2,78 +2,34 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypedDict
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.parts import PARTS, Skips, note_of_skipped
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.model_match import ModelMatch
+from lightning_shardckpt.checkpoint.parts import Skips, note_of_skipped
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.casting import CastingSource, converts
+from lightning_shardckpt.sources.casting import CastingSource
 from lightning_shardckpt.sources.equal_tensors import are_equal
-from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
-from lightning_shardckpt.state.load_code import NO_CODE, ForCode, LoadCode
-from lightning_shardckpt.state.model import Differences, WholeNames, match_model, names_of, same_tensor
+from lightning_shardckpt.state.load_code import ForCode
+from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.partial_optimizer import Leaving
-from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
-from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
 from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTargets:
-    """The objects to load into.
-
-    Attributes:
-        model: its tensors, by name.
-        extra_state: canonical names of the model's values that are no tensors.
-        optimizers: to be filled; None loads weights only.
-        names: FQN by ``id`` of the parameter.
-        whole: names of the model over all pipeline stages.
-        adapters: keys of ``model`` that PEFT made for adapters.
-        fitting: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
-        placed: tensors of the user's to fill, by key of trainer state.
-        like: how trainer state is laid out that is not there yet, by its key.
-        remedy: how to load in spite of differences, for messages.
-        regroup: gets the trainer's state, without tensors, before the optimizers are compared, and may change their
-            param groups.
-        cast: whether floating tensors may be read into those of another floating dtype.
-        parts: of ``parts.PARTS``; of those the first three matter here.
-        skip: patterns of names that stay as they are, see ``parts.Skips``.
-        code: the code that runs when the model's state dict is loaded.
-    """
-
-    model: Leaves
-    extra_state: frozenset[str]
-    optimizers: Sequence[Optimizer] | None
-    names: Mapping[int, str]
-    whole: WholeNames
-    adapters: frozenset[str] = frozenset()
-    fitting: Callable[[Source], tuple[Source, list[str]]] | None = None
-    placed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    like: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    remedy: str = "Set strict_loading=False on the LightningModule"
-    regroup: Callable[[Mapping[str, Any]], None] | None = None
-    cast: bool = True
-    parts: frozenset[str] = frozenset(PARTS)
-    skip: tuple[str, ...] = ()
-    code: LoadCode = NO_CODE
 
 
 class Skipped(TypedDict):
@@ -120,11 +76,10 @@ class LoadJob:
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
         self._skips = Skips(live.skip)
-        self._matched: dict[str, str] = {}  # live name → stored key of the model's tensors to fill
         self.notes: list[str] = []
         self.skipped: list[str] = []
         self.for_code = ForCode()
-        self._aside: SetAside
+        self._model: ModelMatch
 
     def compare(self) -> RankFindings:
         """Match the stored tensors with the live ones. Changes nothing. Runs on every rank.
@@ -136,98 +91,24 @@ class LoadJob:
             self.source, problems = self._live.fitting(self.source)
             found.problems += problems
         self._components = self.source.components()
-        stored, of_model = self._components.get("model", Component({})), Differences()
-        live, kept = self._without_adapters(stored)
-        names, values = names_of(live, self._live.whole.ties), self._live.extra_state
-        code = self._live.code if "model" in self._live.parts else NO_CODE
-        self._aside = SetAside(code, self.source, live, values, names, self._elsewhere)
-        matched = self._match(stored, self._aside.rest_of(live), names, of_model)
-        if "model" in self._live.parts:
-            self._matched = matched
-            found.problems += of_model.problems
+        model = self._model = ModelMatch(self.source, self._live, self._skips, self._elsewhere, strict=self._strict)
+        found.problems += model.found.problems if model.is_loaded else []
         if self._live.optimizers is not None:
-            matched = matched | self._aside.matched()
-            reshaped = frozenset() if len(matched) == len(live.tensors) else _reshaped(stored, live, names)
-            if "model" not in self._live.parts:
-                for name in sorted(name for name in reshaped if not self._skips(name)):
-                    found.add(name, "has another shape in the checkpoint, and so has its state in optimizers")
-            same = same_tensor(names, self._live.whole.ties, stored)
-            self._compare_optimizers(self._live.optimizers, matched, same, reshaped, found)
+            reshaped = model.reshaped()
+            for name in sorted(name for name in reshaped if not model.is_loaded and not self._skips(name)):
+                found.add(name, "has another shape in the checkpoint, and so has its state in optimizers")
+            self._compare_optimizers(self._live.optimizers, model, reshaped, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
-        tensors = self._live.model.tensors
-        pairs = {(stored.tensors[key].dtype, local_tensor(tensors[name]).dtype) for name, key in self._matched.items()}
-        casts = sorted({f"{a} to {DTYPES[b]}" for a, b in pairs if a != DTYPES[b]})
         self.source = CastingSource(self.source) if self._live.cast else self.source
         return {
             "differences": found.problems,
             "sources": sources,
-            "kept": kept,
+            "kept": model.kept,
             "groups": groups,
-            "casts": casts,
+            "casts": model.casts() if model.is_loaded else [],
             "skipped": {"used": sorted(self._skips.used), "names": list(self._skips.names)},
         }
-
-    def _match(
-        self, stored: Component, live: Leaves, names: dict[str, list[str]], found: Differences
-    ) -> dict[str, str]:
-        """Return the stored key of each live tensor that can be loaded, and is not to be skipped; note the rest."""
-        document, left_out = self.source.document("model") or {}, self.source.document("frozen")
-        bases = {key.partition(MARK)[0] for key in left_out or ()}
-        records = {k: v for k, v in self._live.model.records.items() if k.partition(MARK)[0] not in bases}
-        aside = self._aside
-        extra = aside.outside(document), aside.outside({*self._live.extra_state, *records})
-        matched = match_model(
-            stored,
-            live,
-            names,
-            extra,
-            found,
-            elsewhere=self._elsewhere | aside.names,
-            left_out=left_out,
-            alike=partial(are_equal, self.source, "model"),
-            converts=converts if self._live.cast else operator.eq,
-        )
-        for name in [name for name, record in records.items() if document.get(name, record) != record]:
-            found.add(name, f"{described(document[name])} in checkpoint, {described(records[name])} in model")
-        if not self._live.cast:
-            aside.compare_dtypes(found)
-        aside.note_absent(live, matched, left_out or (), found)
-        if self._strict:
-            aside.leave_to_hooks(found)
-        if not self._live.skip:
-            return matched
-        aside.skip(self._skips)
-        known = {*stored.tensors, *stored.aliases, *extra[0], *extra[1], *(left_out or {})}
-        return self._without_skipped(matched, names, known, found)
-
-    def _without_skipped(
-        self, matched: dict[str, str], names: Mapping[str, list[str]], known: set[str], found: Differences
-    ) -> dict[str, str]:
-        """Return what matches, without what is to be left as it is, which may then differ."""
-        skipped = {name for name in sorted(known.union(*names.values())) if self._skips(name)}
-        found.problems = [line for line in found.problems if line.partition("  ")[0] not in skipped]
-        for tied in names.values():
-            left = [name for name in tied if name in skipped]
-            if 0 < len(left) < len(tied):
-                found.add(left[0], f"is to be skipped, but is one with {[*{*tied} - {*left}]}: skip all names, or none")
-        return {key: stored for key, stored in matched.items() if not skipped.intersection(names[key])}
-
-    def _without_adapters(self, stored: Component) -> tuple[Leaves, list[str]]:
-        """Return what to look for, and the adapters that are not: of a checkpoint without any, when weights alone are
-        loaded.
-
-        What an adapter trains as a whole is a copy of what the base has.
-        """
-        model, adapters = self._live.model, self._live.adapters
-        if not adapters or self._live.optimizers is not None:
-            return model, []
-        if self.source.document("peft") or adapters & stored.tensors.keys():
-            return model, []
-        kept = {key for key in adapters & model.tensors.keys() if base_fqn(key) not in stored.tensors}
-        tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
-        aliases = {alias: of for alias, of in model.aliases.items() if of not in kept}
-        return replace(model, tensors=tensors, aliases=aliases, pinned=model.pinned - kept), sorted(kept)
 
     def judge(self, reports: list[RankFindings]) -> Judgement:
         """Join what all ranks found, each difference once. Runs on rank 0.
@@ -292,14 +173,15 @@ class LoadJob:
         self._take_numbers(judged["joined"])
         shared = overlapping(self._live_tensors())
         tensors = self._live.model.tensors
-        filled = [("model", key, tensors[name]) for name, key in self._matched.items()]  # they are live
+        keys = self._model.keys if self._model.is_loaded else {}
+        filled = [("model", key, tensors[name]) for name, key in keys.items()]  # they are live
         new: list[tuple[str, str, torch.Tensor]] = []
         for optimizer in self._optimizers:
             there, allocated = optimizer.tensors(self._components.get("optimizer"), shared)
             filled += [("optimizer", key, tensor) for key, tensor in there]
             new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
-        self.for_code, aside = self._aside.allocate()
+        self.for_code, aside = self._model.aside.allocate()
         if "model" in self._live.parts:
             wanted = (name for name in extra if name in self._live.extra_state and not self._skips(name))
             self.extra_state = {name: decode_small(extra[name]) for name in wanted}
@@ -307,7 +189,7 @@ class LoadJob:
             (filled if tensor is self._live.placed.get(key) else new).append(("trainer", key, tensor))
         optimizers = [one for one in new if one[0] == "optimizer"]
         placed = [("trainer", key, tensor) for key, tensor in self._live.placed.items()]  # some are in the JSON
-        _refuse_meta(self.source.path, [*filled, *placed, *self._aside.live(), *optimizers])
+        _refuse_meta(self.source.path, [*filled, *placed, *self._model.aside.live(), *optimizers])
         targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in filled]
         for target in targets:
             if is_expanded(target.local):
@@ -337,12 +219,7 @@ class LoadJob:
         self.notes += found.problems
 
     def _compare_optimizers(
-        self,
-        live: Sequence[Optimizer],
-        matched: Mapping[str, str],
-        same: Callable[[str], Sequence[str]],
-        reshaped: frozenset[str],
-        found: Differences,
+        self, live: Sequence[Optimizer], model: ModelMatch, reshaped: frozenset[str], found: Differences
     ) -> None:
         document = self.source.document("optimizer")
         if document is None:
@@ -354,12 +231,8 @@ class LoadJob:
             )
         if self._live.regroup is not None:
             self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
-        component, model = self._components.get("optimizer"), self._components.get("model", Component({}))
-
-        def stored_dtype(name: str) -> str | None:
-            return model.tensors[matched[name]].dtype if name in matched else None
-
-        dtypes = stored_dtype if self._live.cast else None
+        component, same = self._components.get("optimizer"), model.same_tensor()
+        dtypes = model.dtype if self._live.cast else None
         if len(document) != len(live):
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
@@ -417,14 +290,3 @@ def _refuse_meta(path: str, filled: Sequence[tuple[str, str, torch.Tensor]]) -> 
             f"cannot load {path!r} into tensors on the meta device, which have no memory: {listed}. Give them some "
             'first, such as by module.to_empty(device="cpu"), or in Fabric load after fabric.setup'
         )
-
-
-def _reshaped(stored: Component, live: Leaves, names: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Return the names of live tensors that are stored with another shape."""
-    known = {**{key: key for key in stored.tensors}, **stored.aliases}
-    found = set[str]()
-    for key, tensor in live.tensors.items():
-        there = next((stored.tensors[known[name]] for name in names[key] if name in known), None)
-        if there is not None and there.shape != shape_of(tensor):
-            found.update(names[key])
-    return frozenset(found)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.parts import PARTS, checked_patterns, listed
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.matched_source import fitted_to
 from lightning_shardckpt.state.load_code import LoadCode

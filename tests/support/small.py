@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_shardckpt.checkpoint import checkpoint, replica_exchange, replica_reads
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_job import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.replica_reads import PlannedReads, choose, deal, split_tensor
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
