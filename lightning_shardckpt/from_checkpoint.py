@@ -152,7 +152,7 @@ def _first(place: str) -> str:
     return place.partition("/")[0]
 
 
-def stored_hyper_parameters(path: str) -> dict[str, Any]:
+def stored_hyper_parameters(path: str, *, weights_only: bool = True) -> dict[str, Any]:
     """Return the hyper-parameters of a LightningModule that a checkpoint has, for LightningCLI; no tensor is read.
 
     Those that the checkpoint lacks are left out, with a warning; as are all, if it can't be read, which is what a run
@@ -160,9 +160,10 @@ def stored_hyper_parameters(path: str) -> dict[str, Any]:
 
     Args:
         path: the checkpoint, or a URL.
+        weights_only: as in ``load_from_checkpoint``.
     """
     try:
-        source, _ = open_source(path, StorageRouter())
+        source, _ = open_source(path, StorageRouter(), weights_only=weights_only)
         with closing(source):
             stored: Any = partial(Dropped, "torch.Tensor")
             trainer = source.trainer(stored)

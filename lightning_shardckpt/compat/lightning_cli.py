@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def take_hyper_parameters(cli: Any, of_checkpoint: Callable[[str], dict[str, Any]]) -> None:
+def take_hyper_parameters(cli: Any, of_checkpoint: Callable[[str, bool], dict[str, Any]]) -> None:
     """Let LightningCLI take hyper-parameters from every ``ckpt_path``, as it does from those that are a single file.
 
     Relies on ``LightningCLI._parse_ckpt_path``, which does nothing for a directory. As there, hyper-parameters of the
@@ -18,7 +18,8 @@ def take_hyper_parameters(cli: Any, of_checkpoint: Callable[[str], dict[str, Any
 
     Args:
         cli: the class, whose method is replaced.
-        of_checkpoint: returns the hyper-parameters of what is at a path or URL; empty if it has none.
+        of_checkpoint: returns the hyper-parameters of what is at a path or URL, empty if it has none; also gets
+            ``weights_only``, which the command line may say.
     """
     original = getattr(cli, "_parse_ckpt_path", None)
     if original is None:
@@ -30,7 +31,7 @@ def take_hyper_parameters(cli: Any, of_checkpoint: Callable[[str], dict[str, Any
         if not path or os.path.isfile(path) or not (os.path.isdir(path) or "://" in str(path)):
             original(self)
             return
-        found = of_checkpoint(os.fspath(path))
+        found = of_checkpoint(os.fspath(path), self.config[subcommand].get("weights_only") is not False)
         found.pop("_instantiator", None)
         if "_class_path" in found:
             found = {"class_path": found.pop("_class_path"), "dict_kwargs": found}

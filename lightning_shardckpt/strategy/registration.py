@@ -52,10 +52,10 @@ def _make(home: str, **arguments: Any) -> Any:
 def _take_hyper_parameters(module: ModuleType) -> None:
     from lightning_shardckpt.compat.lightning_cli import take_hyper_parameters
 
-    def stored(path: str) -> dict[str, Any]:
+    def stored(path: str, weights_only: bool) -> dict[str, Any]:
         from lightning_shardckpt.from_checkpoint import stored_hyper_parameters  # imports torch and Lightning
 
-        return stored_hyper_parameters(path)
+        return stored_hyper_parameters(path, weights_only=weights_only)
 
     if hasattr(module, "LightningCLI"):
         take_hyper_parameters(module.LightningCLI, stored)

@@ -14,8 +14,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.from_checkpoint import stored_hyper_parameters
+from tests.support import tiny
 from tests.support.own_state import AddsObject, Wraps
 from tests.support.pool import run_ranks
 
@@ -223,3 +225,37 @@ def test_hyper_parameters_that_will_be_missing_are_named_at_the_start_and_at_a_l
     with pytest.raises(StateError, match=r"nested=…\)$"):
         load_from_checkpoint(Brings, saved, encoder=print)
     assert load_from_checkpoint(Brings, saved, encoder=1, nested=2).hparams == {"encoder": 1, "nested": 2}
+    with pytest.warns(UserWarning, match=r"does not hold the hyper-parameters \['encoder', 'nested'\]"):
+        assert stored_hyper_parameters(str(saved)) == {}
+    with pytest.warns(UserWarning, match="takes no hyper-parameters from .*which cannot be read as it is"):
+        assert stored_hyper_parameters(str(tmp_path / "none")) == {}
+
+
+class Saves(tiny.TinyLM):
+    """Its hook looks at what it saves, as they do."""
+
+    hooked = 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.hooked += 1
+        checkpoint["names"] = sorted(checkpoint["state_dict"])
+        checkpoint["weight"] = next(iter(checkpoint["state_dict"].values())).sum()
+
+
+def saves_as_a_stage(folder: str, strategy: dict[str, Any]) -> tuple[int, list[str]]:
+    """Collective: every rank must call it."""
+    pl.seed_everything(1)
+    saver = ModelCheckpoint(folder, every_n_train_steps=2)
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0, callbacks=[saver], enable_checkpointing=True)
+    run.fit(module := Saves(), tiny.loader())
+    return module.hooked, list(load(saver.best_model_path)["names"])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}],
+    ids=["pipeline", "tensor"],
+)
+def test_a_run_on_stages_is_looked_at_as_well(strategy: dict[str, Any], tmp_path: Path) -> None:
+    found = run_ranks(2, saves_as_a_stage, str(tmp_path), strategy)
+    assert [hooked for hooked, _ in found] == [1, 1] and found[0][1] == found[1][1]

@@ -21,7 +21,7 @@ class Parser:
 def parsed(path: str, stored: dict[str, Any]) -> tuple[Any, list[str]]:
     """Return the config after the checkpoint was looked at, and the paths that were read."""
     kind, read = type("CLI", (LightningCLI,), {}), list[str]()
-    take_hyper_parameters(kind, lambda path: read.append(path) or dict(stored))  # type: ignore[func-returns-value]
+    take_hyper_parameters(kind, lambda path, safe: read.append(path) or dict(stored))  # type: ignore[func-returns-value]
     cli = SimpleNamespace(config=Namespace(subcommand="test", test=Namespace(ckpt_path=path)), parser=Parser())
     before = cli.config
     kind._parse_ckpt_path(cli)
