@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
@@ -21,7 +20,7 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.slicing import sliced_box
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
 from lightning_shardckpt.sources.paths import files_of
@@ -173,7 +172,7 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all its values."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return bytes_in(self.shape, self.dtype)
 
     def __len__(self) -> int:
         if not self.shape:

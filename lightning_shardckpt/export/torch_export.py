@@ -16,6 +16,7 @@ from lightning_shardckpt.export.key_filter import Naming, unique
 from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.safetensors_export import ExportSource
 from lightning_shardckpt.export.torch_values import ArchivedTensor, of_torch, stored_record
+from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import decode_with, no_tensor
@@ -54,6 +55,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = torch_
 
     Raises:
         ValueError: if names collide, or an option names what is not there.
+        FormatError: for a tensor of a dtype of which torch has none.
     """
     components = source.components()
 
@@ -68,6 +70,9 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = torch_
     plain = torch_archive.Plain()
     checkpoint = assemble(source, record, decoded, optimizers=options.optimizer)
     _rename(checkpoint, options.naming)
+    for name, value in checkpoint.get("state_dict", {}).items():
+        if isinstance(value, ArchivedTensor):
+            check_unpacked(value.dtype, repr(name))
     if options.optimizer_keys == "id":
         staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
         checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_shardckpt.export.pickle_writer import Call, Named, Reference
 from lightning_shardckpt.format.box import Shape
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 from lightning_shardckpt.state.json_values import OfTorch, shape_filled_by
 
@@ -33,7 +33,7 @@ class ArchivedTensor:
 
 def stored_record(dtype: str, shape: Shape, content: tuple[str, str]) -> ArchivedTensor:
     """Return the record of a stored tensor that is written in a dtype, by its name in the format."""
-    return ArchivedTensor(TORCH_NAMES[dtype], shape, prod(shape) * DTYPE_BYTES[dtype], content)
+    return ArchivedTensor(TORCH_NAMES.get(dtype, dtype), shape, bytes_in(shape, dtype), content)
 
 
 def of_torch(stored: Callable[[str], ArchivedTensor]) -> OfTorch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, build_header
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked
 
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors library, 0.8
 _ALIGNMENT = 64  # of the first tensor: what maps the file uses it in place
@@ -53,6 +53,8 @@ def container(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     Raises:
         FormatError: naming a tensor that safetensors cannot hold.
     """
+    for tensor in tensors:
+        check_unpacked(tensor.dtype, repr(tensor.name))
     tensors = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
     wrong = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
     if wrong is not None:

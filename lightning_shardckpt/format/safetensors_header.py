@@ -15,6 +15,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, parse_json, texts
 from lightning_shardckpt.format.value_checks import (
+    PACKED_BITS,
     bytes_in,
     check_dtype,
     check_shape,
@@ -127,7 +128,8 @@ def parse_header(start: bytes, where: str, *, needs_metadata: bool = True) -> He
     Args:
         start: the length of the header, and the header.
         where: the file, for messages.
-        needs_metadata: whether a header without ``__metadata__`` is refused, as none of ours is.
+        needs_metadata: whether a header is refused that none of ours is: without ``__metadata__``, or with dtypes of
+            which torch has no tensors.
 
     Raises:
         FormatError: if it is no header of safetensors, or the tensors do not fill the file without gap and overlap.
@@ -141,13 +143,13 @@ def parse_header(start: bytes, where: str, *, needs_metadata: bool = True) -> He
         if needs_metadata:
             raise FormatError(f"{where}: the header is not a JSON object with __metadata__")
         metadata = {}
-    return Header(_tensors(header, len(start), where), metadata)
+    return Header(_tensors(header, len(start), where, packed=not needs_metadata), metadata)
 
 
-def _tensors(header: dict[str, Any], data: int, where: str) -> dict[str, HeaderTensor]:
+def _tensors(header: dict[str, Any], data: int, where: str, *, packed: bool) -> dict[str, HeaderTensor]:
     """The tensors of a file whose data begins at ``data``."""
     try:
-        found = {check_text(key): _tensor(value, data) for key, value in header.items()}
+        found = {check_text(key): _tensor(value, data, packed) for key, value in header.items()}
         position = data
         for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
             if stored.begin != position:
@@ -159,9 +161,11 @@ def _tensors(header: dict[str, Any], data: int, where: str) -> dict[str, HeaderT
     return found
 
 
-def _tensor(value: dict[str, Any], data: int) -> HeaderTensor:
+def _tensor(value: dict[str, Any], data: int, packed: bool) -> HeaderTensor:
     begin, end = map(check_size, value["data_offsets"])
-    dtype, shape = check_dtype(value["dtype"]), check_shape(value["shape"])
+    dtype, shape = value["dtype"], check_shape(value["shape"])
+    if not (packed and dtype in PACKED_BITS):
+        check_dtype(dtype)
     if bytes_in(shape, dtype) != end - begin:
         raise ValueError(f"{dtype} {shape} does not fill {end - begin} bytes")
     return HeaderTensor(dtype, shape, data + begin, end - begin)

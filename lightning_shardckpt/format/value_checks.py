@@ -19,10 +19,14 @@ DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("BOOL", "I8", "U8"), 1),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
     "C128": 16,
 }
 """Bytes per element of every dtype that a checkpoint can hold. C128 is ours: stored as pairs of F64."""
+
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits per element of what safetensors has, too, and torch has no elements of: files of others may, no checkpoint."""
 
 MAX_NDIM = 64  # as in numpy and torch
 SAVE_ID_LENGTH = 32
@@ -64,9 +68,10 @@ def check_shape(value: Any) -> Shape:
 
 def bytes_in(shape: Sequence[int], dtype: str) -> int:
     """Bytes of a tensor. Lengths of 0 don't make the others harmless: strides are computed from them, too."""
-    if prod(n or 1 for n in shape) * DTYPE_BYTES[dtype] >= 1 << 63:
+    bits = PACKED_BITS[dtype] if dtype in PACKED_BITS else 8 * DTYPE_BYTES[dtype]
+    if prod(n or 1 for n in shape) * bits >= 1 << 66:
         raise FormatError(f"{dtype} {tuple(shape)} has more than 2^63 bytes")
-    return prod(shape) * DTYPE_BYTES[dtype]
+    return prod(shape) * bits // 8
 
 
 def check_save_id(value: Any) -> str:
@@ -81,6 +86,19 @@ def check_dtype(value: Any) -> str:
     if value not in DTYPE_BYTES:
         raise FormatError(f"unknown dtype {shown(value)}")
     return str(value)
+
+
+def check_unpacked(dtype: str, where: str) -> None:
+    """Refuse to read a tensor whose elements are no bytes.
+
+    Raises:
+        FormatError: naming ``where`` it is, if torch has no tensors of its dtype.
+    """
+    if dtype in PACKED_BITS:
+        raise FormatError(
+            f"{where} has dtype {dtype}, of which torch has no tensors: leave it out (strict=False, skip=, a key "
+            "mapping to None, an export of other keys), or convert it with the program that wrote it"
+        )
 
 
 def check_file_name(value: Any) -> str:

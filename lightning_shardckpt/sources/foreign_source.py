@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_unpacked
 from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
 from lightning_shardckpt.sources.source import ReadTarget, fetch_into
 from lightning_shardckpt.state.dtensor_layout import this_rank
@@ -64,7 +64,9 @@ class ForeignSource:
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """Return the shape: that files of its size are there was checked when this was made."""
-        return self.tensors.spec(component, key).shape
+        spec = self.tensors.spec(component, key)
+        check_unpacked(spec.dtype, f"{self.path!r}: {key!r}")
+        return spec.shape
 
     def verify(self, targets: list[ReadTarget]) -> int:
         """Do nothing: such files have no checksums to compare with."""

@@ -16,7 +16,7 @@ from lightning_shardckpt.format.box import Box, Shape, uncovered
 from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Part
 from lightning_shardckpt.format.plan import Overlap
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
 
@@ -78,7 +78,7 @@ class ForeignTensors:
         for box, file, begin in tensor.boxes:
             if file not in sizes:
                 sizes[file] = self._size(file)
-            end = begin + box.numel * DTYPE_BYTES[tensor.dtype]
+            end = begin + bytes_in(box.shape, tensor.dtype)
             if not 0 <= begin <= end <= sizes[file]:
                 where = f"{self.path!r}, file {file}"
                 raise CorruptionError(f"{where}: {key!r} is to be at bytes {begin} to {end} of {sizes[file]}")
@@ -93,13 +93,18 @@ class ForeignTensors:
         """Return a tensor's dtype and shape."""
         return self.components[component].tensors[key]
 
+    def _readable(self, component: str, key: str) -> ForeignTensor:
+        tensor = self._tensors[component][key]
+        check_unpacked(tensor.dtype, f"{self.path!r}: {key!r}")
+        return tensor
+
     def tensor(self, component: str, key: str) -> ForeignTensor:
         """Return the tensor as it was described, to describe others with."""
         return self._tensors[component][key]
 
     def boxes(self, component: str, key: str) -> list[StoredBox]:
         """Return a tensor's boxes, in the order in which they begin in it."""
-        tensor, found = self._tensors[component][key], list[StoredBox]()
+        tensor, found = self._readable(component, key), list[StoredBox]()
         for one in tensor.boxes:
             if one.box.numel:
                 entry = _entry(tensor, one)
@@ -111,7 +116,7 @@ class ForeignTensors:
 
     def meeting(self, component: str, key: str, wanted: tuple[Part, ...]) -> Iterator[tuple[Overlap, ShardEntry]]:
         """The boxes that meet the wanted parts of a tensor."""
-        tensor = self._tensors[component][key]
+        tensor = self._readable(component, key)
         for one in tensor.boxes:
             for want in wanted:
                 common = one.box.intersect(want.box)

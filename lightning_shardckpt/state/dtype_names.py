@@ -20,6 +20,7 @@ TORCH_NAMES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 """By the format's name of every dtype that a checkpoint can hold: the attribute of the module ``torch``."""
 

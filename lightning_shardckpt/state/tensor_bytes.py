@@ -36,7 +36,8 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
     if name is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         known = sorted(DTYPES.values())
         found = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"
-        raise StateError(f"{what}: a {found} cannot be stored; only dense ones of {known}")
+        raw = "; return tensor.view(torch.uint8) from the state_dict that holds it" if name is None else ""
+        raise StateError(f"{what}: a {found} cannot be stored; only dense ones of {known}{raw}")
     if tensor.is_meta:
         raise StateError(f"{what}: the tensor is on the meta device, it has no values to store")
     return name

@@ -44,7 +44,7 @@ def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
     if dtype == "BF16":
         bits: NDArray[numpy.uint32] = numpy.frombuffer(data, numpy.uint16).astype(numpy.uint32) << numpy.uint32(16)
         return bits.view(numpy.float32)
-    if dtype in _FLOAT8:
+    if dtype.startswith("F8_"):
         return _float8_values(dtype)[numpy.frombuffer(data, numpy.uint8)]
     return numpy.frombuffer(data, f"<{_NUMPY[dtype]}")
 
@@ -52,6 +52,8 @@ def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
 @lru_cache
 def _float8_values(dtype: str) -> NDArray[numpy.float32]:
     """Return the value of every byte, after the OCP 8-bit floating point specification; FNUZ after arXiv:2206.02915."""
+    if dtype == "F8_E8M0":  # a power of two, of scales
+        return numpy.array([*(2.0 ** (byte - 127) for byte in range(255)), nan], numpy.float32)
     return numpy.array([_float8(byte, *_FLOAT8[dtype]) for byte in range(256)], numpy.float32)
 
 

@@ -22,7 +22,7 @@ from lightning_shardckpt.tools.diff import diff, is_same
 from lightning_shardckpt.tools.tensor_diff import TensorDistance, numbers
 from tests.support.pool import run_ranks
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 KINDS: dict[str, tuple[tuple[int, ...], torch.dtype, Any]] = {
     "rows": ((13, 7), torch.float32, Shard(0)),
     "columns": ((13, 7), torch.float64, Shard(1)),

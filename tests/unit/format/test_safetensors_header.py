@@ -47,9 +47,10 @@ def test_every_dtype_of_the_format_has_one_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in DTYPE_BYTES if n != "C128"])
-def test_safetensors_reads_the_same_bits(name: str) -> None:
+def test_safetensors_reads_the_same_bits(name: str, tmp_path: Path) -> None:
     tensor = random_tensor(TORCH_DTYPES[name], (3, 5))
-    found = safetensors.torch.load(file_of({"a.b": tensor, "c": tensor[:0]}))
+    (tmp_path / "a").write_bytes(file_of({"a.b": tensor, "c": tensor[:0]}))
+    found = safetensors.torch.load_file(tmp_path / "a")  # safetensors 0.8 knows fewer dtypes in ``load``
     assert found["a.b"].dtype == tensor.dtype
     assert torch.equal(found["a.b"].view(torch.uint8), tensor.view(torch.uint8))
     assert found["c"].shape == (0, 5)
