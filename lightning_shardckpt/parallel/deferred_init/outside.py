@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.compat.pytree import tree_leaves
 from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import Log
 
 Recording = Callable[[], AbstractContextManager[None]]
@@ -48,6 +49,11 @@ def _inside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         try:
             with recording():
                 result = func(*args, **(kwargs or {}))
+        except StateError as error:
+            raise StateError(
+                f"{error}. Parameters of init_module(empty_init=True) have no memory before fabric.setup: load and "
+                "save after it."
+            ) from None
         finally:
             release(given, recording, log)
 

@@ -18,7 +18,8 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt import save
+from lightning_shardckpt.errors import StateError, TopologyError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from tests.support import tiny
 from tests.support.pool import RankFailure, run_ranks
@@ -295,6 +296,8 @@ def initialized(strategy: dict[str, Any], seed: int = 4, seed_by_rank: int = 0) 
     with fabric.init_module(empty_init=True):
         net.layers.append(nn.Linear(4, 4))
     initialize(net)
+    with pytest.raises(StateError, match=r"have no memory before fabric\.setup: load and save after it"):
+        save("before", {"model": net})
     optimizer = torch.optim.AdamW(net.parameters())
     fabric.setup(net, optimizer)
     torch.manual_seed(seed)
