@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning import Fabric
@@ -24,6 +25,7 @@ from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.replica_digests import differing, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
+from tests.support import tiny
 from tests.support.pool import run_ranks
 
 
@@ -137,7 +139,7 @@ def with_metrics() -> nn.Module:
     return module
 
 
-class Remembers(nn.Linear):
+class Extra(nn.Linear):
     def __init__(self, what: Any) -> None:
         super().__init__(2, 2)
         self._what = what
@@ -162,7 +164,7 @@ STATES: dict[str, tuple[Callable[[], dict[str, Any]], set[str]]] = {
     "metrics": (lambda: {"model": with_metrics()}, {"model/confusion.confmat", "model/seen.value"}),
     "a few numbers": (lambda: {"a": {"b": [torch.tensor([3, 1])[[torch.distributed.get_rank() % 2, 0]]]}}, {"a/b/0"}),
     "statistics": (lambda: {"model": {"1.running_mean": torch.tensor(float(torch.distributed.get_rank()))}}, set()),
-    "extra state": (lambda: {"model": Remembers(torch.distributed.get_rank() % 2)}, {"model/_extra_state"}),
+    "extra state": (lambda: {"model": Extra(torch.distributed.get_rank() % 2)}, {"model/_extra_state"}),
 }
 
 
@@ -191,6 +193,51 @@ def test_replicas_that_hold_equal_numbers_in_another_order_differ(fabric: bool, 
             found = set(re.findall(r"^  (\S+)  ranks \[0, 2\] \| \[1\]$", said[name], re.MULTILINE))
             assert found == keys, name
             assert (tmp_path / name / "checkpoint.index.json").exists() == (not keys)
+
+
+class Counting(tiny.TinyLM):
+    """Metrics of each rank's batches, and a tensor of its own, as far as asked for."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.confusion = what, BinaryConfusionMatrix()
+        self.confusion.persistent(mode=what == "a metric")
+
+    def on_train_end(self) -> None:
+        self.confusion.update(torch.tensor([1, 0]), torch.tensor([1, 0]) if self.global_rank else torch.tensor([0, 1]))
+        if self.what == "a setting":
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 1 + self.global_rank
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = torch.tensor([0, 1]).roll(self.global_rank if self.what == "a tensor" else 0)
+
+
+class Remembers(pl.Callback):
+    """A callback may have state of its rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": torch.full((999,), torch.distributed.get_rank())}
+
+
+def save_with_a_trainer(path: str) -> dict[str, str]:
+    said = {}
+    for what in ("nothing", "a metric", "a tensor", "a setting"):
+        run = tiny.trainer({}, max_steps=1, callbacks=[Remembers()])
+        run.fit(Counting(what), tiny.loader())
+        try:
+            run.save_checkpoint(f"{path}/{what}")
+            said[what] = ""
+        except MismatchError as error:
+            said[what] = str(error)
+    return said
+
+
+def test_a_trainer_saves_no_state_that_ranks_have_otherwise(tmp_path: Path) -> None:
+    names = {"a metric": "model/confusion.confmat", "a tensor": "mine", "a setting": "optimizer/0/param_groups/0/lr"}
+    for said in run_ranks(2, save_with_a_trainer, str(tmp_path)):
+        assert said.pop("nothing") == ""
+        for what, name in names.items():
+            assert f"\n  {name}  ranks [0] | [1]\n" in said[what], what
 
 
 def save_on_mesh(path: str) -> list[str]:
