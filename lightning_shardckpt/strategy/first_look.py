@@ -86,16 +86,18 @@ def _call_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any], *, weights_only
     """
     given: Any = trainer  # some of its attributes are set later
     module, profile = trainer.lightning_module, given.profiler.profile
+    callbacks = [] if weights_only else [callback for callback in given.callbacks if _is_users(callback)]
+    if not callbacks and not is_overridden("on_save_checkpoint", module):
+        return
     checkpoint |= {"state_dict": trainer.strategy.lightning_module_state_dict(), "loops": {}}
     checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
     memory = Memory([module])
     with isolate_rng():
-        for callback in filter(_is_users, () if weights_only else given.callbacks):
+        for callback in callbacks:
             with profile(f"[Callback]{callback.state_key}.on_save_checkpoint"), suppress(Exception):
                 copy(callback).on_save_checkpoint(trainer, module, checkpoint)
-        if is_overridden("on_save_checkpoint", module):
-            with profile("[LightningModule].on_save_checkpoint"), suppress(Exception):
-                module.on_save_checkpoint(checkpoint)
+        with profile("[LightningModule].on_save_checkpoint"), suppress(Exception):
+            module.on_save_checkpoint(checkpoint)
     memory.restore()
 
 
