@@ -186,7 +186,7 @@ def _loaded(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str
             found = module.load_state_dict(state_dict, strict=False)
     except RuntimeError as error:
         if str(error).startswith("Error(s) in loading state_dict"):
-            raise MismatchError(str(error)) from error
+            raise MismatchError(f"entries do not fit after hooks have run: {error}") from error
         raise
     return found or ((), ())  # a method of the user's may return nothing
 
