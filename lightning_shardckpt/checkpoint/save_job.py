@@ -24,6 +24,7 @@ from lightning_shardckpt.checkpoint.save_values import Agreement, GroupTable, Sa
 from lightning_shardckpt.checkpoint.staging import (
     BackgroundCopies,
     HostMemory,
+    HostWindows,
     copy_all,
     parameters_of,
     unchanged_until_a_step,
@@ -43,7 +44,7 @@ from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, vi
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
 from lightning_shardckpt.state.replica_digests import Digests, combined, differing, digests_over_groups, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
-from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
+from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.transfer.writer import MB
 
@@ -245,16 +246,15 @@ class SaveJob:
             self.copies.check()
         save_id = agreed["save_id"]
         draft = self._draft or self._storage.draft(self.path, save_id)
-        written = self._writer.write(
-            draft, self._plan, self._frozen, lambda p: host_bytes(staged.tensors[id(p)]), save_id
-        )
+        windows = HostWindows(staged.tensors)
+        written = self._writer.write(draft, self._plan, self._frozen, lambda p: windows.bytes_of(id(p)), save_id)
         documents = []
         for name, content in staged.documents.items():
             draft.write(name, [content])
             documents.append(_info_to_json(FileInfo(name, len(content), checksum(content))))
         if self._mirroring is not None:
             pieces = [piece for file in self._plan.files.get("model", ()) for piece in file.pieces]
-            self._mirroring.write(draft, pieces, lambda p: host_bytes(staged.tensors[id(p)]))
+            self._mirroring.write(draft, pieces, lambda p: windows.bytes_of(id(p)))
         if self.copies is not None:
             self.copies.check()
             self.copies.forget()

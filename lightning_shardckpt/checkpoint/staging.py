@@ -20,7 +20,9 @@ from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.compat.copies import copy_each
 from lightning_shardckpt.compat.tensor_subclass import version_of
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.system.page_memory import pages
+from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker
 
 _ALIGN = 64  # a cache line; also a multiple of every item size
@@ -39,7 +41,7 @@ class HostMemory:
         """Contiguous tensors like these, without their values, to copy them to; valid until the next call.
 
         For as many tensors of the same kinds as the last time they are the same. For tensors on a GPU the memory is
-        pinned; that path has not been run by the tests.
+        pinned.
         """
         kinds = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
         if kinds != self._kinds:
@@ -67,11 +69,45 @@ class HostMemory:
                 self._memory = torch.frombuffer(pages(nbytes), dtype=torch.uint8)
 
 
-def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Fill ``copies``; returns when they are there.
+class HostWindows:
+    """Bytes of tensors in host memory, to which those on a GPU are copied a window at a time.
 
-    From a GPU they run in the order of the current stream; that path has not been run by the tests.
+    So the host waits for the device once for each window, not for each tensor. A window is memory of its own as long as
+    bytes of it are in use; then torch's allocator of pinned memory gives it to a later one.
+
+    Args:
+        tensors: by the id by which they are asked for, about in the order in which they are.
+        tuning: how large a window of more than one tensor may be.
     """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor], tuning: Tuning = TUNING) -> None:
+        self._tensors, self._window_bytes = tensors, tuning.device_window_bytes
+        self._order = [of for of, tensor in tensors.items() if tensor.is_cuda]
+        self._places = {of: place for place, of in enumerate(self._order)}
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def bytes_of(self, of: int) -> memoryview:
+        """Return the bytes of a tensor, row-major."""
+        if of in self._places and of not in self._copies:
+            self._copies = {}  # its memory can be used again
+            self._copies = self._copied(self._places[of])
+        return host_bytes(self._copies.get(of, self._tensors[of]))
+
+    def _copied(self, first: int) -> dict[int, torch.Tensor]:
+        window, nbytes = [self._order[first]], self._tensors[self._order[first]].nbytes
+        for of in self._order[first + 1 :]:
+            nbytes += -(-self._tensors[of].nbytes // _ALIGN) * _ALIGN
+            if nbytes > self._window_bytes:
+                break
+            window.append(of)
+        tensors = [self._tensors[of] for of in window]
+        copies = HostMemory().room(tensors)
+        copy_all(tensors, copies)
+        return dict(zip(window, copies, strict=True))
+
+
+def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Fill ``copies``; returns when they are there. From a GPU they run in the order of the current stream."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     with torch.no_grad():
         copy_each(tensors, copies, non_blocking=bool(devices))

@@ -35,6 +35,7 @@ class Tuning:
     span_bytes: int = 1 << 20  # of one read: hashed and written while the caches still have it
 
     # ── writing files ──
+    device_window_bytes: int = 64 << 20  # of a GPU's memory that is copied at a time; torch pins powers of two
     writeback_bytes: int = 8 << 20  # from 1 to 32 MiB it makes no difference
 
     # ── object stores ──

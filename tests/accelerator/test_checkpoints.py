@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt import ShardCkptIO, load, save
+from lightning_shardckpt.checkpoint.staging import HostWindows
+from lightning_shardckpt.system.tuning import Tuning
+from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.test_training import REPLICAS, TENSOR_PARALLEL
 from tests.support.pool import run_ranks
@@ -54,6 +57,42 @@ def test_a_run_resumes_exactly_on_the_same_and_on_other_device_numbers(
     for before, after in zip(straight, resumed, strict=True):
         assert after["losses"] == before["losses"][SAVED:]
         assert differences(before["state"], after["state"]) == []
+
+
+def _waits_of_saves(path: str) -> list[int]:
+    """How often the host waits for the device in a save of few tensors, and in one of many; none is a mere value."""
+    waits = []
+    for count in (4, 40):
+        state = {"x": {f"{n}": torch.arange(300.0 * (n + 1), device="cuda") for n in range(count)}}
+        before = device.counts()["host_waits"]
+        save(f"{path}-{count}", state)
+        waits.append(device.counts()["host_waits"] - before)
+        loaded = {"x": {n: torch.zeros_like(tensor) for n, tensor in state["x"].items()}}
+        load(f"{path}-{count}", loaded)
+        assert all(torch.equal(loaded["x"][n], tensor) for n, tensor in state["x"].items())
+    return waits
+
+
+def test_waits_of_a_save_do_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    for waits in run_on_gpus(2, _waits_of_saves, str(tmp_path / "saved")):
+        assert max(waits) <= 3
+
+
+def _windows() -> None:
+    tensors = {n: torch.full((n % 5, 4), float(n), device="cuda").t() for n in range(24)}
+    tensors[24] = torch.ones(3)
+    windows = HostWindows(tensors, Tuning(device_window_bytes=256))
+    before = device.counts()["host_waits"]
+    held = {n: windows.bytes_of(n) for n in tensors}
+    waits = device.counts()["host_waits"] - before
+    assert 4 < waits < 24
+    again = {n: windows.bytes_of(n) for n in reversed(tensors)}
+    for n, tensor in tensors.items():
+        assert bytes(held[n]) == bytes(again[n]) == tensor.cpu().contiguous().numpy().tobytes()
+
+
+def test_windows_of_a_device_have_the_bytes_of_its_tensors_in_any_order() -> None:
+    run_on_gpus(1, _windows)
 
 
 @pytest.mark.slow
