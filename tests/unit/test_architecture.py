@@ -49,7 +49,7 @@ PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace", "_fields"}  # documented
 OVERRIDDEN = {"_strip_protocol"}  # fsspec's, which says that file systems override it
 # What tests use of torch, of Lightning and of examples/text.py, and has the name of something of ours.
 NAMESAKES = {"_parameters", "_modules", "_buffers", "_base", "_local_tensor"}
-NAMESAKES |= {"_threads", "_trainer", "_backward_sync_control", "_windows"}
+NAMESAKES |= {"_C", "_threads", "_trainer", "_backward_sync_control", "_windows"}
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
