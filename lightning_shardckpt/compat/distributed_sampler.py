@@ -5,6 +5,8 @@ Checked with torch 2.12 to 2.15, Lightning 2.5.6 and 2.6.6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
@@ -33,6 +35,31 @@ def wrapped_sampler(sampler: object) -> Any | None:
     Relies on ``DistributedSamplerWrapper.dataset._sampler``.
     """
     return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[attr-defined]
+
+
+def drawn_order(sampler: object) -> list[Any] | None:
+    """Return the order that the sampler of the user's gave when Lightning's around it last began; None without that.
+
+    Relies on ``DistributedSamplerWrapper.dataset._sampler_list``.
+    """
+    return sampler.dataset._sampler_list if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[attr-defined]
+
+
+def draw_orders_within(sampler: object, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let the sampler of the user's that Lightning put its own around draw each order inside of a context from now on.
+
+    Replaces what an earlier call has set; does nothing for other samplers. Relies on
+    ``DistributedSamplerWrapper.dataset.reset``, with which it begins.
+    """
+    if type(sampler) is not DistributedSamplerWrapper:
+        return
+    dataset: Any = sampler.dataset
+
+    def reset() -> None:
+        with around():
+            type(dataset).reset(dataset)
+
+    dataset.reset = reset
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:

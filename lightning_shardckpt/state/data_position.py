@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from functools import lru_cache
@@ -32,6 +31,8 @@ from lightning_shardckpt.compat.distributed_sampler import (
 )
 from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
 from lightning_shardckpt.state.loader_random import (
+    OTHER_ORDER,
+    checksum_of,
     own_states,
     random_state,
     sampler_of,
@@ -42,11 +43,6 @@ from lightning_shardckpt.state.loader_random import (
 from lightning_shardckpt.system.random_generators import get_rng_state, seeded, set_rng_state
 
 _END = object()
-_OTHER_ORDER = (
-    "{sampler} drew another order for this epoch than in the run that was interrupted: in the rest of this epoch "
-    "samples come twice or not at all. Only what it draws from torch's, numpy's and python's generators, or from its "
-    "own `generator`, is known here. Resume from the end of an epoch, or draw from one of these."
-)
 _REPEATED = (
     "the {left} samples that are left of this epoch leave so few for its last step that {repeated} of {ranks} "
     "data-parallel ranks repeat one of another rank, as each needs a batch. With drop_last=True in the DataLoader they "
@@ -163,13 +159,13 @@ class ResumableLoader(IndexedLoader):
         """This rank's indices of an epoch that begins, or of one that goes on."""
         sampler = sampler_of(self)
         order = _drawn_alike(sampler)
-        self._checksum, self._begun = _checksum(order), EpochPosition()
+        self._checksum, self._begun = checksum_of(order), EpochPosition()
         if resumption is not None:
             batches = resumption.batches
             self._begun = resumption.epoch_position or EpochPosition(division.used(len(order), batches), batches)
             if resumption.checksum not in (None, self._checksum) and sampler.rank == 0:
                 kind = type(wrapped_sampler(sampler) or sampler).__name__
-                warnings.warn(_OTHER_ORDER.format(sampler=kind), stacklevel=2)
+                warnings.warn(OTHER_ORDER.format(sampler=kind), stacklevel=2)
             set_random_state(self, resumption.then)
         left = order[self._begun.samples :]
         if resumption is not None and (repeated := division.repeats(len(left))) and sampler.rank == 0:
@@ -308,14 +304,6 @@ def _drawn_alike(sampler: Any) -> list[Any]:
     finally:
         if generator is not None and own is not None:
             generator.set_state(own)
-
-
-def _checksum(order: list[Any]) -> int | None:
-    """A checksum of an order; None of one that is not made of numbers."""
-    try:
-        return zlib.crc32(array("q", order))
-    except TypeError:
-        return None
 
 
 def batches_of_loader(loader: object, batches: int, *, cycles: bool, length: int | None = None) -> int:

@@ -1,13 +1,29 @@
-"""Random states of a loader: of the process, of generators that the loader and its sampler draw from, and seeds."""
+"""What the order of a loader is drawn from: random states of the process and of its own generators, and seeds."""
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from typing import Any
 
 import torch
 
 from lightning_shardckpt.compat.distributed_sampler import own_generator
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
+
+OTHER_ORDER = (
+    "{sampler} drew another order for this epoch than in the run that was interrupted: in the rest of this epoch "
+    "samples come twice or not at all. Only what it draws from torch's, numpy's and python's generators, or from its "
+    "own `generator`, is known here. Resume from the end of an epoch, or draw from one of these."
+)
+
+
+def checksum_of(order: list[Any]) -> int | None:
+    """Return a checksum of an order; None of one that is not made of numbers."""
+    try:
+        return zlib.crc32(array("q", order))
+    except TypeError:
+        return None
 
 
 def sampler_of(loader: Any) -> Any:

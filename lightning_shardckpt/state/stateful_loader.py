@@ -9,16 +9,23 @@ random states with which the loader began to iterate, for an order that is drawn
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
+from lightning_shardckpt.compat.distributed_sampler import draw_orders_within, drawn_order, wrapped_sampler
 from lightning_shardckpt.state.loader_random import (
+    OTHER_ORDER,
+    checksum_of,
     own_states,
     random_state,
+    sampler_of,
     seed_of,
     set_own_states,
     set_random_state,
@@ -45,7 +52,8 @@ class Watch:
     Attributes:
         kind: the loader's own class.
         count: returns the number of the epoch, and how many of its batches were drawn.
-        begun: random states with which the present iteration began; None before the first one.
+        begun: random states before the present iteration drew its order, or began; None before the first one.
+        order: a checksum of the order that a sampler of the user's drew then, inside of Lightning's.
         draws: the last ones.
         failed: a draw that raised, after which the loader can't be asked any more.
         ended: the position, of a loader that was taken down after training.
@@ -56,6 +64,7 @@ class Watch:
     kind: Any
     count: Callable[[], tuple[int, int]]
     begun: dict[str, Any] | None = None
+    order: int | None = None
     draws: deque[_Draw] = field(default_factory=lambda: deque(maxlen=_KEPT))
     failed: _Draw | None = None
     ended: dict[str, Any] | None = None
@@ -153,8 +162,10 @@ def _iterate(loader: StatefulLoader) -> Iterator[Any]:
     watch.ended = watch.failed = None
     resumption, watch.resumption = watch.resumption, None
     if resumption is None:
-        watch.begun = random_state(loader)
-        return _drawn(loader, watch.kind.__iter__(loader))
+        watch.begun, watch.order = random_state(loader), None
+        draw_orders_within(sampler_of(loader), partial(_drawing_order, loader))
+        iterator = watch.kind.__iter__(loader)
+        return _drawn(loader, iterator)
     position, then = resumption
     iterator, again = _continued(loader, position), []
     epoch, used = watch.count()
@@ -180,12 +191,34 @@ def _load_state_dict(loader: StatefulLoader, state: Any) -> None:
 def _continued(loader: StatefulLoader, position: dict[str, Any]) -> Iterator[Any]:
     watch = loader.shardckpt_watch
     set_seed(loader, position["seed"])
-    if position["epoch_start"] is not None:
-        set_random_state(loader, position["epoch_start"])
-    watch.begun = random_state(loader)
+    start = position["epoch_start"] or random_state(loader)
+    set_random_state(loader, start)
+    watch.begun = start
+    draw_orders_within(sampler_of(loader), partial(_drawing_order, loader, again=position))
     watch.kind.load_state_dict(loader, position["state"])
     iterator: Iterator[Any] = watch.kind.__iter__(loader)
     return iterator
+
+
+@contextmanager
+def _drawing_order(loader: StatefulLoader, again: dict[str, Any] | None = None) -> Iterator[None]:
+    """Note the random states before a sampler's order; or draw again that of a position. The last one is what counts.
+
+    Loaders draw it when they begin, or when their first batch is asked for; torchdata's draws some that it drops.
+    """
+    watch, process = loader.shardckpt_watch, get_rng_state(every_device=False)
+    if again is None:
+        watch.begun = random_state(loader)
+    elif watch.begun is not None:
+        set_random_state(loader, watch.begun)
+    yield
+    sampler = sampler_of(loader)
+    watch.order = checksum_of(drawn_order(sampler) or [])
+    if again is not None:
+        set_rng_state(process)
+        if again["order"] not in (None, watch.order):
+            again["order"] = None  # once is enough
+            warnings.warn(OTHER_ORDER.format(sampler=type(wrapped_sampler(sampler)).__name__), stacklevel=2)
 
 
 def _drawn(loader: StatefulLoader, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -212,4 +245,4 @@ def _draw(loader: StatefulLoader, iterator: Iterator[Any], number: tuple[int, in
 def _present(loader: StatefulLoader) -> dict[str, Any]:
     watch = loader.shardckpt_watch
     position = {"epoch_start": watch.begun, "own": own_states(loader), "seed": seed_of(loader), "drawn": []}
-    return position | {"state": deepcopy(watch.kind.state_dict(loader))}
+    return position | {"order": watch.order, "state": deepcopy(watch.kind.state_dict(loader))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
 
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -30,6 +31,8 @@ class Continued(DataLoader[Any]):
     given, _skipped = 0, 0
 
     def __iter__(self) -> Any:
+        for _ in range(1 + 2 * bool(self._skipped)):  # as torchdata, which begins with its sampler several times
+            iter(self.batch_sampler.sampler)  # type: ignore[union-attr]
         batches: Any = super().__iter__()
         self.given, self._skipped = self._skipped, 0
         for _ in range(self.given):
@@ -77,6 +80,8 @@ def data(kind: str, fails_at: int = 0) -> Any:
     numbers = torch.arange(2.0 * PER_EPOCH * world).unsqueeze(1).expand(-1, 4).clone()
     if kind == "plain":
         return DataLoader(numbers, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    if kind == "secretive":
+        return Continued(numbers, batch_size=2, sampler=Secretive(len(numbers)))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(int(torch.randint(1000, ())))
     loader = Continued(numbers, batch_size=2, sampler=SubsetRandomSampler(range(len(numbers)), generator=generator))  # type: ignore[arg-type]
     if kind == "loader":
@@ -180,8 +185,21 @@ def test_no_batch_is_lost_or_comes_twice(
         assert same and not said
 
 
-def save_two_kinds(directory: str) -> None:
-    for kind in ("loader", "corpus"):
+class Secretive(Sampler[int]):
+    """Draws from a generator that cannot be found."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._secret = count, random.Random(int(torch.randint(1000, ())))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._secret.sample(range(self._count), self._count))
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def save_each_kind(directory: str) -> None:
+    for kind in ("loader", "corpus", "secretive"):
         fit(kind, max_steps=4, callbacks=[tiny.SaveAt(3, f"{directory}/{kind}.ckpt")])
 
 
@@ -198,10 +216,11 @@ def resume_otherwise(directory: str, loaders: dict[str, str]) -> dict[str, list[
 
 @pytest.mark.slow
 def test_a_state_that_cannot_be_taken_is_told_by_the_name_of_the_loader(tmp_path: Path) -> None:
-    run_ranks(2, save_two_kinds, str(tmp_path))
+    run_ranks(2, save_each_kind, str(tmp_path))
     (alone,) = run_ranks(1, resume_otherwise, str(tmp_path), {"loader": "loader", "corpus": "corpus"})
     ((loader,), (corpus,)) = alone["loader"], alone["corpus"]
     assert "Continued has a state of its own" in loader and "Corpus has a state of its own" in corpus
     assert all("data-parallel ranks was 2, and is 1" in said and "begins anew" in said for said in (loader, corpus))
-    plain, _ = run_ranks(2, resume_otherwise, str(tmp_path), {"loader": "plain"})
-    assert ["another kind of loader" in said for said in plain["loader"]] == [True]
+    two, _ = run_ranks(2, resume_otherwise, str(tmp_path), {"loader": "plain", "secretive": "secretive"})
+    assert ["another kind of loader" in said for said in two["loader"]] == [True]
+    assert ["Secretive drew another order" in said for said in two["secretive"]] == [True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, SubsetRandomSampler
 
 from lightning_shardckpt.compat.distributed_sampler import (
+    draw_orders_within,
+    drawn_order,
     is_strided,
     makes_plain_batches,
     order_of_all_ranks,
@@ -25,6 +29,24 @@ KINDS: dict[str, Any] = {
     "even": lambda **place: DistributedSampler(range(11), drop_last=True, **place),  # type: ignore[arg-type]
     "wrapped": lambda **place: DistributedSamplerWrapper(SUBSET, **place),
 }
+
+
+def test_the_order_of_a_wrapped_sampler_is_known_and_can_be_drawn_again() -> None:
+    sampler = KINDS["wrapped"](num_replicas=1, rank=0, shuffle=False)
+
+    @contextmanager
+    def seeded() -> Iterator[None]:
+        GENERATOR.manual_seed(4)
+        yield
+
+    draw_orders_within(sampler, seeded)
+    first, again = list(sampler), list(sampler)
+    assert first == again == drawn_order(sampler)
+    draw_orders_within(sampler, nullcontext)
+    assert list(sampler) != first
+    plain = KINDS["in order"](num_replicas=1, rank=0)
+    draw_orders_within(plain, seeded)
+    assert drawn_order(plain) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
