@@ -366,6 +366,14 @@ def dicts_and_objects(folder: str) -> None:
                     continue
                 into(path, live)
                 assert differing(whole(live), expected) == [], (name, into, steps)
+    if fabric is not None:
+        fabric.save(folder + "/fabric", as_dicts(objects))
+        state = normed(2, 0, fabric)
+        fabric.load(folder + "/fabric", state)
+        assert differing(whole({k: getattr(v, "optimizer", v) for k, v in state.items()}), expected) == []
+        dicts = as_dicts(normed(3, 1, fabric))
+        fabric.load(folder + "/objects", dicts)
+        assert differing(whole(dicts), whole(as_dicts(objects))) == []
 
 
 def test_a_state_dict_and_the_object_that_gave_it_are_the_same_to_a_load(tmp_path: Path) -> None:
