@@ -104,9 +104,10 @@ def _constructed_in_part(cls: type[Loadable], checkpoint: dict[str, Any], hyper:
 
 
 def _has_weights_alone(path: str, storage: StorageRouter) -> bool:
+    """Return whether there is no model under Lightning's names: weights of another program, or a state dict."""
     source, _ = open_source(path, storage)
     with closing(source):
-        return is_weights_alone(source)
+        return is_weights_alone(source) or "model" not in source.components()
 
 
 def _with_weights(

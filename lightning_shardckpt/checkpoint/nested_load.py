@@ -19,8 +19,7 @@ from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.as_objects import AsObjects, dicts_for
+from lightning_shardckpt.sources.as_objects import AsObjects, dicts_for, trainer_of
 from lightning_shardckpt.sources.as_values import AsValues, places_of
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.matched_source import fitted_to
@@ -43,7 +42,6 @@ from lightning_shardckpt.state.nested_dict import (
     value_at,
 )
 from lightning_shardckpt.state.state_dicts import checked_keys
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.gc_pause import gc_paused
 
@@ -130,7 +128,7 @@ class NestedLoad:
         places = places_of(source, keys, self._state, asked, alone=not self._objects.modules)
         if places.modules or places.optimizers:
             source = AsValues(source, places)
-            known = _trainer_of(source)
+            known = trainer_of(source)
         problems = self._compare_rest(known)
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
@@ -148,7 +146,7 @@ class NestedLoad:
 
     def _as_objects(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
         """Return a source with state dicts as the objects that are asked for, its trainer's state, and its objects."""
-        known = _trainer_of(source)
+        known = trainer_of(source)
         keys = checked_keys(known.get(KEYS), source.path)
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
         self.present = [*objects, *(key for key in known if key != KEYS)]
@@ -158,7 +156,7 @@ class NestedLoad:
         if not modules and not optimizers:
             return source, known, keys
         source = AsObjects(source, keys, modules, optimizers)
-        known = _trainer_of(source)
+        known = trainer_of(source)
         return source, known, known[KEYS]
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
@@ -306,16 +304,6 @@ class NestedLoad:
         for path in taken:  # all at the end: a list goes with its last item that was asked for
             remove_at(trainer, path)
         return {key: value for key, value in trainer.items() if key not in (KEYS, "rank_state")}
-
-
-def _trainer_of(source: Source) -> dict[str, Any]:
-    """Return the trainer's state with blanks for its tensors."""
-    specs = source.components().get("trainer", Component({})).tensors
-
-    def blank(key: str) -> torch.Tensor:
-        return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
-
-    return source.trainer(blank)
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str | None:

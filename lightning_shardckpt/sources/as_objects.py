@@ -19,7 +19,7 @@ from lightning_shardckpt.state.model import is_extra_state, model_leaves
 from lightning_shardckpt.state.nested_dict import remove_at, value_at
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
-from lightning_shardckpt.state.state_dicts import is_optimizer_state
+from lightning_shardckpt.state.state_dicts import checked_keys, is_optimizer_state
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 _EMPTY = Component({})
@@ -46,6 +46,35 @@ def dicts_for(
         found = places if len(places) == 1 else []
     others = (path for path in optimizers if key_of(path) not in keys["optimizers"])
     return found, [path for path in others if is_optimizer_state(_at(known, path))]
+
+
+def trainer_of(source: Source) -> dict[str, Any]:
+    """Return the trainer's state with blanks for its tensors."""
+    specs = source.components().get("trainer", _EMPTY).tensors
+
+    def blank(key: str) -> torch.Tensor:
+        return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
+
+    return source.trainer(blank)
+
+
+def with_objects(source: Source) -> Source:
+    """Return a source whose only state dict is the model, with those of optimizers in order, for one module.
+
+    Other sources, and those that have a model, are returned as they are.
+
+    Raises:
+        FormatError: if it says of modules and optimizers what cannot be.
+    """
+    if "model" in source.components() or source.document("optimizer"):
+        return source
+    known = trainer_of(source)
+    keys = checked_keys(known.get(KEYS), source.path)
+    if keys is None:
+        return source
+    modules, _ = dicts_for(known, keys, [("model",)], [])
+    optimizers: list[Path] = [(key,) for key, value in known.items() if is_optimizer_state(value)]
+    return AsObjects(source, keys, modules, optimizers) if modules else source
 
 
 def _at(known: Mapping[str, Any], path: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.sources.as_objects import with_objects
 from lightning_shardckpt.sources.matched_source import fitted_to
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_code import LoadCode
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import parameter_names
@@ -36,7 +37,10 @@ def module_targets(
     leaves, _ = model_leaves(tensors, module, whole)
     extra_state = frozenset(map(clean_fqn, values))
     adapters = adapter_tensors(module, leaves.tensors)
-    fitting = partial(fitted_to, module=module, live=leaves, whole=whole)
+
+    def fitting(source: Source) -> tuple[Source, list[str]]:
+        return fitted_to(with_objects(source), module=module, live=leaves, whole=whole)
+
     names = parameter_names(module, whole) if optimizers is not None else {}
     code = LoadCode.of({"": module})
     return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, fitting, code=code)

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.sources.as_objects import with_objects
 from lightning_shardckpt.sources.casting import CastingSource, converts
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, fit, limited, report
@@ -122,7 +123,7 @@ def beginning(
 def _opened(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
     with ExitStack() as closing:
         try:
-            source = closing.enter_context(opened(path, ranks=ranks, storage=storage))
+            source = with_objects(closing.enter_context(opened(path, ranks=ranks, storage=storage)))
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"no pretrained weights: {error}. Of a model on the Hugging Face hub, give the path of a local copy, "

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from lightning_shardckpt import load, metadata, save
+from lightning_shardckpt import load, load_from_checkpoint, metadata, save
 from lightning_shardckpt.errors import MismatchError
 from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support import tiny
@@ -408,3 +408,32 @@ def test_weights_of_other_programs_load_into_a_state_dict_of_tensors(tmp_path: P
     with pytest.warns(UserWarning, match="_extra_state  in model only"):
         load(tmp_path / "flat", {"model": module}, strict=False)
     assert differing(whole(dict(module.named_parameters())), whole(dict(saved.named_parameters()))) == []
+
+
+class Recording(Tied):
+    """Keeps what training began with."""
+
+    def on_train_start(self) -> None:
+        self.first = of_names({"model": self, "optimizer": self.trainer.optimizers[0]})
+
+
+def by_lightning(folder: str) -> None:
+    saved = tied("wte", 1)
+    expected = of_names(saved)
+    path = folder + "/dicts"
+    save(path, as_dicts(saved))
+    module = load_from_checkpoint(Tied, path)
+    assert differing(whole(module), whole(saved["model"])) == []
+    run = tiny.trainer({}, max_steps=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is not of Lightning's Trainer")
+        run.fit(recording := Recording(), tiny.loader(), ckpt_path=path)
+    assert differing(recording.first, expected) == []
+    tiny.trainer({"pretrained": path}, max_steps=1).fit(recording := Recording(), tiny.loader())
+    for name, (value, _) in expected["parameters"].items():
+        assert torch.equal(recording.first["parameters"][name][0], value), name
+
+
+def test_lightning_takes_a_checkpoint_of_state_dicts_as_one_of_the_objects(tmp_path: Path) -> None:
+    run_ranks(1, by_lightning, str(tmp_path / "1"))
+    run_ranks(2, by_lightning, str(tmp_path / "2"))
