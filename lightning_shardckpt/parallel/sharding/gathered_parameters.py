@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, ClassVar, Self
@@ -20,7 +20,7 @@ from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
-_OWN = ("_leaf", "_touched", "_views", "_is_param")
+_OWN = ("_leaf", "_compiled", "_touched", "_views", "_is_param")
 """What the dict of a whole parameter has for itself."""
 
 
@@ -33,6 +33,8 @@ class _StandsForLeaf:
     @property
     def grad(self) -> Tensor | None:
         """The gradient of the parameter, from earlier backward passes."""
+        if "_compiled" in self.__dict__:
+            return None
         return leaf_of(self).grad  # type: ignore[no-any-return]  # of a Tensor
 
     @grad.setter
@@ -190,6 +192,12 @@ def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
         whole.__class__ = GatheredPart
     mark_as_parameter(whole)
     return whole
+
+
+def show_to_compiler(wholes: Sequence[Tensor]) -> None:
+    """Let gathered parameters show no gradient: torch.compile looks at it, and cannot trace a sharded one."""
+    for whole in wholes:
+        whole.__dict__["_compiled"] = True
 
 
 def values_of(whole: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from lightning_shardckpt.compat.dynamo import set_frame_callback
 from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -36,13 +37,20 @@ def watch_for_new_parameters(root: nn.Module, adopt: Adopt) -> list[RemovableHan
     """
     known, told = WeakSet(root.modules()), WeakMethod(adopt)
 
+    def is_known(module: nn.Module) -> bool:
+        compiler = set_frame_callback(None)  # torch.compile cannot trace a WeakSet
+        try:
+            return module in known
+        finally:
+            set_frame_callback(compiler)
+
     def on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-        if module in known and (call := told()) is not None and type(parameter) is nn.Parameter:
+        if type(parameter) is nn.Parameter and is_known(module) and (call := told()) is not None:
             _refuse_whole(module, name)
             call([parameter])
 
     def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and module in known and (call := told()) is not None:
+        if child is not None and is_known(module) and (call := told()) is not None:
             known.update(child.modules())
             call([p for p in child.parameters() if type(p) is nn.Parameter])
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_shardckpt.compat.module_class import argument_hooks, result_hooks
+from lightning_shardckpt.compat.dynamo import compiled_from
+from lightning_shardckpt.compat.module_class import argument_hooks, compiled_call, result_hooks
 from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError
@@ -101,7 +102,19 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             handle = module.register_forward_hook(_differentiable_once)
             hooks[module] = hooks.get(module, frozenset()) | {handle.id}
+    _refuse_compiled(root)
     watch_plan(root, plan.styles, hooks, mesh)
+
+
+def _refuse_compiled(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        compiled = compiled_call(module) is not None or compiled_from(module) is not None
+        if compiled and any(isinstance(p, DTensor) for p in module.parameters()):
+            raise TopologyError(
+                f"{clean_fqn(name) or type(root).__name__} is compiled, and tensor_parallel_plan shards it: torch "
+                "cannot compile what gathers and reduces there. Compile modules that the plan leaves whole, or train "
+                "without torch.compile or without tensor parallelism."
+            )
 
 
 def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:

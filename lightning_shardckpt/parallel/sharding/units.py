@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.dynamo import set_frame_callback, skip_folders
+from lightning_shardckpt.compat.dynamo import has_compiled, set_frame_callback, skip_folders
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights, restore_flat_weights
 from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
@@ -35,6 +35,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     KeptGathers,
     as_gathered,
+    show_to_compiler,
     values_of,
     views_of,
     was_assigned,
@@ -148,6 +149,8 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
                 return forward(*args, **kwargs)
         _refuse_kept_views(unit.name, leaves)
         wholes = _gathered(module, unit, leaves)
+        if compiler is not None or _is_compiled(module):
+            show_to_compiler(wholes)
         versions = [version_of(whole) for whole in wholes]
         places = dict(zip(map(id, leaves), wholes, strict=True))
         again = partial(_gather, module, unit, leaves, history=False) if unit.reshard else None
@@ -226,6 +229,14 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether it, or a module inside it, was compiled before it ran first."""
+    if module not in _compiled:
+        _compiled[module] = has_compiled(module)
+    return _compiled[module]
+
+
+_compiled: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 _places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
 _views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
 """What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""

@@ -109,7 +109,6 @@ class Case:
         module: makes the LightningModule.
         options: of the Trainer; ``callbacks`` makes them.
         refused: by topology, what an error must say instead.
-        compiles: whether it uses torch.compile, which fails on tensor-parallel modules.
         tolerance: relative, in float64; rounding differs where sums have another order.
     """
 
@@ -118,12 +117,12 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     tolerance: float = 1e-10
-    compiles: bool = False
 
 
 CASES: dict[str, Case] = {}
 TENSOR_PARALLEL = ("tp2", "fsdp2 x tp2")
 SECOND_DERIVATIVES = dict.fromkeys(TENSOR_PARALLEL, "a backward with create_graph=True went through Linear")
+COMPILED = dict.fromkeys(TENSOR_PARALLEL, "is compiled, and tensor_parallel_plan shards it")
 COMPUTED_WEIGHTS = dict.fromkeys(TENSOR_PARALLEL, "is computed from other parameters")
 
 
@@ -132,7 +131,6 @@ def case(
     *,
     refused: Mapping[str, str] | None = None,
     tolerance: float = 1e-10,
-    compiles: bool = False,
     **options: Any,
 ) -> Callable[[M], M]:
     """Register a class of module."""
@@ -140,7 +138,7 @@ def case(
     def register(module: M) -> M:
         key = name or module.__name__
         assert key not in CASES, key
-        CASES[key] = Case(key, module, options, refused or {}, tolerance, compiles)
+        CASES[key] = Case(key, module, options, refused or {}, tolerance)
         return module
 
     return register

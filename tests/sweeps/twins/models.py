@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, COMPILED, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case
 
 
 @case()
@@ -303,7 +303,7 @@ class SparseGradients(Natural):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
-@case(compiles=True)
+@case(refused=COMPILED)
 class CompiledLayers(Natural):
     def build(self) -> None:
         super().build()
@@ -311,14 +311,14 @@ class CompiledLayers(Natural):
             layer.compile(backend="aot_eager")
 
 
-@case(compiles=True)
+@case(refused=COMPILED)
 class CompiledNet(Natural):
     def build(self) -> None:
         super().build()
         self.net = torch.compile(self.net, backend="aot_eager")
 
 
-@case(compiles=True)
+@case()
 class CompiledHead(Natural):
     """Compiled in a part of a unit, and under another name."""
 

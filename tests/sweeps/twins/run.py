@@ -108,11 +108,9 @@ def is_manual(case: Case) -> bool:
 
 
 def fits(case: Case, topology: str) -> bool:
-    """Whether the module has what the tensor-parallel plan shards, and nothing that torch cannot run so."""
+    """Whether the module has what the tensor-parallel plan shards."""
     if topology not in TENSOR_PARALLEL:
         return True
-    if case.compiles:
-        return False
     names = [name for name, _ in _example(case.module).named_modules()]
     return all(fnmatch.filter(names, pattern.removeprefix("*")) for pattern in PLAN)
 

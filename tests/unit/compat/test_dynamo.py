@@ -13,7 +13,7 @@ import torch
 import torch._dynamo  # so that something is compiled at all
 from torch import Tensor, nn
 
-from lightning_shardckpt.compat.dynamo import compiled_from, not_compiled, skip_folders
+from lightning_shardckpt.compat.dynamo import compiled_from, has_compiled, not_compiled, skip_folders
 
 CODE = """
 from lightning_shardckpt.compat.dynamo import set_frame_callback
@@ -79,6 +79,14 @@ def test_a_compiled_module_has_the_one_that_it_wraps() -> None:
     module = nn.Linear(2, 2)
     assert compiled_from(torch.compile(module, backend="eager")) is module  # type: ignore[arg-type]  # a module
     assert compiled_from(module) is None
+
+
+def test_a_module_has_compiled_ones_inside_if_they_are_compiled_in_place_or_wrapped() -> None:
+    in_place, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    assert not has_compiled(in_place)
+    in_place[0].compile(backend="eager")
+    wrapped[0] = torch.compile(wrapped[0], backend="eager")  # type: ignore[assignment]  # a module
+    assert has_compiled(in_place) and has_compiled(in_place[0]) and has_compiled(wrapped)
 
 
 def test_inside_nothing_is_compiled() -> None:

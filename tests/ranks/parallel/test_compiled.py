@@ -1,0 +1,115 @@
+"""torch.compile of layers, of parts of them and of all: equal to one process without it, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shardckpt.errors import TopologyError
+from tests.support import tiny
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
+from tests.sweeps.twins.base import PLAN, Natural
+
+pytestmark = pytest.mark.slow
+
+BACKEND = "aot_eager"  # as Inductor's, without C++
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
+
+
+class Decays(nn.Module):
+    """Changes its own weights, in both ways."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale, self.shift = inner, nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.scale.data.mul_(0.9)
+            with torch.no_grad():
+                self.shift.mul_(0.9)
+        return self.inner(x) * self.scale + self.shift
+
+
+class Compiles(Natural):
+    """Trains and validates by turns, so that there are gradients when nothing records them."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        layers: Any = self.net.layers
+        if part == "layers":
+            for layer in layers:
+                layer.compile(backend=BACKEND)
+        elif part == "wrapped layers":
+            self.net.layers = nn.ModuleList(torch.compile(layer, backend=BACKEND) for layer in layers)
+        elif part == "in a layer":
+            layers[1].a.compile(backend=BACKEND)
+        elif part == "all":
+            self.net = torch.compile(self.net, backend=BACKEND)
+        elif part == "head":
+            self.net.head.compile(backend=BACKEND)
+        if part.startswith("decays"):
+            layers[0] = Decays(layers[0])
+            if part == "decays, compiled":
+                layers[0].compile(backend=BACKEND)
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    val_dataloader = Natural.train_dataloader
+
+
+PARTS = {
+    "layers": "none",
+    "wrapped layers": "none",
+    "in a layer": "none",
+    "all": "none",
+    "decays, compiled": "decays",
+}
+"""What is compiled → what one process trains."""
+
+
+def train(strategy: dict[str, Any] | str, parts: list[str]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for part in parts:
+        torch.compiler.reset()
+        pl.seed_everything(3, verbose=False)
+        module = Compiles(part)
+        run = tiny.trainer(strategy, max_epochs=2, precision="64-true", use_distributed_sampler=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")  # torch's own
+                run.fit(module)
+        except TopologyError as error:
+            found[part] = str(error)
+            continue
+        state = {name.replace("_orig_mod.", ""): value for name, value in full_state(module).items()}
+        found[part] = {**state, "loss": run.callback_metrics["loss"]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return run_ranks(1, train, "auto", sorted({*PARTS.values()}), init_process_group=False)[0]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_compiled_modules_train_on_shards_as_uncompiled_ones_on_one_process(kept: bool, alone: Any) -> None:
+    parts = ["layers", "decays, compiled"] if kept else list(PARTS)
+    for found in run_ranks(2, train, {"reshard_after_forward": not kept}, parts):
+        for part in parts:
+            torch.testing.assert_close(found[part], alone[PARTS[part]], rtol=0, atol=1e-10)
+
+
+def test_compiled_modules_that_a_plan_shards_are_refused_by_name_and_others_train(alone: Any) -> None:
+    refused = {"layers": "net.layers.0", "wrapped layers": "net.layers.0", "in a layer": "net.layers.1.a", "all": "net"}
+    for found in run_ranks(2, train, TENSOR_PARALLEL, [*refused, "head"]):
+        torch.testing.assert_close(found["head"], alone["none"], rtol=0, atol=1e-10)
+        for part, name in refused.items():
+            assert found[part].startswith(f"{name} is compiled, and tensor_parallel_plan shards it"), found[part]
