@@ -92,10 +92,6 @@ HOOKS = ["ScalesByHook", "ClampsByHook", "EditsAfterAccumulation", "HooksInForwa
 """What runs in pipelines with another axis, whose gradients are reduced by hooks of ours."""
 
 
-NOT_RESUMED = {
-    "CountsByItself": "CountingSGD has the entries ['steps', 'warm'] in its state_dict",
-}
-"""What a save or a load refuses."""
 NOT_RESUMED_ALONE = (
     *("AddsAGroup", "SparseGradients"),  # Lightning itself can't on one process; refused on two
     "GoesOnUnfrozen",  # Lightning itself goes on with frozen layers
@@ -103,7 +99,7 @@ NOT_RESUMED_ALONE = (
 RESUMED = [
     name
     for name, case in CASES.items()
-    if name not in (*NOT_RESUMED, *NOT_RESUMED_ALONE, "HooksWhileItAccumulates") and not is_swept(case)
+    if name not in (*NOT_RESUMED_ALONE, "HooksWhileItAccumulates") and not is_swept(case)
 ]
 
 
@@ -263,12 +259,3 @@ def test_code_goes_on_on_another_topology(
     expected, *ranks = (found[name] for found in _resumed(saved(names), "replicas", names))
     assert not expected.error
     assert [difference(found, expected, CASES[name].tolerance) for found in ranks] == [""] * len(ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NOT_RESUMED)
-def test_state_that_would_be_lost_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    ranks = run_ranks(2, run, [name], "fsdp2", tmp_path)
-    if not ranks[0][name].error:
-        ranks = run_ranks(2, run, [name], "fsdp2", tmp_path, True)
-    assert all(NOT_RESUMED[name] in rank[name].error for rank in ranks), ranks[0][name].error
