@@ -1,35 +1,38 @@
-"""Draw which rank has which slice of every tensor, as one HTML page: ``python -m lightning_shardckpt map PATH``.
+"""Page that shows which rank has which slice of every tensor: ``python -m lightning_shardckpt map PATH``.
 
-The page loads nothing else. It holds layouts, not boxes, so it stays small for any number of ranks: its script does
-the arithmetic of ``layout.py``. Names are data in it, never markup. Reads indexes only; no torch.
+All that is shown is computed here, from the root index, without torch. The script of the page places, colors, searches
+and sorts. Names are data in the page, never markup, and it loads nothing else.
+
+To keep the page small, tensors of one dtype, shape and layout share a *kind*, and kinds share *drawings*. A drawing is
+a grid: the edges of its cells along each dim, and in row-major order the number of the group of ranks that has each.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import chain, product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.format.index import ROOT_NAME, Component, TensorSpec
-from lightning_shardckpt.format.layout import Holders, Layout, as_holders
-from lightning_shardckpt.format.plan import shared_dim
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
+from lightning_shardckpt.format.layout import Layout, as_holders
 from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.tools.explain import explain
-from lightning_shardckpt.tools.ownership import Owned, held, written
+from lightning_shardckpt.tools.ownership import boxes_of, held_parts
 from lightning_shardckpt.tools.tensor_names import aliases_by_key
 from lightning_shardckpt.tools.topology_arguments import topology_text
 from lightning_shardckpt.transfer.reader import Checkpoint
 
-_INDEX_BYTES = 64 << 20  # of rank indexes: more take long to read, and would tell of more files than a page can hold
-_PLACES = 100_000  # of tensors in files of which a rank has several
-_SOURCES = 20_000  # pairs of ranks, one of which reads what the other wrote
-_LISTED = 5
+_T = TypeVar("_T")
 _TEMPLATE = Path(__file__).with_name("map.html")
 
 
@@ -40,10 +43,9 @@ def write_map(
     onto: str | None = None,
     tp_plan: Sequence[str] = (),
     layers: Sequence[str] = (),
-    index_bytes: int = _INDEX_BYTES,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a page about a checkpoint and return its path; a file that is there is replaced.
+    """Write a page about a checkpoint and return its path; an existing file is replaced.
 
     Args:
         path: the checkpoint.
@@ -51,9 +53,10 @@ def write_map(
         onto: a topology such as ``tp=4,fsdp=2``; the page then shows what a resume there would read.
         tp_plan: as for ``explain``.
         layers: as for ``explain``.
-        index_bytes: if the rank indexes are larger together, they are not read; then the page does not always show
-            which file a slice is in.
         storage_options: for URLs, see ``ShardCkptIO``.
+
+    Returns:
+        The path of the page.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
@@ -64,123 +67,123 @@ def write_map(
     if (target.absolute().parent / ROOT_NAME).exists():
         raise ValueError(f"{os.fspath(output)!r} lies inside a checkpoint: write the page somewhere else")
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
-        about = described(checkpoint, index_bytes)
+        content = _describe(checkpoint)
     if onto is not None:
-        about["onto"] = _target(explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options))
-    target.write_text(page(about), encoding="utf-8")
+        plan = explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options)
+        content["onto"] = _describe_resume(plan)
+    target.write_text(_fill_template(content), encoding="utf-8")
     return target
 
 
-def page(about: dict[str, Any]) -> str:
-    """Return the page for what ``described`` returned."""
-    title, data, rest = "<!--title-->", "<!--data-->", _TEMPLATE.read_text(encoding="utf-8")
-    before, _, rest = rest.partition(title)
-    between, _, after = rest.partition(data)
-    text = json.dumps(about, separators=(",", ":"))  # ASCII; only its strings can have these:
+def _fill_template(content: Mapping[str, Any]) -> str:
+    data = json.dumps(content, separators=(",", ":"))  # ASCII; only its strings can have these:
     for char in "<>&":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    name = escape(about["name"]).encode("ascii", "xmlcharrefreplace").decode()
-    return "".join((before, name, between, text, after))
+        data = data.replace(char, f"\\u{ord(char):04x}")
+    title = escape(content["name"]).encode("ascii", "xmlcharrefreplace").decode()
+    return _TEMPLATE.read_text(encoding="utf-8").replace("<!--title-->", title, 1).replace("<!--data-->", data, 1)
 
 
-def described(checkpoint: Checkpoint, index_bytes: int = _INDEX_BYTES) -> dict[str, Any]:
-    """Return what the page shows, as values that JSON can hold, without a list of boxes."""
-    root, problems = checkpoint.root, list[str]()
-    layouts: dict[tuple[Layout, Holders], int] = {}
-    reads = sum(info.nbytes for c in root.components.values() for info in c.indexes.values()) <= index_bytes
-    names = [name for name in COMPONENTS if name in root.components]  # the model first
-    components = [_component(checkpoint, name, layouts, problems if reads else None) for name in names]
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Values that the page has once, each with its number."""
+
+    kinds: dict[TensorSpec, int] = field(default_factory=dict)
+    drawings: dict[tuple[int, ...], int] = field(default_factory=dict)
+    lists: dict[tuple[int, ...], int] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], int] = field(default_factory=dict)
+    described: list[dict[str, Any]] = field(default_factory=list)  # by number of the kind
+    elements: dict[int, Counter[int]] = field(default_factory=dict)  # of each rank, by number of the drawing
+    known: dict[tuple[TensorSpec, int | None], tuple[int, int]] = field(default_factory=dict)
+
+    def add_tensor(self, spec: TensorSpec, replica: int | None) -> tuple[int, int]:
+        """Return the numbers of a tensor's kind and of its drawing as written."""
+        if (spec, replica) not in self.known:
+            kind = _number(self.kinds, replace(spec, pinned=False))
+            if kind == len(self.described):
+                held = self._add_drawing(spec.shape, ((part.box, ranks) for part, ranks in held_parts(spec)))
+                self.described.append({**_describe_kind(spec), "held": held})
+            written = self._add_drawing(spec.shape, ((one.box, [one.writer]) for one in boxes_of(spec, replica)))
+            self.known[spec, replica] = kind, written
+        return self.known[spec, replica]
+
+    def _add_drawing(self, shape: Shape, boxes: Iterable[tuple[Box, Sequence[int]]]) -> int:
+        """Return the number of a drawing of boxes, each with its ranks; cells that no box covers are of group -1."""
+        elements, group_of = Counter[int](), dict[Box, int]()
+        for box, ranks in boxes:
+            group_of[box] = _number(self.groups, tuple(chain.from_iterable(as_holders(list(ranks)))))
+            elements.update(dict.fromkeys(ranks, box.numel))
+        ends = [(0,) * len(shape), shape, *(end for box in group_of for end in (box.start, box.stop))]
+        edges = [sorted(set(along)) for along in zip(*ends, strict=True)]
+        places = [{edge: i for i, edge in enumerate(along)} for along in edges]
+        cells = dict.fromkeys(product(*(range(len(along) - 1) for along in edges)), -1)
+        for box, group in group_of.items():
+            spans = [range(at[a], at[b]) for at, a, b in zip(places, box.start, box.stop, strict=True)]
+            cells.update(dict.fromkeys(product(*spans), group))
+        drawing = tuple(_number(self.lists, tuple(numbers)) for numbers in (*edges, cells.values()))
+        self.elements[_number(self.drawings, drawing)] = elements
+        return self.drawings[drawing]
+
+
+def _number(table: dict[_T, int], value: _T) -> int:
+    return table.setdefault(value, len(table))
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the content of the page, as values that JSON can hold."""
+    root, tables = checkpoint.root, _Tables()
+    mesh = [(axis, size) for axis, size in root.topology.items() if size > 1]
+    names = [name for name in COMPONENTS if name in root.components]
     return {
         "name": Path(checkpoint.path).name or checkpoint.path,
         "path": str(checkpoint.path),
-        "saveId": root.save_id,
         "step": root.step,
         "epoch": root.epoch,
         "world": root.world_size,
-        "topology": list(root.topology.items()),
-        "software": list(root.software.items()),
-        "itemBytes": DTYPE_BYTES,
-        "layouts": [_layout(layout, holders) for layout, holders in layouts],
-        "components": components,
-        "indexesRead": reads,
-        "problems": problems[:_LISTED] + ([f"… and {len(problems) - _LISTED} more"] if problems[_LISTED:] else []),
+        "mesh": mesh if mesh and prod(size for _, size in mesh) == root.world_size else [("rank", root.world_size)],
+        "software": [f"{name} {version}" for name, version in root.software.items()],
+        "components": [_describe_component(checkpoint, name, tables) for name in names],
+        "kinds": tables.described,
+        "drawings": list(tables.drawings),
+        "lists": list(tables.lists),
+        "groups": list(tables.groups),
     }
 
 
-def _layout(layout: Layout, holders: Holders) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "axes": [[axis.name, axis.size, axis.stride] for axis in layout.axes],
-        "cuts": [[cut.axis, cut.dim, cut.blocks] for cut in layout.cuts],
-        "holders": holders,
-    }
-    return found if layout.order is None else {**found, "order": layout.order}
+def _describe_component(checkpoint: Checkpoint, name: str, tables: _Tables) -> dict[str, Any]:
+    """Return bytes by rank; per tensor its name, the numbers of its kind and its drawing as written, and aliases."""
+    component = checkpoint.root.components[name]
+    specs, chosen, aliases = component.tensors, checkpoint.replicas(name), aliases_by_key(component)
+    rows = [[key, *tables.add_tensor(spec, chosen[key]), *aliases.get(key, ())] for key, spec in specs.items()]
+    held, written = Counter[int](), Counter[int]()
+    for (number, drawing), count in Counter((row[1], row[2]) for row in rows).items():
+        kind = tables.described[number]
+        for total, elements in (held, tables.elements[kind["held"]]), (written, tables.elements[drawing]):
+            total.update({rank: n * kind["bytes"] * count for rank, n in elements.items()})
+    ranks = range(checkpoint.root.world_size)
+    return {"name": name, "tensors": rows, "held": [held[r] for r in ranks], "written": [written[r] for r in ranks]}
 
 
-def _component(
-    checkpoint: Checkpoint, name: str, layouts: dict[tuple[Layout, Holders], int], problems: list[str] | None
-) -> dict[str, Any]:
-    """Describe a component; ``problems`` takes those of indexes that cannot be read, None leaves them unread."""
-    component, chosen = checkpoint.root.components[name], checkpoint.replicas(name)
-    in_memory, stored = held(component.tensors), written(component.tensors, chosen)
-    every = range(checkpoint.root.world_size)
-    aliases = aliases_by_key(component)
-    rows = []
-    for key, spec in component.tensors.items():
-        number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
-        rows.append([key, spec.dtype, spec.shape, number, _writer(spec, chosen[key])])
-        if key in aliases:
-            rows[-1].append(aliases[key])
-    return {
-        "name": name,
-        "tensors": rows,
-        "held": [in_memory.get(rank, Owned()).nbytes for rank in every],
-        "written": [stored.get(rank, Owned()).nbytes for rank in every],
-        "files": {} if problems is None else _files(checkpoint, name, component, problems),
-    }
+def _describe_kind(spec: TensorSpec) -> dict[str, Any]:
+    """Return what tensors of one dtype, shape and layout have in common; ``down`` is the dim drawn downwards."""
+    cut = {cut.dim for cut in spec.layout.cuts if spec.layout.axes[cut.axis].size > 1}
+    all_but_last = range(len(spec.shape) - 1)
+    down = next((dim for dim in all_but_last if dim in cut), 0 if all_but_last else -1)
+    about = {"dtype": spec.dtype, "shape": spec.shape, "bytes": DTYPE_BYTES[spec.dtype]}
+    return {**about, "how": _layout_text(spec.layout), "down": down}
 
 
-def _writer(spec: TensorSpec, replica: int | None) -> int:
-    """Return which replica wrote each shard, by position among its holders; -1 - dim where each wrote a share."""
-    return replica if replica is not None else -1 - shared_dim(spec)
+def _layout_text(layout: Layout) -> str:
+    by_dim: dict[int, str] = {}
+    for cut in layout.cuts:
+        axis = layout.axes[cut.axis]
+        if axis.size > 1:
+            blocks = f" in {cut.blocks} blocks" if cut.blocks > 1 else ""
+            by_dim[cut.dim] = by_dim.get(cut.dim, f"dim {cut.dim}") + f" ÷ {axis.name} {axis.size}{blocks}"
+    return ", ".join(by_dim.values()) or "whole"
 
 
-def _files(
-    checkpoint: Checkpoint, name: str, component: Component, problems: list[str]
-) -> dict[int, dict[str, Any]]:
-    """Return the names of each rank's files; where these are several, also the number of each tensor's file."""
-    found: dict[int, dict[str, Any]] = {}
-    numbers = {key: number for number, key in enumerate(component.tensors)}
-    left = _PLACES
-    for rank in component.indexes:
-        try:
-            index = checkpoint.index(name, rank)
-        except ShardCkptError as error:
-            problems.append(str(error))
-            continue
-        files = {file: number for number, file in enumerate(index.files)}
-        found[rank] = {"names": list(files)}
-        left -= len(index.shards) if len(files) > 1 else 0
-        if len(files) > 1 and left >= 0:
-            entries = [(numbers[key], shards) for key, shards in index.shards.items() if key in numbers]
-            found[rank]["of"] = {n: _one_or_all([files[e.file] for e in shards]) for n, shards in entries}
-    return found
-
-
-def _target(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of what ``explain`` returned that the page shows."""
-    ranks = []
-    left = _SOURCES
-    for one in found["ranks"]:
-        row = {"rank": one["rank"], "needed": one["needs"], "read": one["reads"], "files": one["files"]}
-        ranks.append({**row, "from": as_holders(list(one["from"]))})
-        left -= len(one["from"])
-        if left >= 0:
-            ranks[-1]["parts"] = list(one["from"].items())
-    totals = {"needed": found["totals"]["needs"], "read": found["totals"]["reads"]}
-    about = {"topology": topology_text(found["onto"]), "imbalance": found["imbalance"]}
-    return {**about, **totals, "ranks": ranks, "notes": found["assumed"] + found["continues"]}
-
-
-def _one_or_all(numbers: Sequence[int]) -> int | list[int]:
-    distinct = sorted(set(numbers))
-    return distinct[0] if len(distinct) == 1 else distinct
+def _describe_resume(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an answer of ``explain`` that the page shows."""
+    ranks = [{"needs": one["needs"], "reads": one["reads"], "from": list(one["from"].items())} for one in plan["ranks"]]
+    about = {"topology": topology_text(plan["onto"]), "imbalance": plan["imbalance"], **plan["totals"]}
+    return {**about, "ranks": ranks, "notes": plan["assumed"] + plan["continues"]}

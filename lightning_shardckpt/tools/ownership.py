@@ -53,9 +53,19 @@ def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
         spec: the tensor.
         replica: which replica wrote it, as ``plan.choose_replicas`` chose.
     """
-    for part, holders in _held(spec):
+    for part, holders in held_parts(spec):
         for overlap in plan_load(spec, replica, (Part(part.box, part.at),)):
             yield OwnedBox(overlap.stored, overlap.writer, holders)
+
+
+def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
+    """Yield the parts of every shard that has elements, each with its holders."""
+    if not prod(spec.shape):
+        return
+    for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):
+        holders = replicas(spec.layout, spec.holders, shard)
+        for part in parts_of_shard(spec.layout, spec.shape, shard):
+            yield part, holders
 
 
 def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
@@ -63,7 +73,7 @@ def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
     total: dict[int, Owned] = {}
     for spec, count in Counter(tensors.values()).items():
         found: dict[int, Owned] = {}
-        for part, holders in _held(spec):
+        for part, holders in held_parts(spec):
             for rank in holders:
                 _add(found, rank, part.box, spec)
         _merge(total, found, count)
@@ -96,16 +106,6 @@ def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
     if prod(sizes) != root.world_size:
         return {}
     return {axis: rank // prod(sizes[i + 1 :]) % size for i, (axis, size) in enumerate(root.topology.items())}
-
-
-def _held(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
-    """Yield the parts of every shard that has elements, each with its holders."""
-    if not prod(spec.shape):
-        return
-    for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):
-        holders = replicas(spec.layout, spec.holders, shard)
-        for part in parts_of_shard(spec.layout, spec.shape, shard):
-            yield part, holders
 
 
 def _add(found: dict[int, Owned], rank: int, box: Box, spec: TensorSpec) -> None:

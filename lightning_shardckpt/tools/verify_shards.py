@@ -59,9 +59,7 @@ class ShardFile:
         return Finding(self.info.name, problem, tensor, self.rank)
 
 
-def check_shard_file(
-    reader: Reader, file: ShardFile, quick: bool, advance: Callable[[int], Any]
-) -> Iterator[Finding]:
+def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Callable[[int], Any]) -> Iterator[Finding]:
     """Yield how a file differs from its description.
 
     Args:

@@ -83,6 +83,17 @@ def save(path: str, state: dict[str, Any] | None = None, size_per_shard: float =
     )
 
 
+def enumerations() -> dict[str, Tensor]:
+    """Name -> which elements of each tensor this rank of 4 has, as positions in the whole tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    found = {}
+    for name, tensor in whole_tensors().items():
+        positions = torch.arange(tensor.numel()).reshape(tensor.shape)
+        placed = _placed(positions, mesh, CUTS.get(name.partition(".")[0]))
+        found[name] = placed.to_local() if isinstance(placed, DTensor) else placed
+    return found
+
+
 def _tied(tensor: Tensor) -> torch.nn.Module:
     """A module that has the tensor under two names."""
     parameter = torch.nn.Parameter(tensor, requires_grad=False)
