@@ -37,31 +37,27 @@ HOSTILE += ["__proto__", "constructor.x", "a" * 5000, ".".join("a" * 300)]
 
 
 class Page(HTMLParser):
-    """The scripts of a page by id, its other elements, and all that it refers to."""
+    """The scripts of a page by id, its tags, the names of their attributes, and the content to draw."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checkpoint: Path) -> None:
         super().__init__()
-        self.scripts: dict[str | None, str] = {}
-        self.tags: list[str] = []
-        self.references: list[str | None] = []
-        self.title = ""
-        self._within: str | None = None
-        self._id: str | None = None
-        self.feed(path.read_text(encoding="utf-8"))
-        self.about = json.loads(self.scripts["data"])
+        self.scripts, self.tags, self.attributes = dict[str | None, str](), list[str](), set[str]()
+        self.checkpoint, self.text, self.title, self._within = checkpoint, path.read_text("utf-8"), "", ("", None)
+        self.feed(self.text)
+        self.about: dict[str, Any] = json.loads(self.scripts["data"])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self._within, self._id = tag, dict(attrs).get("id")
-        self.references += [value for name, value in attrs if name in ("src", "href", "action", "srcset")]
+        self.attributes |= dict(attrs).keys()
+        self._within: tuple[str, str | None] = tag, dict(attrs).get("id")
 
     def handle_endtag(self, tag: str) -> None:
-        self._within = None
+        self._within = "", None
 
     def handle_data(self, data: str) -> None:
-        if self._within == "script":
-            self.scripts[self._id] = self.scripts.get(self._id, "") + data
-        if self._within == "title":
+        if self._within[0] == "script":
+            self.scripts[self._within[1]] = self.scripts.get(self._within[1], "") + data
+        if self._within[0] == "title":
             self.title += data
 
     def tensors(self, component: str) -> dict[str, tuple[dict[str, Any], list[Any]]]:
@@ -94,33 +90,30 @@ def save_and_list(path: str) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def zoo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[int]]]]:
-    """All kinds of cuts, on 4 ranks, in several files each."""
+def zoo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, list[dict[str, list[int]]]]:
+    """All kinds of cuts, on 4 ranks, in several files each; and what the ranks held."""
     path = tmp_path_factory.mktemp("map") / "zoo.ckpt"
-    return path, run_ranks(4, save_and_list, str(path))
+    held = run_ranks(4, save_and_list, str(path))
+    return Page(write_map(path, path.parent / "zoo.html", onto="fsdp=3"), path), held
 
 
 @pytest.fixture(scope="module")
-def saved(zoo_run: tuple[Path, Any]) -> Path:
+def page(zoo_run: tuple[Page, Any]) -> Page:
     return zoo_run[0]
-
-
-@pytest.fixture(scope="module")
-def page(saved: Path) -> Page:
-    return Page(write_map(saved, saved.parent / "zoo.html", onto="fsdp=3"))
 
 
 # ── the data ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_page_shows_what_each_dtensor_held(page: Page, zoo_run: tuple[Path, list[dict[str, list[int]]]]) -> None:
+def test_the_page_shows_what_each_dtensor_held(zoo_run: tuple[Page, list[dict[str, list[int]]]]) -> None:
+    page, every_rank = zoo_run
     tensors, whole = page.tensors("model"), zoo.whole_tensors()
     assert tensors.keys() == whole.keys()
     assert tensors["rows.float64"][1][1:] == ["tied.float64"]
     about = {key: page.about[key] for key in ("name", "step", "epoch", "world", "mesh")}
     mesh = [["shard", 2], ["tensor", 2]]
     assert about == {"name": "zoo.ckpt", "step": 7, "epoch": 3, "world": 4, "mesh": mesh}
-    for rank, held in enumerate(zoo_run[1]):
+    for rank, held in enumerate(every_rank):
         for name, (kind, _) in tensors.items():
             assert tuple(kind["shape"]) == whole[name].shape and kind["bytes"] == whole[name].itemsize
             assert page.elements(kind["held"], kind["shape"], rank) == sorted(held[name]), (name, rank)
@@ -128,10 +121,10 @@ def test_the_page_shows_what_each_dtensor_held(page: Page, zoo_run: tuple[Path, 
         assert page.about["components"][0]["held"][rank] == nbytes
 
 
-def assert_written_as_indexed(page: Page, path: Path, world: int) -> None:
-    with Checkpoint(LocalStorage(), str(path)) as checkpoint:
+def assert_written_as_indexed(page: Page) -> None:
+    with Checkpoint(LocalStorage(), str(page.checkpoint)) as checkpoint:
         for component in page.about["components"]:
-            for rank in range(world):
+            for rank in range(page.about["world"]):
                 has_index = rank in checkpoint.root.components[component["name"]].indexes
                 shards = dict(checkpoint.index(component["name"], rank).shards) if has_index else {}
                 for name, (kind, (drawing, *_)) in page.tensors(component["name"]).items():
@@ -141,8 +134,8 @@ def assert_written_as_indexed(page: Page, path: Path, world: int) -> None:
                 assert component["written"][rank] == nbytes
 
 
-def test_the_page_shows_what_each_rank_wrote(page: Page, saved: Path) -> None:
-    assert_written_as_indexed(page, saved, 4)
+def test_the_page_shows_what_each_rank_wrote(page: Page) -> None:
+    assert_written_as_indexed(page)
 
 
 ODD_LAYOUTS = [
@@ -162,25 +155,24 @@ ODD_LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Page:
     path = tmp_path_factory.mktemp("odd") / "odd.ckpt"
     specs = {f"t{i}": TensorSpec("F32", shape, layout, ((0, n),)) for i, (layout, shape, n) in enumerate(ODD_LAYOUTS)}
     worlds.save(LocalStorage(), {"model": specs}, 6, path=str(path))
-    return path, Page(write_map(path, path.parent / "odd.html"))
+    return Page(write_map(path, path.parent / "odd.html"), path)
 
 
-def test_odd_layouts_are_shown_as_they_are(odd: tuple[Path, Page]) -> None:
-    path, page = odd
-    assert_written_as_indexed(page, path, 6)
-    for (kind, _), (layout, shape, holders) in zip(page.tensors("model").values(), ODD_LAYOUTS, strict=True):
+def test_odd_layouts_are_shown_as_they_are(odd: Page) -> None:
+    assert_written_as_indexed(odd)
+    for (kind, _), (layout, shape, holders) in zip(odd.tensors("model").values(), ODD_LAYOUTS, strict=True):
         for rank in range(6):
             parts = parts_of_rank(layout, shape, rank) if rank < holders else ()
             boxes = [worlds.at(part.box) for part in parts]
-            assert page.elements(kind["held"], kind["shape"], rank) == elements(shape, boxes), (shape, rank)
+            assert odd.elements(kind["held"], kind["shape"], rank) == elements(shape, boxes), (shape, rank)
 
 
-def test_a_resume_costs_what_explain_says(page: Page, saved: Path) -> None:
-    expected = explain(saved, "fsdp=3")
+def test_a_resume_costs_what_explain_says(page: Page) -> None:
+    expected = explain(page.checkpoint, "fsdp=3")
     found = page.about["onto"]
     ranks = [(one["needs"], one["reads"], dict(one["from"])) for one in found["ranks"]]
     assert ranks == [(one["needs"], one["reads"], one["from"]) for one in expected["ranks"]]
@@ -196,10 +188,9 @@ def root_only(path: Path, root: RootIndex) -> Path:
     return path
 
 
-def component(tensors: dict[str, TensorSpec], world: int, nbytes: int = 200_000) -> Component:
+def component(tensors: dict[str, TensorSpec], world: int) -> Component:
     """Without the files of its indexes."""
-    infos = {r: FileInfo(rank_index_name("model", r), nbytes, "0" * 16) for r in range(world)}
-    return Component(tensors, {}, infos)
+    return Component(tensors, {}, {r: FileInfo(rank_index_name("model", r), 200_000, "0" * 16) for r in range(world)})
 
 
 def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
@@ -208,7 +199,7 @@ def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
     root = RootIndex("0" * 32, 1, {"model": hostile}, {}, software=software)
     harmless = root_only(tmp_path / "a", RootIndex("0" * 32, 1, {"model": component({"w": spec}, 1)}, {}))
     path = root_only(tmp_path / "<b>&amp;.ckpt", root)
-    found, plain = (Page(write_map(p, tmp_path / "x.html")) for p in (path, harmless))
+    found, plain = (Page(write_map(p, tmp_path / "x.html"), p) for p in (path, harmless))
     assert found.tags == plain.tags and found.scripts.keys() == {"data", "drawings", "page"}
     assert [row[0] for row in found.about["components"][0]["tensors"]] == HOSTILE
     assert found.about["software"] == [f"{HOSTILE[0]} {HOSTILE[1]}"]
@@ -219,10 +210,9 @@ def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
         assert not re.search(markup, found.scripts[name])
 
 
-def test_the_page_needs_nothing_else(page: Page, saved: Path) -> None:
-    assert page.references == []
-    text = (saved.parent / "zoo.html").read_text()
-    assert "default-src 'none'" in text and "://" not in text and "@import" not in text and "url(" not in text
+def test_the_page_needs_nothing_else(page: Page) -> None:
+    assert not page.attributes & {"src", "href", "action", "srcset"} and "default-src 'none'" in page.text
+    assert not re.search(r"://|@import|url\(", page.text)
 
 
 def large(ranks: tuple[int, int, int], layers: int) -> RootIndex:
@@ -246,19 +236,19 @@ def large(ranks: tuple[int, int, int], layers: int) -> RootIndex:
 def test_a_thousand_tensors_on_a_thousand_ranks_are_a_small_page(tmp_path: Path) -> None:
     path = root_only(tmp_path / "large.ckpt", large((2, 64, 8), 38))
     file = write_map(path, tmp_path / "large.html")
-    found = Page(file).about
+    found = Page(file, path).about
     assert sum(len(c["tensors"]) for c in found["components"]) > 1000 and found["world"] == 1024
     assert file.stat().st_size < 170_000
 
 
 def test_the_command_writes_or_replaces_a_page_but_never_inside_a_checkpoint(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "page.html"
+    saved, output = page.checkpoint, tmp_path / "page.html"
     output.write_text("old")
     assert main(["map", str(saved), "-o", str(output), "--onto", "tp=2"]) == 0
     assert f"{output} shows {saved}" in capsys.readouterr().out
-    assert Page(output).about["onto"]["topology"] == "tensor 2"
+    assert Page(output, saved).about["onto"]["topology"] == "tensor 2"
     refused = (saved / "page.html", "lies inside a checkpoint"), (tmp_path / "no" / "x.html", "No such file")
     for wrong, said in refused:
         assert main(["map", str(saved), "--output", str(wrong)]) == 1
@@ -280,9 +270,9 @@ console.log(JSON.stringify(cells));
 
 
 @pytest.mark.skipif(NODE is None, reason="node runs the page's script")
-def test_every_cell_is_drawn_to_scale_where_nothing_else_is(page: Page, odd: tuple[Path, Page]) -> None:
+def test_every_cell_is_drawn_to_scale_where_nothing_else_is(page: Page, odd: Page) -> None:
     assert NODE is not None
-    for one in (page, odd[1]):
+    for one in (page, odd):
         command = [NODE, "-e", one.scripts["drawings"] + ALL_CELLS]
         out = subprocess.run(command, input=one.scripts["data"], capture_output=True, text=True, timeout=60, check=True)
         for found in json.loads(out.stdout):
@@ -331,10 +321,8 @@ def test_a_browser_searches_sorts_and_colors_without_an_error(tmp_path: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title is not None, done.stderr[-2000:]
-    layer = " ".join(f"model.layers.1.{name}.weight" for name in "qokv")
-    cell = [
-        "model.layers.1.q.weight [0:1024, 0:4096]",
-        "8,388,608 bytes, written by rank 0, in model-dist-00000-shard-*",
-    ]
-    expected = [27, "model.layers.0–2.norm1.weight", "model.layers.0–2.gate.weight", 27, layer, *cell]
+    names = [f"model.layers.1.{name}.weight" for name in "qokv"]
+    cell = f"{names[0]} [0:1024, 0:4096]", "8,388,608 bytes, written by rank 0, in model-dist-00000-shard-*"
+    largest = "model.layers.0–2.gate.weight"
+    expected = [27, "model.layers.0–2.norm1.weight", largest, 27, " ".join(names), *cell]
     assert json.loads(title[1]) == expected
