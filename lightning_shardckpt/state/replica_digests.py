@@ -139,8 +139,10 @@ def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _settings(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the digests of the settings of optimizers, of which one rank's are stored, for all groups."""
+    """Yield the digests of settings of optimizers, and of their state of no parameter: one rank's are stored for all
+    groups."""
     for number, optimizer in (documents.get("optimizer") or {}).items():
+        yield f"optimizer/{number}/own", _digest(optimizer.get("own"))
         for group, of_group in optimizer["groups"].items():
             for name, value in of_group["hyper"].items():
                 yield f"optimizer/{number}/param_groups/{group}/{name}", _digest(value)

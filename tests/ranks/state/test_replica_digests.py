@@ -34,11 +34,20 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
-def _trained(module: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(module.parameters())
+def _trained(module: nn.Module) -> Counted:
+    optimizer = Counted(module.parameters())
     module(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     return optimizer
+
+
+class Counted(torch.optim.AdamW):
+    """Keeps a number of its own."""
+
+    count = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
 
 
 @torch.no_grad()
@@ -52,6 +61,10 @@ def save_changed(path: str, what: str, replicas: Replicas, background: bool) -> 
         module[0].weight[4, 5] += 1e-7
     elif rank == 1 and what == "a moment":
         optimizer.state[module[2].weight]["exp_avg"].neg_()
+    elif rank == 1 and what == "a count":
+        optimizer.count = 4
+    elif rank == 1 and what == "a text":
+        optimizer.state["k"] = torch.tensor(1)  # type: ignore[index]
     elif rank == 1 and what == "a statistic":
         module[1].running_mean.add_(1)  # type: ignore[union-attr, operator]
     elif rank == 1 and what == "everything":
@@ -72,6 +85,8 @@ def save_changed(path: str, what: str, replicas: Replicas, background: bool) -> 
 CHANGES = {
     "an element": "model/0.weight  ranks [0, 2] | [1]",
     "a moment": "optimizer/0/2.weight/exp_avg  ranks [0, 2] | [1]",
+    "a count": "optimizer/0/own  ranks [0, 2] | [1]",
+    "a text": "optimizer/0/own  ranks [0, 2] | [1]",
     "everything": "6 entries, by the ranks that hold the same",
     "a statistic": "",  # of buffers, rank 0's are stored
     "nothing": "",
