@@ -316,10 +316,14 @@ def load(
         return states_of_checkpoint(found)
     savers = _savers_of(process_group)
     objects, whole = _looked_at(state, named_by, savers.ranks)
-    mapping = KeyMapping.of(key_mapping)
-    restore = NestedLoad(
-        state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip, cast=cast
-    )
+
+    def make() -> NestedLoad:
+        mapping = KeyMapping.of(key_mapping)
+        return NestedLoad(
+            state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip, cast=cast
+        )
+
+    restore = NestedLoad.prepared(savers.ranks, make)
     options = LoadOptions(strict=strict, verify=verify, share_reads=share_reads, weights_only=weights_only)
     remainder, loaded = restore.run(os.fspath(path), savers.ranks, options=options, storage=storage)
     savers.history.loaded(os.fspath(path))

@@ -342,12 +342,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
         drain_all()
         one = state if isinstance(state, dict) else {"state": state}
-        objects = objects_in(one).in_order(order_of_state(one, self._ranks, "looking at the state"))
-        whole, skip = self._sharded.whole_names(objects), io.resume_skip
-        named_by = self._sharded.naming(objects).root
-        restore = NestedLoad(
-            one, objects, named_by=named_by, whole=whole, skip=skip, cast=io.cast, keep_parameters=True
-        )
+        order = order_of_state(one, self._ranks, "looking at the state")
+
+        def make() -> NestedLoad:
+            objects = objects_in(one).in_order(order)
+            whole, named_by = self._sharded.whole_names(objects), self._sharded.naming(objects).root
+            skip, cast = io.resume_skip, io.cast
+            return NestedLoad(one, objects, named_by=named_by, whole=whole, skip=skip, cast=cast, keep_parameters=True)
+
+        restore = NestedLoad.prepared(self._ranks, make)
         remainder, loaded = restore.run(
             os.fspath(path),
             self._ranks,

@@ -233,12 +233,17 @@ def load(
             if not options.verify_first:
                 sharing.verify(share=share)
             sharing.fill()
+            if not share:
+                job.apply()
+
+        def exchange() -> None:
+            sharing.exchange()
+            job.apply()
 
         with filling():
             ranks.step(f"reading {where}", read, _nothing)
             if share:
-                ranks.step(f"exchanging {where}", sharing.exchange, _nothing)
-            job.apply()
+                ranks.step(f"exchanging {where}", exchange, _nothing)
         return Loaded(job.trainer, job.extra_state, job.notes, job.skipped, job.for_code)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -87,13 +86,14 @@ class NestedLoad:
         tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
         self._leaves, _ = model_leaves(tensors, self._root if objects.modules else None, self._whole)
         self._optimizers = list(objects.optimizers.values())
+        self._live = self._targets()
         self._fitting: set[Path] = set()  # tensors of the state that can be filled
         self.missing: list[str] = []
         """Keys of the state that the checkpoint does not have, once the load has begun."""
         self.present: list[str] = []
         """The keys that it has."""
 
-    def live(self) -> LoadTargets:
+    def _targets(self) -> LoadTargets:
         """Return the live state that ``checkpoint.load`` fills."""
         return LoadTargets(
             self._leaves,
@@ -244,6 +244,16 @@ class NestedLoad:
                 names[name] = self._prefix + stored_names[there] if there in stored_names else None
         return names, other
 
+    @classmethod
+    def prepared(cls, ranks: Ranks, make: Callable[[], NestedLoad]) -> NestedLoad:
+        """Return what ``make`` makes of this rank's objects; what it raises on one rank, all raise.
+
+        Collective: every rank of ``ranks`` must call it.
+        """
+        made: list[NestedLoad] = []
+        ranks.step("preparing to load", lambda: made.append(make()), lambda _: None)
+        return made[0]
+
     @gc_paused()
     def run(
         self,
@@ -258,7 +268,7 @@ class NestedLoad:
         Collective: every rank of ``ranks`` must call it. Errors are those of ``api.load``.
         """
         try:
-            loaded = load(path, self.live(), ranks=ranks, options=options, storage=storage)
+            loaded = load(path, self._live, ranks=ranks, options=options, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
                 there = f"it has {listed([*map(repr, self.present)])}" if self.present else "it has a model alone"
@@ -267,10 +277,16 @@ class NestedLoad:
                     "Pass strict=False to load the rest"
                 ) from error
             raise
-        finish = partial(self._finish_modules, loaded, strict=options.strict)
-        phase = f"loading the rest of {path!r} into modules"
+
+        def finish() -> list[str]:
+            notes = self._finish_modules(loaded, strict=options.strict)
+            self._finish_others(loaded.trainer)
+            return notes
+
+        phase = f"loading the rest of {path!r} into modules and other objects"
         loaded.notes.extend(ranks.step(phase, finish, lambda found: list(dict.fromkeys(chain(*found)))))
-        return self.finish(loaded.trainer), loaded
+        remainder = {key: value for key, value in loaded.trainer.items() if key not in (KEYS, "rank_state")}
+        return remainder, loaded
 
     def _finish_modules(self, loaded: Loaded, *, strict: bool) -> list[str]:
         """Load what could not be filled in place; returns the differences that only code of modules could tell."""
@@ -281,12 +297,8 @@ class NestedLoad:
         return load_rest(modules, live, now, copies, code, self._whole, strict=strict, keep_parameters=keep)
 
     @torch.no_grad()
-    def finish(self, trainer: dict[str, Any]) -> dict[str, Any]:
-        """Put the rest of what was loaded into the objects and the dict; returns what of the checkpoint is left.
-
-        Args:
-            trainer: what ``checkpoint.load`` returned of the trainer's state.
-        """
+    def _finish_others(self, trainer: dict[str, Any]) -> None:
+        """Move what was asked for from the trainer's state into the objects and the dict."""
         placed = {path: self._objects.tensors[path] for path in self._fitting}
         absent, taken = {*self.missing}, list[Path]()
         for path in (*placed, *self._objects.stateful, *self._objects.values):
@@ -303,7 +315,6 @@ class NestedLoad:
             taken.append(path)
         for path in taken:  # all at the end: a list goes with its last item that was asked for
             remove_at(trainer, path)
-        return {key: value for key, value in trainer.items() if key not in (KEYS, "rank_state")}
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str | None:

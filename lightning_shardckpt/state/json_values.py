@@ -175,7 +175,10 @@ def _decode_tagged(of_torch: OfTorch, tag: str, value: dict[str, Any]) -> Any:
         name = _text(value["type"])
         return Pickled(name) if of_torch.unpickled is None else of_torch.unpickled(_base64(content), name)
     if tag == "omegaconf":
-        return of_torch.config(decode_with(of_torch, content))
+        found = decode_with(of_torch, content)
+        if not isinstance(found, dict | list):  # of a text it would read YAML
+            raise TypeError(f"{shown(found)} is no container")
+        return of_torch.config(found)
     if tag == "numpy":
         import numpy  # only where the state held numpy values
 

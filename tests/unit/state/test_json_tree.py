@@ -332,6 +332,8 @@ HOSTILE: list[Any] = [
     {"$": "range", "v": [1, 2, 0]},
     {"$": "range", "v": None},
     {"$": "slice", "v": []},
+    {"$": "omegaconf", "v": "a: &a [1]"},
+    {"$": "omegaconf", "v": {"$": "enum", "v": "a: &a [1]"}},
     {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": [2]},
     {"$": "tensor", "v": b64(b"1234"), "dtype": "F32", "shape": [1 << 60]},
     {"$": "tensor", "v": b64(b""), "dtype": "F32", "shape": [0, 1 << 70]},
