@@ -51,10 +51,17 @@ class Scaled(pl.LightningModule):
         return NoisySGD(self.parameters(), lr=0.125)
 
 
-def fit(strategy: dict[str, Any], steps: int, *, save: str = "", resume: str | None = None) -> dict[str, Tensor]:
+def fit(
+    strategy: dict[str, Any],
+    steps: int,
+    *,
+    save: str = "",
+    resume: str | None = None,
+    module: type[pl.LightningModule] = Scaled,
+) -> dict[str, Tensor]:
     """Train on samples that are all the same, so that ranks and one process have the same gradients."""
     pl.seed_everything(3)
-    module = Scaled()
+    trained = module()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
@@ -66,10 +73,10 @@ def fit(strategy: dict[str, Any], steps: int, *, save: str = "", resume: str | N
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader([torch.ones(4)] * 20), ckpt_path=resume)
+    trainer.fit(trained, DataLoader([torch.ones(4)] * 20), ckpt_path=resume)
     if save:
         trainer.save_checkpoint(save)
-    return {name: tiny.whole(value.detach()).clone() for name, value in module.state_dict().items()}
+    return {name: tiny.whole(value.detach()).clone() for name, value in trained.state_dict().items()}
 
 
 def train_and_resume(directory: str) -> dict[str, Tensor]:
@@ -118,3 +125,39 @@ def test_what_each_rank_draws_for_its_samples_stays_its_own() -> None:
     for drawn, _ in second:
         assert drawn == float(torch.rand(()))
         nn.functional.dropout(torch.ones(4), 0.5)
+
+
+class ShardNoise(torch.optim.SGD):
+    """Adds noise to the shard that this rank has."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's overloads
+        found = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                shard.add_(torch.randn(shard.shape), alpha=0.01)
+        return found
+
+
+class OneRow(pl.LightningModule):
+    """Its parameters have one row, so the second rank has none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ShardNoise(self.parameters(), lr=0.1)
+
+
+def fit_one_row() -> dict[str, Tensor]:
+    return fit({}, 4, module=OneRow)
+
+
+def test_a_rank_that_draws_nothing_since_its_shards_are_empty_does_not_hang() -> None:
+    on_two, (alone,) = run_ranks(2, fit_one_row), run_ranks(1, fit_one_row)
+    assert [tiny.differences(found, alone) for found in on_two] == [[], []]

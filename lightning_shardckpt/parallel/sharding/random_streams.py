@@ -16,7 +16,7 @@ from lightning_shardckpt.system.random_generators import different_rng, get_rng_
 
 _T = TypeVar("_T")
 _DRAWS = "_shardckpt_draws"
-"""Attribute of an optimizer that tells whether its steps draw random numbers."""
+"""Attribute of an optimizer, the same on all ranks: whether its first step drew random numbers on any of them."""
 
 
 @contextmanager
@@ -40,11 +40,13 @@ def same_noise(
     """Let ``optimizer`` step inside, with the closure that is given, and draw what the first rank of ``group`` draws.
 
     Else each rank would add its own noise to a parameter that is not sharded. What the closure draws stays each rank's
-    own. An optimizer that draws nothing in its first step is left alone from then on.
+    own. An optimizer that draws nothing on any rank in its first step is left alone from then on.
 
-    Collective, if the optimizer draws: every rank of ``group`` must step; None if there are no others.
+    Collective, if the optimizer draws, and in its first step: every rank of ``group`` must step; None if there are no
+    others.
     """
-    if group is None or group.size() == 1 or not getattr(optimizer, _DRAWS, True):
+    draws: bool | None = getattr(optimizer, _DRAWS, None)  # None: in its first step
+    if group is None or group.size() == 1 or draws is False:
         yield closure
         return
     stream = _SharedStream(group)
@@ -60,7 +62,10 @@ def same_noise(
         yield apart
     finally:
         stream.leave()
-    setattr(optimizer, _DRAWS, stream.drew)
+    if draws is None:  # a rank whose shards are empty may draw nothing, and must go on to meet the others
+        every = [False] * group.size()
+        dist.all_gather_object(every, stream.drew, group=group)
+        setattr(optimizer, _DRAWS, any(every))
 
 
 class _SharedStream:
