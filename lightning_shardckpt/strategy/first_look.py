@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from copy import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +16,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.lightning_trainer import upload_note
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import StateError, TopologyError
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
+from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
 
 
 def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, anew: bool, pickle_objects: bool) -> None:
@@ -43,9 +46,10 @@ def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, anew: bool, pickle_objec
     weights_only = all(getattr(callback, "save_weights_only", False) for callback in saving)
 
     def look() -> list[str]:
-        checkpoint = dict(_state_of(trainer, weights_only=weights_only))
-        if anew:
-            _call_hooks(trainer, checkpoint, weights_only=weights_only)
+        with isolate_rng():
+            checkpoint = dict(_state_of(trainer, weights_only=weights_only))
+            if anew:
+                _call_hooks(trainer, checkpoint, weights_only=weights_only)
         checkpoint.pop("state_dict", None)
         return list(snapshot(checkpoint, trainer.lightning_module, pickle_objects=pickle_objects).notes)
 
@@ -83,6 +87,9 @@ def _call_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any], *, weights_only
     """Let the user's hooks put into a dict what they would put into a checkpoint; what they change elsewhere is undone.
 
     A hook may need what only training makes: that it fails here means nothing.
+
+    Raises:
+        StateError: if a hook changes what can't be undone.
     """
     given: Any = trainer  # some of its attributes are set later
     module, profile = trainer.lightning_module, given.profiler.profile
@@ -91,14 +98,29 @@ def _call_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any], *, weights_only
         return
     checkpoint |= {"state_dict": trainer.strategy.lightning_module_state_dict(), "loops": {}}
     checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-    memory = Memory([module])
-    with isolate_rng():
-        for callback in callbacks:
-            with profile(f"[Callback]{callback.state_key}.on_save_checkpoint"), suppress(Exception):
-                copy(callback).on_save_checkpoint(trainer, module, checkpoint)
-        with profile("[LightningModule].on_save_checkpoint"), suppress(Exception):
-            module.on_save_checkpoint(checkpoint)
-    memory.restore()
+    memory, before = Memory([module, *callbacks]), _digests(module)
+    for callback in callbacks:
+        with profile(f"[Callback]{callback.state_key}.on_save_checkpoint"), suppress(Exception):
+            callback.on_save_checkpoint(trainer, module, checkpoint)
+    with profile("[LightningModule].on_save_checkpoint"), suppress(Exception):
+        module.on_save_checkpoint(checkpoint)
+    now = _digests(module)
+    changed = [name for name, digest in before.items() if now.get(name) != digest]
+    try:
+        memory.restore()
+    except TopologyError as error:  # a large tensor, or one in a container
+        changed.append(str(error).partition(",")[0])
+    if changed:
+        raise StateError(
+            f"on_save_checkpoint changes {', '.join(changed[:5])} in place. The hook is called once more when training "
+            "begins, to see what checkpoints will hold, and that could not be undone: assign a new tensor there, or "
+            "make the change in another hook, such as on_train_batch_end"
+        )
+
+
+def _digests(module: pl.LightningModule) -> dict[str, int]:
+    found = {name: bit_digest(local_tensor(parameter)) for name, parameter in own_parameters(module)}
+    return dict(zip(found, numbers(found.values()), strict=True))
 
 
 def _is_users(callback: Callback) -> bool:

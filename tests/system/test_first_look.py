@@ -89,12 +89,16 @@ def test_a_logger_that_is_to_upload_checkpoints_is_told_that_it_can_not(tmp_path
 class Keeps(pl.Callback):
     def __init__(self, where: str) -> None:
         self.where, self.saves = where, 0
+        self.epochs, self.mean = list[int](), torch.zeros(2)
 
     def state_dict(self) -> dict[str, Any]:
+        torch.rand(1)
         return {"saves": self.saves} | ({"lock": object()} if self.where == "callback" else {})
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.saves += 1
+        self.epochs.append(trainer.current_epoch)
+        self.mean.add_(1.0)
         if self.where == "hook of a callback":
             checkpoint["scaler"] = object()
 
@@ -106,7 +110,7 @@ class Brings(BoringModel):
         super().__init__()
         self.save_hyperparameters("encoder", "nested")
         self.where, self.saves, self.began = where, 0, False
-        self.seen = list[float]()
+        self.seen, self.averages = list[float](), {"bias": torch.zeros(2)}
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         self.began = True
@@ -117,6 +121,10 @@ class Brings(BoringModel):
         checkpoint["saves"] = self.saves
         if self.where == "hook":
             checkpoint["encoder"] = object()
+        if self.where == "averages in place":
+            self.averages["bias"].add_(1.0)
+        if self.where == "parameter":
+            self.layer.bias.data.add_(1.0)
         if self.where == "needs training" and not self.began:
             raise AttributeError("best_score")
 
@@ -166,7 +174,8 @@ def begun(folder: str, where: str, options: Any = ()) -> tuple[str, bool, list[s
             error = str(raised)
     said = [str(one.message) for one in caught if "hyper-parameters" in str(one.message)]
     drawn = torch.rand(1).item()
-    return error, module.began, said, (module.saves, keeps.saves, module.seen, drawn)
+    marks = module.saves, keeps.saves, module.seen, drawn, keeps.epochs, keeps.mean.tolist()
+    return error, module.began, said, marks
 
 
 REFUSED = {
@@ -176,6 +185,8 @@ REFUSED = {
     "scheduler": "lr_schedulers/0/lr_lambdas/0/lock: builtins.object",
     "datamodule": "Data/vocabulary: builtins.object",
     "optimizer": "optimizer_states/0/generator: builtins.object",
+    "averages in place": "on_save_checkpoint changes averages in place",
+    "parameter": "on_save_checkpoint changes layer.bias in place",
     "optimizer wraps": "Wraps has a state_dict of its own",
 }
 
