@@ -53,9 +53,9 @@ def different_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple):  # NumPy's has an array
+    if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):  # NumPy's
         return all(map(_is_equal, one, other))
-    return bool(np.array_equal(one, other))
+    return one == other if isinstance(one, tuple) else bool(np.array_equal(one, other))
 
 
 @contextmanager
