@@ -404,7 +404,7 @@ class PretendNccl : public c10d::Backend {
     grouped_.reset();
     const int device = group.device;
     auto name = "group[" + group.names + "]";
-    return post_to(main_, name, device, group.outputs, [=, this] {
+    return post_on(device, main_, name, group.outputs, [=, this] {
       for (auto& run : group.collectives) run();
       std::vector<std::thread> sends;
       std::vector<std::string> errors(group.messages.size());
@@ -474,11 +474,10 @@ class PretendNccl : public c10d::Backend {
   }
   Work post_to(Communicator* to, std::string name, const Tensors& inputs, const Tensors& outputs,
                std::function<void()> run) {
-    return post_to(to, std::move(name), device_of(inputs, outputs), outputs,
+    return post_on(device_of(inputs, outputs), to, std::move(name), outputs,
                    [run = std::move(run), inputs, outputs] { run(); });  // which keeps the tensors
   }
-  Work post_to(Communicator* to, std::string name, int device, const Tensors& outputs,
-               std::function<void()> run) {
+  Work post_on(int device, Communicator* to, std::string name, const Tensors& outputs, std::function<void()> run) {
     posted_++;
     auto operation = std::make_shared<Operation>();
     operation->name = std::move(name);
