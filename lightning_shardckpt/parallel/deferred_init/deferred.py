@@ -222,7 +222,9 @@ class DeferredInit:
         with below_modes():
             for module in root.modules():
                 slots = buffer_slots(module)
-                slots.update({name: real(buffer) for name, buffer in slots.items()})
+                for name, buffer in [*slots.items()]:
+                    if (known := real(buffer)) is not buffer:  # modules of torch.jit take none
+                        slots[name] = known
             replace_in_attributes(root, real, _LARGEST)
             self._log.cache.clear()
 

@@ -60,6 +60,7 @@ class StageRun:
         outputs: the tensors that leave, then those that the last layer returned if the run left after it.
         returned: what the step returned, if it was not left.
         early: modules of the last stage that were called before the first layer.
+        timely: modules of the first stage that were.
     """
 
     kind: Literal["run", "probe", "finish"]
@@ -76,6 +77,7 @@ class StageRun:
     returned: Any = None
     next: int = 0
     early: list[str] = field(default_factory=list)
+    timely: set[str] = field(default_factory=set)
 
     def runs(self, where: Where) -> bool:
         """Return whether this run computes modules of that place."""
@@ -205,7 +207,9 @@ class Gate:
             return self._real(module, forward, args, kwargs)
         if self._place == "last" and run.next == 0:
             run.early.append(self._fqn)  # an error if a layer needs its result
-        if self._place == "first" and run.next == len(self._gates.layers):
+        if self._place == "first" and run.next == 0:
+            run.timely.add(self._fqn)  # a later call is of a second pass through all, of which the layers tell
+        elif self._place == "first" and run.next == len(self._gates.layers) and self._fqn not in run.timely:
             raise _misplaced([self._fqn], "first", "after", "last")
         return self._by_shape(run, module, args, kwargs)
 
