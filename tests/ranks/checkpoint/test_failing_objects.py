@@ -69,7 +69,7 @@ def load_each(folder: str, door: str) -> dict[str, str]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(), plugins=[ShardCkptIO()])
     fabric.launch()
     said = {}
-    for what in WHATS:
+    for what in FAILURES:
         path, saved = f"{folder}/{what}", state_with("" if what == "tuple" else what)
         saved["model"].saves = True
         ckpt.save(path, saved)
@@ -84,7 +84,7 @@ def load_each(folder: str, door: str) -> dict[str, str]:
     return said
 
 
-WHATS = {
+FAILURES = {
     "object": "loading the rest of",
     "optimizer": "reading checkpoint",
     "module": "",
@@ -96,7 +96,7 @@ WHATS = {
 @pytest.mark.parametrize("door", ["functions", "fabric"])
 def test_what_fails_on_one_rank_while_it_is_loaded_fails_on_all(door: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, load_each, str(tmp_path), door)
-    expected = {what: phase for what, phase in WHATS.items() if door == "functions" or what != "mapping"}
+    expected = {what: phase for what, phase in FAILURES.items() if door == "functions" or what != "mapping"}
     assert first.keys() == second.keys() == expected.keys()
     for what, phase in expected.items():
         for said in (first[what], second[what]):
