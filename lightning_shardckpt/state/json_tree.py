@@ -155,7 +155,7 @@ class Encoder:
         dtype = dtype_name(value, path)
         limit = self._inline_bytes
         if local_part(value) is value:
-            self.plain[path] = value.detach()
+            self.plain[path] = value
         if local_part(value) is value and (limit is None or value.numel() * value.element_size() <= limit):
             content = base64.b64encode(host_bytes(value)).decode()
             return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "v": content}
