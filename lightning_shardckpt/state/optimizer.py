@@ -109,7 +109,7 @@ def own_entries(optimizer: Optimizer) -> dict[str, Any]:
     if saves_in_its_own_way(optimizer):
         state_dict = optimizer.state_dict()
         found = {key: value for key, value in state_dict.items() if key not in _OF_TORCH}
-        if not state_dict.keys() >= {*_OF_TORCH}:
+        if state_dict and not state_dict.keys() >= {*_OF_TORCH}:  # Lightning's stand-in for no optimizer has none
             doing = f"a state_dict of its own, of {sorted(map(str, state_dict))}"
         elif found and not _is_left_alone(optimizer, state_dict["state"]):
             doing = f"a state_dict that changes the state of parameters and adds {sorted(map(str, found))}"

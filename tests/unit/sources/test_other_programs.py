@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
@@ -56,6 +57,14 @@ LOCAL_ONLY: dict[str, Door] = {
     "pretrained": lambda path: tiny.trainer({"pretrained": path}, max_steps=1).fit(tiny.TinyLM(), tiny.loader()),
     "fit": lambda path: tiny.trainer({}, max_steps=1).fit(tiny.TinyLM(), tiny.loader(), ckpt_path=path),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Trainers run in the process of the tests here, and leave the default process group to its end."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
