@@ -83,7 +83,7 @@ def _two_tags() -> None:
 
 
 def test_messages_are_matched_by_order_and_not_by_tag() -> None:
-    outcomes = run_on_gpus(2, _two_tags, expect_errors=True)
+    outcomes = run_on_gpus(2, _two_tags, expect_errors=True, grace_s=1)
     assert "MIX-UP" in outcomes[1].error.message
 
 
@@ -114,6 +114,7 @@ def _exchange(grouped: bool) -> list[float]:
     return theirs.tolist()
 
 
+@pytest.mark.slow
 def test_two_sends_that_wait_for_each_other_are_a_deadlock() -> None:
     outcomes = run_on_gpus(2, _exchange, False, pretend={"deadlock_s": 1.0}, expect_errors=True)
     assert all(f"status {DEADLOCK}" in o.error.message and "running send" in o.output for o in outcomes)
@@ -137,6 +138,7 @@ def _message_beside_a_collective() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.slow
 def test_only_lazy_communicators_let_a_message_pass_a_collective() -> None:
     run_on_gpus(2, _message_beside_a_collective, pretend={"eager": False})
     outcomes = run_on_gpus(2, _message_beside_a_collective, pretend={"deadlock_s": 1.0}, expect_errors=True)

@@ -55,7 +55,7 @@ def end_with_the_store(door: str) -> str:
     [
         pytest.param("trainer", marks=pytest.mark.slow),
         pytest.param("trainer, asynchronous", marks=pytest.mark.slow),
-        "fabric",
+        pytest.param("fabric", marks=pytest.mark.slow),
         "a script",
     ],
 )

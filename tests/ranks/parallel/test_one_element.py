@@ -83,7 +83,9 @@ def alone() -> dict[str, dict[str, Tensor]]:
     return run_ranks(1, train, "auto", init_process_group=False)[0]
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.slow) for name in TOPOLOGIES]
+)
 def test_any_optimizer_steps_a_parameter_of_one_element(topology: str, alone: Any) -> None:
     ranks = run_ranks(2, train, TOPOLOGIES[topology])
     for name, expected in alone.items():

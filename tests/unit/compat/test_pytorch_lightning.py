@@ -39,6 +39,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [UNIFIED, LATE], ids=["unify_lightning", "late"])
 def test_both_names_are_one_lightning(program: str) -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
