@@ -1,7 +1,8 @@
 """Copy what a save writes, so that training can go on.
 
-Everything is copied into host memory that one save leaves to the next. Parameters and optimizer state, which only an
-optimizer's step changes, may be copied by a thread until then.
+An asynchronous save copies everything into host memory that one save leaves to the next. Parameters and optimizer
+state, which only an optimizer's step changes, may be copied by a thread until then. Another save copies what is on a
+GPU, a window at a time, and nothing else.
 """
 
 from __future__ import annotations
