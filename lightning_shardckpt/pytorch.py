@@ -45,6 +45,7 @@ from lightning_shardckpt.parallel.rebind_optimizer import empty_optimizers_allow
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_noise
+from lightning_shardckpt.parallel.sharding.replaced_functions import put_back_functions, replace_functions
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
 from lightning_shardckpt.state.module_io import parameter_names
@@ -182,6 +183,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         keep_order_of_training(trainer)
         self._checkpoints.begin_setup()
         written_numbers.forget_numbers()
+        replace_functions()  # the module may have been sharded for an earlier fit
         sharded = recall(self._module, self.topology) or self._shard()
         self._own_steps = TrainerSteps(
             self._module, sharded, self.meshes, self.root_device, loss_scale=self._loss_scale
@@ -390,6 +392,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()
+        put_back_functions()
 
     # --- checkpoints ---
 

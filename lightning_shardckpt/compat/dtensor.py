@@ -47,17 +47,24 @@ def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def tell_nan_of_rows() -> None:
+def look_for_anomalies_in_rows() -> Callable[[], None]:
     """Let ``torch.autograd.detect_anomaly`` look at this rank's part of a DTensor, for which torch has no strategy.
 
     Relies on the handlers of DTensor's dispatcher. A rank that finds NaN raises alone, as autograd does.
+
+    Returns:
+        A function that ends it.
     """
 
     def handler(op: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return op(local_tensor(args[0]))
 
     handlers: dict[object, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]  # typed later
-    handlers.setdefault(torch.ops.aten._is_any_true.default, handler)
+    operation = torch.ops.aten._is_any_true.default
+    if operation in handlers:  # torch's own, some day
+        return lambda: None
+    handlers[operation] = handler
+    return lambda: handlers.pop(operation, None) and None
 
 
 def replace_local(tensor: DTensor, other: DTensor) -> None:

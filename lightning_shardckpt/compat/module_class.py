@@ -185,7 +185,7 @@ def parameters_made_of(replace: Callable[[Any], Any]) -> Iterator[None]:
 
     Replaces ``nn.Parameter.__new__`` for all threads, and passes the others on.
     """
-    original, thread = nn.Parameter.__new__, threading.get_ident()
+    own, original, thread = vars(nn.Parameter)["__new__"], nn.Parameter.__new__, threading.get_ident()
 
     def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
         return original(cls, replace(data) if threading.get_ident() == thread else data, requires_grad)
@@ -194,7 +194,7 @@ def parameters_made_of(replace: Callable[[Any], Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Parameter.__new__ = staticmethod(original)  # type: ignore[method-assign]
+        nn.Parameter.__new__ = own  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -21,11 +21,18 @@ def on_deepcopy(told: Told) -> Callable[[], None]:
     Relies on ``copy._deepcopy_dispatch``, in which a class is looked up before its ``__deepcopy__``.
 
     Returns:
-        What ends it.
+        A function that ends it.
     """
+    dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]  # private
+
+    def end() -> None:
+        _told.remove(told)
+        if not _told:
+            del dispatch[nn.Parameter]
+
     _told.append(told)
-    copy._deepcopy_dispatch[nn.Parameter] = _copied  # type: ignore[attr-defined]  # private
-    return lambda: _told.remove(told)
+    dispatch[nn.Parameter] = _copied
+    return end
 
 
 def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:

@@ -46,6 +46,7 @@ from lightning_shardckpt.parallel.sharding.given_weights import note_planned_sha
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.references import follow_parameters
+from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.sharding.units import Unit, make_unit
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
@@ -164,6 +165,7 @@ def shard(
         TopologyError: if ``root`` cannot be sharded or pipelined so, saying what to change.
     """
     _refuse_lazy(root)
+    replace_functions()
     names = parameter_names(root)
     ties = [tie for tie in names if len(tie) > 1]
     before = dict(root.named_parameters(remove_duplicate=False))

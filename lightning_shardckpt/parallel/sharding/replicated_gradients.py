@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.autograd_backward import after_backward, returns_gradient_of
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.parameter_copies import on_deepcopy
 from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
@@ -58,7 +57,7 @@ def is_reduced(parameter: Tensor) -> bool:
     return parameter in _sums
 
 
-def _average_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
+def average_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
     """Sum the gradients of a copy as those of the original are, each at once: not every rank need make one."""
     if parameter not in _sums:
         return
@@ -67,9 +66,6 @@ def _average_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
     copied.requires_grad_(True)
     copied.register_hook(lambda gradient: _SumOverGroup.apply(gradient, group, scale))  # type: ignore[no-untyped-call]
     copied.requires_grad_(trained)
-
-
-on_deepcopy(_average_copy)
 
 
 class ReplicatedGradients:

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_shardckpt.compat.custom_functions import change_arguments
-from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of, tell_nan_of_rows
+from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights
 from lightning_shardckpt.compat.tensor_subclass import (
     accumulation_hooks,
@@ -23,7 +22,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     set_gradient_hooks,
 )
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments, wrapped_hook
+from lightning_shardckpt.parallel.tensors.derivatives import wrapped_hook
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL
 from lightning_shardckpt.parallel.tensors.placement import placements_of, rows_of, spec_over
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, sharded
@@ -83,8 +82,6 @@ def shard_parameters(
         device: of the shards.
         partial: names of parameters whose gradients are partial sums over the ranks of ``partial_group``.
     """
-    change_arguments(whole_arguments)
-    tell_nan_of_rows()
     partial, new = frozenset(partial), dict[nn.Parameter, nn.Parameter]()
     for prefix, module in root.named_modules():
         slots = parameter_slots(module)

@@ -1,0 +1,30 @@
+"""Functions of torch that are replaced in the process while sharded modules are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_shardckpt.compat.custom_functions import change_arguments
+from lightning_shardckpt.compat.dtensor import look_for_anomalies_in_rows
+from lightning_shardckpt.compat.parameter_copies import on_deepcopy
+from lightning_shardckpt.parallel.sharding.replicated_gradients import average_copy
+from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments
+
+_put_back: list[Callable[[], None]] = []
+
+
+def replace_functions() -> None:
+    """Replace them until `put_back_functions`; does nothing if they are replaced already.
+
+    * ``autograd.Function.apply``: custom functions get whole tensors for sharded ones;
+    * ``copy.deepcopy`` of a parameter: gradients of the copy are averaged as those of the original;
+    * ``detect_anomaly`` on a DTensor: looks at this rank's rows.
+    """
+    if not _put_back:
+        _put_back.extend([change_arguments(whole_arguments), on_deepcopy(average_copy), look_for_anomalies_in_rows()])
+
+
+def put_back_functions() -> None:
+    """Put torch's own functions back. Modules that are still sharded can be read and saved, not trained, after it."""
+    while _put_back:
+        _put_back.pop()()

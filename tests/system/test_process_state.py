@@ -1,0 +1,71 @@
+"""A training leaves torch, Lightning and Python in this process as they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAINING = """
+import copy, sys, warnings
+import lightning.pytorch as pl, torch, torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.tensor import DTensor
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        for owner in changed():
+            seen.add(owner)
+        return super().training_step(batch, batch_idx)
+
+OWNERS = (
+    *(torch, dist, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer, torch.autograd.Function),
+    *(torch.autograd, DTensor, pl.Trainer, pl.LightningModule, copy, warnings),
+)
+
+def state():
+    found = {f"{o.__name__}.{k}": v for o in OWNERS for k, v in vars(o).items() if callable(v) or "apply" in k}
+    found |= {f"deepcopy of {kind.__name__}": how for kind, how in copy._deepcopy_dispatch.items()}
+    found |= {f"DTensor handler of {op}": how for op, how in DTensor._op_dispatcher._custom_op_handlers.items()}
+    return found | {f"finder {finder}": finder for finder in sys.meta_path if "shardckpt" in type(finder).__module__}
+
+def changed():
+    now = state()
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)
+                  and before.get(name) != now.get(name))
+
+before, seen = state(), set()
+strategy = ShardedStrategy(**{options})
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=[ShardCkptIO()], max_steps=2,
+                     limit_val_batches=1, logger=False, enable_progress_bar=False, default_root_dir=sys.argv[1])
+trainer.fit(Model())
+if trainer.global_rank == 0:
+    print("while it trains:", *sorted(seen), sep="\\n")
+    print("after it:", *changed(), sep="\\n")
+"""
+WHILE_IT_TRAINS = {
+    "Function.apply",  # custom functions get whole tensors
+    "deepcopy of Parameter",  # the gradients of copies are averaged
+    "DTensor handler of aten._is_any_true.default",  # detect_anomaly
+}
+
+
+REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
+
+
+@pytest.mark.parametrize("options", [{"data_parallel_shard_size": 2}, REPLICAS], ids=["shards", "replicas"])
+def test_torch_and_lightning_are_as_before_after_a_training(options: dict[str, int], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING.replace("{options}", repr(options)))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    during, after = run.stdout.split("while it trains:\n")[1].split("after it:\n")
+    assert set(during.splitlines()) >= WHILE_IT_TRAINS
+    assert after.strip() == ""
