@@ -2,30 +2,35 @@
 
 Three runs of the script: all steps; the first part, which saves a checkpoint and ends as if it was killed; the rest,
 from that checkpoint. The first part is compared with the straight run, too: a training that does not repeat itself
-cannot be judged.
+cannot be judged. The recorder (``recording``) reaches every rank, however it is started, by an entry point of Lightning
+that is found by ``PYTHONPATH``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.tools.run_comparison import Difference, compare_runs, same_topology
-from lightning_shardckpt.tools.run_records import RankRecords, RunPlan, last_step, read_records
-from lightning_shardckpt.tools.training_process import run_recorded
+from lightning_shardckpt.tools.run_records import RankRecords, RunPlan, read_records
 
 DEFAULT_STEPS = 8
 DEFAULT_TIMEOUT_S = 1800.0
 OTHER_TOPOLOGY_TOLERANCE = 1e-4
 
-_SAID_OF_STEP = {"restored": "as loaded after step {}", "before": "step {}, at its start", "after": "step {}"}
-_SAID = {
+_PHASES = {"restored": "as loaded after step {}", "before": "step {}, at its start", "after": "step {}"}
+_SECTIONS = {
     "batch": "",
     "samples": "samples of",
     "random": "random stream",
@@ -46,24 +51,24 @@ _SAID = {
     "datamodule": "datamodule",
     "callbacks": "callback",
 }
-_MOST_SHOWN = 10
+_MOST_DIFFERENCES, _MOST_REASONS, _LOG_LINES = 10, 40, 20
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """What was found.
+    """The result of a proof.
 
     Attributes:
-        equal: None if it cannot be told, since the training does not repeat itself.
-        differences: what differs at the first moment where something does, the first one first.
+        equal: None if the training does not repeat itself, so that a resume cannot be judged.
+        differences: all of the first section of the first moment that differ.
         straight: the ranks of the run that was not interrupted.
         resumed: the ranks of the one that was.
         steps: batches of training.
         interrupt_at: batches before the checkpoint.
         tolerance: of values, relative; 0 if bits were compared.
-        compared: the number of things that were compared, by kind.
-        not_compared: what was not, with the reason.
-        folder: where records, outputs and the checkpoint are; None if they were removed.
+        compared: the number of entries that were compared, by section.
+        not_compared: why something was not compared, by name.
+        folder: the folder of records, outputs and the checkpoint; None if it was removed.
     """
 
     equal: bool | None
@@ -97,26 +102,27 @@ class ResumeReport:
             lines.append("EQUAL")
         else:
             what = "DIFFERENT" if self.equal is False else "NOT REPRODUCIBLE: two runs differ before any resume"
-            lines += [f"{what}; first at:", *(f"  {shown(d)}" for d in self.differences[:_MOST_SHOWN])]
-            if len(self.differences) > _MOST_SHOWN:
-                lines.append(f"  … and {len(self.differences) - _MOST_SHOWN} more of this kind at this step")
+            lines += [f"{what}; first at:", *(f"  {difference_text(d)}" for d in self.differences[:_MOST_DIFFERENCES])]
+            if (more := len(self.differences) - _MOST_DIFFERENCES) > 0:
+                lines.append(f"  … and {more} more of this kind at this step")
         if self.equal is None:
             lines.append("Seed everything (seed_everything: 1), use deterministic kernels, or give --tolerance.")
         if self.not_compared:
-            lines += ["not compared:", *(f"  {name}: {why}" for name, why in list(self.not_compared.items())[:40])]
-            if len(self.not_compared) > 40:
-                lines.append(f"  … and {len(self.not_compared) - 40} more; --json lists all")
+            reasons = [f"  {name}: {why}" for name, why in self.not_compared.items()]
+            lines += ["not compared:", *reasons[:_MOST_REASONS]]
+            if (more := len(reasons) - _MOST_REASONS) > 0:
+                lines.append(f"  … and {more} more; --json lists all")
         if self.folder is not None:
             lines.append(f"Records and outputs are in {self.folder}")
         return "\n".join(lines)
 
 
-def shown(found: Difference) -> str:
+def difference_text(difference: Difference) -> str:
     """Return a difference as a line: when, what, where, expected and found."""
-    where = "of the whole" if found.rank is None else f"on rank {found.rank}"
-    when = _SAID_OF_STEP[found.phase].format(found.step)
-    what = f"{_SAID[found.section]} {found.name}".strip()
-    return f"{when}: {what} {where}: expected {found.expected}, found {found.found}"
+    where = "of the whole" if difference.rank is None else f"on rank {difference.rank}"
+    when = _PHASES[difference.phase].format(difference.step)
+    what = f"{_SECTIONS[difference.section]} {difference.name}".strip()
+    return f"{when}: {what} {where}: expected {difference.expected}, found {difference.found}"
 
 
 def prove_resume(
@@ -134,9 +140,9 @@ def prove_resume(
     """Run a training straight, and interrupted and resumed, and compare both.
 
     The script is not changed: every Trainer of it gets a callback, which records, and ends the process after the last
-    step, so that nothing after the first ``fit`` runs. The files of its own ModelCheckpoints, and what is written to
-    ``default_root_dir``, go to the folder of the proof; its loggers write nothing. What the script itself writes
-    elsewhere, it writes three times.
+    step, so that nothing after the first ``fit`` runs. The files of its own ModelCheckpoints, and those written to
+    ``default_root_dir``, go to the folder of the proof; its loggers write nothing. A file that the script itself writes
+    elsewhere is written three times.
 
     Args:
         command: a Python script and its arguments, or a program that starts one, such as ``torchrun``.
@@ -162,7 +168,7 @@ def prove_resume(
     resumed = list(resumed_command or command) + list(resumed_args)
 
     def run(name: str, plan: RunPlan) -> str:
-        return run_recorded(resumed if name == "resumed" else command, plan, folder / name, timeout_s)
+        return _run_command(resumed if name == "resumed" else command, plan, folder / name, timeout_s)
 
     report = prove_runs(run, folder, steps=steps, interrupt_at=middle, tolerance=tolerance, ignore=ignore)
     if output is None and report.equal:
@@ -180,11 +186,11 @@ def prove_runs(
     tolerance: float | None = None,
     ignore: Sequence[str] = (),
 ) -> ResumeReport:
-    """Do the three runs of a proof, however they are done, and compare what they recorded.
+    """Do the three runs of a proof, however they are done, and compare their records.
 
     Args:
         run: trains under a plan, with a ``RunRecorder`` on each rank; gets ``straight``, ``interrupted`` or
-            ``resumed``, and returns what to show of that run in an error.
+            ``resumed``, and returns a description of that run for errors.
         folder: for records and the checkpoint; absolute.
         steps, interrupt_at, tolerance, ignore: as of `prove_resume`.
 
@@ -192,43 +198,62 @@ def prove_runs(
         RankError: if a run records nothing, or not all.
     """
     checkpoint = str(folder / "checkpoint.ckpt")
-    plans = {
-        "straight": ("straight", 0, steps, None, None),
-        "interrupted": ("interrupted", 0, interrupt_at, checkpoint, None),
-        "resumed": ("interrupted", interrupt_at, steps, None, checkpoint),
-    }
-    runs = {}
-    for name, (saves_of, first, last, save_to, resume_from) in plans.items():
-        own_saves = str(folder / saves_of / "own_saves")
-        records, root_dir = (str(folder / name / of) for of in ("records", "root_dir"))
-        plan = RunPlan(records, own_saves, root_dir, first, last, save_to, resume_from)
-        shown = run(name, plan)
-        runs[name] = _records(name, plan, shown)
-    return _judge(runs, steps, interrupt_at, tolerance, ignore, str(folder))
+
+    def records(name: str, first: int, last: int, save_to: str | None, resume_from: str | None) -> list[RankRecords]:
+        saves_of = "straight" if name == "straight" else "interrupted"  # a resumed run finds its own checkpoints
+        own_saves, root_dir = str(folder / saves_of / "own_saves"), str(folder / name / "root_dir")
+        plan = RunPlan(str(folder / name / "records"), own_saves, root_dir, first, last, save_to, resume_from)
+        return _checked_records(name, plan, run(name, plan))
+
+    straight = records("straight", 0, steps, None, None)
+    interrupted = records("interrupted", 0, interrupt_at, checkpoint, None)
+    resumed = records("resumed", interrupt_at, steps, None, checkpoint)
+
+    within = tolerance or 0.0
+    found = compare_runs(straight, interrupted, first=0, last=interrupt_at, tolerance=within, ignore=ignore)
+    equal = None if found.differences else True
+    if equal:
+        if tolerance is None and not same_topology(straight, resumed):
+            within = OTHER_TOPOLOGY_TOLERANCE
+        found = compare_runs(straight, resumed, first=interrupt_at, last=steps, tolerance=within, ignore=ignore)
+        equal = not found.differences
+    unobserved = {name: why for of in (*straight, *interrupted, *resumed) for name, why in of.unobserved.items()}
+    return ResumeReport(
+        equal,
+        tuple(found.differences),
+        _ranks_text(straight),
+        _ranks_text(resumed),
+        steps,
+        interrupt_at,
+        within,
+        dict(found.compared),
+        found.skipped | {name: f"cannot be observed: {why}" for name, why in unobserved.items()},
+        str(folder),
+    )
 
 
-def _records(name: str, plan: RunPlan, output: str) -> list[RankRecords]:
-    """Read what a run recorded.
+def _checked_records(name: str, plan: RunPlan, output: str) -> list[RankRecords]:
+    """Read the records of a run.
 
     Raises:
-        RankError: if that is nothing, or not all.
+        RankError: if there are none, or not all.
     """
-    found = read_records(plan.records)
-    if not found:
+    ranks = read_records(plan.records)
+    if not ranks:
         why = _NO_FIT if Path(plan.records).is_dir() else _NO_TRAINER
         raise RankError(f"the {name} run ended by itself and recorded nothing: {why}\nThe command was {output}")
-    if len(found) != found[0].setting.world:
-        raise RankError(f"the {name} run has {found[0].setting.world} ranks, of which {len(found)} recorded here")
-    for records in found:
+    if len(ranks) != ranks[0].setting.world:
+        raise RankError(f"the {name} run has {ranks[0].setting.world} ranks, of which {len(ranks)} recorded here")
+    for records in ranks:
         if (plan.last_step, "after") not in records.moments:
             began = plan.resume_from is None and records.began_from
             where = f", having begun from its own ckpt_path={began!r}" if began else ""
             raise RankError(
-                f"the {name} run ended by itself after step {last_step(records)} (rank {records.setting.rank}), before "
+                f"the {name} run ended by itself after step {records.last_step} (rank {records.setting.rank}), before "
                 f"step {plan.last_step}{where}. The first fit counts. Let it train for longer, or prove fewer "
                 f"--steps.\nThe command was {output}"
             )
-    return found
+    return ranks
 
 
 _NO_FIT = "its Trainer began no fit. A script that validates, tests or predicts has nothing to resume."
@@ -238,39 +263,88 @@ _NO_TRAINER = (
 )
 
 
-def _judge(
-    runs: dict[str, list[RankRecords]],
-    steps: int,
-    middle: int,
-    tolerance: float | None,
-    ignore: Sequence[str],
-    folder: str,
-) -> ResumeReport:
-    straight, resumed = runs["straight"], runs["resumed"]
-    within = tolerance or 0.0
-    found = compare_runs(straight, runs["interrupted"], first=0, last=middle, tolerance=within, ignore=ignore)
-    equal = None if found.differences else True
-    if equal:
-        if tolerance is None and not same_topology(straight, resumed):
-            within = OTHER_TOPOLOGY_TOLERANCE
-        found = compare_runs(straight, resumed, first=middle, last=steps, tolerance=within, ignore=ignore)
-        equal = not found.differences
-    unobserved = {name: why for run in runs.values() for records in run for name, why in records.unobserved.items()}
-    return ResumeReport(
-        equal,
-        tuple(found.differences),
-        _described(straight),
-        _described(resumed),
-        steps,
-        middle,
-        within,
-        dict(found.compared),
-        found.skipped | {name: f"cannot be observed: {why}" for name, why in unobserved.items()},
-        folder,
-    )
-
-
-def _described(ranks: list[RankRecords]) -> str:
+def _ranks_text(ranks: list[RankRecords]) -> str:
     setting = ranks[0].setting
     shares = f", {setting.data_size} data-parallel" if setting.data_size != setting.world else ""
     return f"{count_text(setting.world, 'rank')}{shares} ({setting.strategy}, {setting.precision})"
+
+
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_PACKAGE = Path(__file__).parents[1]
+_ENTRY_POINTS = """[lightning.pytorch.callbacks_factory]
+prove_resume = shardckpt_prove_resume:callbacks
+[lightning.fabric.callbacks_factory]
+prove_resume = shardckpt_prove_resume:callbacks_of_fabric
+"""
+_HOOK = '''"""Made by prove-resume: every Trainer of this run is given a recorder."""
+
+
+def callbacks():
+    from lightning_shardckpt.recording import recorder_of
+
+    return [recorder_of({plan!r})]
+
+
+def callbacks_of_fabric():
+    from lightning_shardckpt.recording import end_if_fabric_trains
+
+    end_if_fabric_trains()
+    return []
+'''
+
+
+def _run_command(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s: float) -> str:
+    """Run a training command under a plan, and wait until it has ended. Returns the command and the end of its output.
+
+    Args:
+        command: a program and its arguments; a Python script is run by this Python.
+        plan: the orders of every rank's recorder.
+        folder: for the output of the run, and the modules that are added to it.
+        timeout_s: after which all of its processes are killed.
+
+    Raises:
+        RankError: if it fails or takes too long; with the end of its output.
+    """
+    path = _python_path(folder, plan)
+    log = folder / "output.txt"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command] if command[0].endswith(".py") else list(command),
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with ranks that its first process has left
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    said = "\n".join([" ".join(command), f"The last lines of {log}:", *(f"  {line}" for line in lines)])
+    if status is None:
+        reached = max((records.last_step for records in read_records(plan.records)), default=None)
+        so_far = "before a Trainer began a fit" if reached is None else f"after step {reached} of {plan.last_step}"
+        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed {so_far}: {said}")
+    if status:
+        raise RankError(f"the {folder.name} run ended with status {status}: {said}")
+    return said
+
+
+def _python_path(folder: Path, plan: RunPlan) -> str:
+    """Write an entry point, and return a search path on which it, and this very package, are found first."""
+    added = folder / "added"
+    about = added / "shardckpt_prove_resume-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-prove-resume\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(_ENTRY_POINTS)
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
+    (added / "shardckpt_prove_resume.py").write_text(_HOOK.format(plan=str(folder / "plan.json")))
+    with suppress(FileExistsError):
+        (added / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
+    return os.pathsep.join(filter(None, [str(added), os.environ.get("PYTHONPATH")]))

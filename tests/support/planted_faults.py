@@ -24,8 +24,8 @@ from torchmetrics import MeanMetric
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.checkpoint.parts import PARTS
-from lightning_shardckpt.recording.run_recorder import RunRecorder
-from lightning_shardckpt.tools.prove_resume import shown
+from lightning_shardckpt.recording import RunRecorder
+from lightning_shardckpt.tools.prove_resume import difference_text
 from lightning_shardckpt.tools.run_comparison import compare_runs
 from lightning_shardckpt.tools.run_records import RunPlan, read_records
 
@@ -284,7 +284,7 @@ def run(folder: Path, first: int, last: int, fault: Fault | None = None, **optio
 def compared(folder: Path) -> list[str]:
     """Return what differs between the straight run in a folder and the resumed one."""
     straight, resumed = (read_records(str(folder / name)) for name in (f"0-{STEPS}", f"{MIDDLE}-{STEPS}"))
-    return [shown(d) for d in compare_runs(straight, resumed, first=MIDDLE, last=STEPS).differences]
+    return [difference_text(d) for d in compare_runs(straight, resumed, first=MIDDLE, last=STEPS).differences]
 
 
 def found_faults(directory: str) -> dict[str, list[str]]:

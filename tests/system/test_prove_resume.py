@@ -14,7 +14,7 @@ import pytest
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.tools.prove_resume import ResumeReport, prove_resume, prove_runs
-from lightning_shardckpt.tools.run_records import RunPlan, Setting, ended_line, rank_file, read_records, setting_line
+from lightning_shardckpt.tools.run_records import RunPlan, Setting, rank_file, read_records, to_line
 from tests.support import planted_faults
 from tests.support.pages import DOCS
 from tests.support.pool import ROOT, run_ranks
@@ -127,9 +127,15 @@ SETTING = Setting(rank=0, world=1, data_rank=0, data_size=1, strategy="S", preci
     [
         (None, "recorded nothing: it made no Trainer of Lightning.*\n.*what it was$"),
         ([], "recorded nothing: its Trainer began no fit.*\n.*what it was$"),
-        ([setting_line(SETTING, "own.ckpt")], r"after step 0 \(rank 0\), before step 4, having begun .*='own.ckpt'"),
-        ([setting_line(SETTING, None), ended_line(3)], r"after step 3 \(rank 0\), before step 4. The first fit counts"),
-        ([setting_line(replace(SETTING, world=2), None)], "has 2 ranks, of which 1 recorded here"),
+        (
+            [to_line(setting=SETTING, began_from="own.ckpt")],
+            r"after step 0 \(rank 0\), before step 4, .*='own.ckpt'",
+        ),
+        (
+            [to_line(setting=SETTING, began_from=None), to_line(ended=3)],
+            r"after step 3 \(rank 0\), before step 4. The first",
+        ),
+        ([to_line(setting=replace(SETTING, world=2), began_from=None)], "has 2 ranks, of which 1 recorded here"),
     ],
     ids=["no Trainer", "no fit", "a checkpoint of its own", "too short", "ranks elsewhere"],
 )
@@ -137,7 +143,7 @@ def test_what_was_recorded_instead_of_a_training_is_said(tmp_path: Path, lines: 
     def run(name: str, plan: RunPlan) -> str:
         if lines is not None:
             Path(plan.records).mkdir(parents=True)
-            rank_file(plan.records, 0).write_text("".join(f"{line}\n" for line in lines))
+            rank_file(plan.records, 0).write_text("".join(lines))
         return "what it was"
 
     with pytest.raises(RankError, match=said):
@@ -151,7 +157,7 @@ def test_training_with_fabric_ends_with_what_to_do() -> None:
 def fabric_ends() -> bool:
     from lightning.fabric import Fabric
 
-    from lightning_shardckpt.recording.run_recorder import end_if_fabric_trains
+    from lightning_shardckpt.recording import end_if_fabric_trains
 
     end_if_fabric_trains()
     with pytest.raises(SystemExit, match=r"trains with Fabric.*lightning_shardckpt diff A B"):

@@ -8,46 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.box_digest import RunsOfBox
-from lightning_shardckpt.format.crc64 import crc64_text
-from lightning_shardckpt.recording.tensor_record import row_digests, tensor_entries
+from lightning_shardckpt.recording import box_record, row_digests, tensor_entry
 from lightning_shardckpt.tools.run_comparison import Comparison, compare_runs
-from lightning_shardckpt.tools.run_records import (
-    BoxRecord,
-    Entry,
-    RankRecords,
-    RowsRecord,
-    Setting,
-    TensorRecord,
-    ValueRecord,
-    last_step,
-    moment_line,
-    rank_file,
-    read_records,
-    setting_line,
-)
+from lightning_shardckpt.tools.run_records import Entry, RankRecords, Setting, rank_file, read_records, to_line
 
 WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
 
-def whole(tensor: torch.Tensor) -> TensorRecord:
-    found = tensor_entries("w", tensor)["w"]
-    assert isinstance(found, TensorRecord)
-    return found
+def whole(tensor: torch.Tensor) -> Entry:
+    return tensor_entry(tensor)
 
 
-def rows_of(tensor: torch.Tensor, first: int, last: int) -> TensorRecord:
-    """The record of a rank that has some rows: the moments are those of a tensor that is zero elsewhere."""
-    padded = torch.zeros_like(tensor)
-    padded[first:last] = tensor[first:last]
-    data = tensor[first:last].reshape(-1).view(torch.uint8).numpy()
-    digest = crc64_text(RunsOfBox.of(Box((first, 0), (last, 4)), (6, 4), 4).part(memoryview(data)))
-    moments = whole(padded).boxes[0].moments
-    return TensorRecord("float32", (6, 4), (BoxRecord((first, 0), (last - first, 4), digest, moments),))
+def rows_of(tensor: torch.Tensor, first: int, last: int) -> Entry:
+    """The entry of a rank that has some rows."""
+    return Entry("float32", shape=(6, 4), boxes=(box_record((first, 0), (last - first, 4), tensor[first:last]),))
 
 
-def run(*weights: TensorRecord, data_size: int | None = None, **sections: list[dict[str, Entry]]) -> list[RankRecords]:
+def run(*weights: Entry, data_size: int | None = None, **sections: list[dict[str, Entry]]) -> list[RankRecords]:
     """A run of one step after the first, with a rank for each record of the weight."""
     ranks = []
     for rank, weight in enumerate(weights):
@@ -125,17 +102,17 @@ def test_state_that_every_rank_had_whole_may_come_back_in_slices() -> None:
 
 def test_samples_are_those_of_all_ranks_in_any_order() -> None:
     digests = row_digests(torch.arange(8).view(4, 2))
-    one = run(whole(WEIGHT), samples=[{"batch": RowsRecord(digests)}])
-    dealt: list[dict[str, Entry]] = [{"batch": RowsRecord(digests[::2])}, {"batch": RowsRecord(digests[1::2])}]
+    one = run(whole(WEIGHT), samples=[{"batch": Entry("", rows=digests)}])
+    dealt: list[dict[str, Entry]] = [{"batch": Entry("", rows=digests[::2])}, {"batch": Entry("", rows=digests[1::2])}]
     assert compare(one, run(whole(WEIGHT), whole(WEIGHT), samples=dealt)).differences == []
-    lost: list[dict[str, Entry]] = [dealt[0], {"batch": RowsRecord((digests[1], digests[1]))}]
+    lost: list[dict[str, Entry]] = [dealt[0], {"batch": Entry("", rows=(digests[1], digests[1]))}]
     (found,) = compare(one, run(whole(WEIGHT), whole(WEIGHT), samples=lost)).differences
-    assert (found.expected, found.found) == ("4 samples", "4 samples, 3 of which are those")
+    assert (found.expected, found.found) == ("4 samples", "4 samples, 3 of them the same")
 
 
 def test_what_belongs_to_a_rank_is_said_not_to_be_compared_on_another_topology() -> None:
     def sections(value: str) -> dict[str, list[dict[str, Entry]]]:
-        of_rank, synced = ValueRecord(value, float(value), shared=False), ValueRecord("0.5", 0.5)
+        of_rank, synced = Entry(value, float(value), shared=False), Entry("0.5", 0.5)
         names = ("random", "batch", "loss")
         return {name: [{"x": of_rank}] * 2 for name in names} | {"logged": [{"own": of_rank, "synced": synced}] * 2}
 
@@ -147,7 +124,7 @@ def test_what_belongs_to_a_rank_is_said_not_to_be_compared_on_another_topology()
 
 def test_what_is_ignored_is_said() -> None:
     found = compare(TWO, run(whole(-WEIGHT)), ignore=["weights/*"])
-    assert found.differences == [] and found.skipped == {"weights/w": "ignored, as asked for"}
+    assert found.differences == [] and found.skipped == {"weights/w": "ignored by --ignore"}
 
 
 def test_something_that_is_gone_or_has_another_shape_is_a_difference() -> None:
@@ -156,11 +133,12 @@ def test_something_that_is_gone_or_has_another_shape_is_a_difference() -> None:
 
 
 def test_records_come_back_from_files(tmp_path: Path) -> None:
-    (found,) = run(whole(WEIGHT), logged=[{"x": ValueRecord("nan", float("nan")), "y": ValueRecord("'…'")}])
-    lines = [setting_line(found.setting, "a.ckpt"), *(moment_line(*when, of) for when, of in found.moments.items())]
+    (found,) = run(whole(WEIGHT), logged=[{"x": Entry("nan", float("nan")), "y": Entry("'…'")}])
+    lines = [to_line(setting=found.setting, began_from="a.ckpt")]
+    lines += [to_line(step=step, phase=phase, sections=of) for (step, phase), of in found.moments.items()]
     killed = '{"step": 7, "ph'
-    rank_file(str(tmp_path), 0).write_text("\n".join([*lines, killed]))
+    rank_file(str(tmp_path), 0).write_text("".join([*lines, killed]))
     rank_file(str(tmp_path), 1).touch()
     (again,) = read_records(str(tmp_path))
-    assert again.began_from == "a.ckpt" and last_step(again) == 2
+    assert again.began_from == "a.ckpt" and again.last_step == 2
     assert again.setting == found.setting and repr(again.moments) == repr(found.moments)
