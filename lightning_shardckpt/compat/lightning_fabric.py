@@ -5,6 +5,7 @@ Checked with Lightning 2.5.6 and 2.6.6.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
@@ -45,21 +47,27 @@ def init_process_group(
 ) -> str:
     """Make the default process group, where there is none yet, and return its backend. Collective over the world.
 
-    Relies on ``_init_dist_connection``, which also destroys the group when the process ends, and leaves ``MASTER_ADDR``
-    and ``MASTER_PORT`` in the environment. One process alone takes them out again: a program that it starts would take
-    the port for that of its own ranks, while this process still listens there.
+    Relies on ``_init_dist_connection``, which leaves ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment, and on
+    ``_destroy_dist_connection``, which destroys NCCL's group when the process ends. One process alone takes the names
+    out again: a program that it starts would take the port for that of its own ranks, while this process still listens
+    there.
 
     Args:
         environment: knows address, rank and world size.
         device: of this process.
-        backend: of torch.distributed; by default Lightning's for the device.
+        backend: of torch.distributed; by default Lightning's for the device, and gloo for tensors of the CPU.
         timeout_s: of collectives.
     """
     chosen: str = backend or _get_default_process_group_backend_for_device(device)
+    if backend is None and chosen == "nccl":
+        chosen = f"cpu:gloo,{device.type}:nccl"
     bound = device if device.type != "cpu" else None
     names = ("MASTER_ADDR", "MASTER_PORT") if environment.world_size() == 1 else ()
     before = {name: os.environ.get(name) for name in names}
+    is_new = not dist.is_initialized()
     _init_dist_connection(environment, chosen, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    if is_new and chosen.endswith(":nccl"):
+        atexit.register(_destroy_dist_connection)  # as Lightning does for "nccl"
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""Ranks that agree, fail together and notice each other's end.
+"""Ranks that agree, fail together, tell each other numbers and notice each other's end.
 
-In come process groups and stores of torch. Nothing here knows tensors or files.
+In come process groups and stores of torch. Nothing here knows models or files.
 """

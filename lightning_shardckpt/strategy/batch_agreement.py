@@ -1,8 +1,9 @@
-"""Agree before a batch whether to end, and that the ranks have not drifted apart, in one reduction.
+"""Agree before a batch whether to end, and that the ranks have not drifted apart, in one reduction of host numbers.
 
 With steps of a few milliseconds a reduction before each of them would be a large part of the time. So ranks meet before
 the first batches, then after a few batches, as many as fit into a bound on time; the number follows from what all of
-them reduced the last time, so it is the same on all. They also meet before a save and the end.
+them reduced the last time, so it is the same on all. They also meet before a save and the end. A meeting does not wait
+for a GPU: a digest that it computes is compared in the next one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
-from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
+from lightning_shardckpt.strategy.replicated_values import Look, ReplicatedValues, refuse
 from lightning_shardckpt.system.tuning import Tuning
 
 
@@ -30,6 +31,7 @@ class BatchAgreement:
 
     def __init__(self) -> None:
         self.values: ReplicatedValues | None = None
+        self._due: Look | None = None  # on a GPU, at the last meeting
         self._skips = 0  # batches until they meet
         self._most = 1  # of batches from one meeting to the next: doubles, so that one short step puts off nothing far
         self._batches, self._met_s = 0, time.monotonic()  # since they met, and when
@@ -42,7 +44,7 @@ class BatchAgreement:
         Args:
             told: whether this rank was; it must say so until one of them returns True.
             meshes: all ranks.
-            device: where collectives take tensors from.
+            device: of this rank.
             tuning: how long it may take until the others hear of it.
 
         Raises:
@@ -70,9 +72,11 @@ class BatchAgreement:
         """
         self._batches, self._met_s = 0, time.monotonic()
         votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
-        more = [] if self.values is None else _votes_on(self.values, meshes, device).tolist()
+        look = self.values.look(device) if self.values is not None else None
+        self._due = None
+        more = _votes_on(look, meshes)
         maxima = ranks.step("comparing what ranks wrote", lambda: [*votes, *more], _maxima)
-        self._judge(maxima[: len(votes)], maxima[len(votes) :], meshes, device)
+        _judge(maxima[: len(votes)], maxima[len(votes) :], look, meshes)
 
     def _meet(self, told: bool, meshes: Meshes, device: torch.device) -> tuple[bool, float]:
         """Return whether a rank was told, and the seconds that a batch took on the slowest one: the same on all."""
@@ -80,37 +84,41 @@ class BatchAgreement:
         elapsed_us = int((now - self._met_s) * 1e6)
         self._batches, self._met_s = 0, now
         votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
-        found = torch.tensor([int(told), elapsed_us, *votes], device=device)
-        if self.values is not None:
-            found = torch.cat([found, _votes_on(self.values, meshes, device)])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        look = self.values.look(device) if self.values is not None else None
+        if device.type != "cpu":
+            look, self._due = self._due, look
+        found = torch.tensor([int(told), elapsed_us, *votes, *_votes_on(look, meshes)])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host_group())
         anybody, longest_us, *maxima = found.tolist()
-        self._judge(maxima[: len(votes)], maxima[len(votes) :], meshes, device)
+        _judge(maxima[: len(votes)], maxima[len(votes) :], look, meshes)
         return bool(anybody), longest_us / batches / 1e6
 
-    def _judge(self, written: list[int], values: list[int], meshes: Meshes, device: torch.device) -> None:
-        """Raise on every rank if the maxima of all ranks' votes say that they have drifted apart."""
-        if written_numbers.differ(written):
-            raise TopologyError(
-                "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
-                "so their shards belong to different models now. Here the last was "
-                f"{written_numbers.last_noted()}. Reduce "
-                "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
-                "self.log(…, sync_dist=True) for what schedulers and callbacks read."
-            )
-        if self.values is not None and written_numbers.differ(values):
-            self.values.refuse(meshes.data_parallel_group, device)
+
+def _judge(written: list[int], values: list[int], look: Look | None, meshes: Meshes) -> None:
+    """Raise on every rank if the maxima of all ranks' votes say that they have drifted apart."""
+    if written_numbers.differ(written):
+        raise TopologyError(
+            "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
+            "so their shards belong to different models now. Here the last was "
+            f"{written_numbers.last_noted()}. Reduce "
+            "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
+            "self.log(…, sync_dist=True) for what schedulers and callbacks read."
+        )
+    if look is not None and written_numbers.differ(values):
+        refuse(look, meshes.data_parallel_group)
 
 
 def _maxima(votes: list[list[int]]) -> list[int]:
     return [max(of) for of in zip(*votes, strict=True)]
 
 
-def _votes_on(values: ReplicatedValues, meshes: Meshes, device: torch.device) -> Tensor:
+def _votes_on(look: Look | None, meshes: Meshes) -> list[int]:
     """Return this rank's part of a maximum over all ranks, as `written_numbers.votes`: each data-parallel group has its
     place."""
-    digest, tensor = values.digest(device), meshes.topology.tensor
+    if look is None:
+        return []
+    digest, tensor = int(look.digest.read()), meshes.topology.tensor
     place = meshes.pipeline_rank * tensor + (meshes.root.get_local_rank("tensor") if tensor > 1 else 0)
-    found = torch.full((meshes.topology.pipeline * tensor, 2), written_numbers.NOTHING, device=device)
-    found[place] = torch.stack([digest, -digest])
-    return found.flatten()
+    found = [written_numbers.NOTHING] * (2 * meshes.topology.pipeline * tensor)
+    found[2 * place : 2 * place + 2] = digest, -digest
+    return found

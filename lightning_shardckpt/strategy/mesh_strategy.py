@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
+from lightning_shardckpt.distributed.host_numbers import any_rank, host_group
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
@@ -154,7 +155,7 @@ class MeshStrategy(Remade):
                 gradients sharded.
             timeout_s: For the collectives of training.
             checkpoint_timeout_s: For a rank to wait for the others while saving or loading.
-            process_group_backend: By default gloo on CPU and nccl on CUDA.
+            process_group_backend: By default gloo on CPU, and nccl with gloo for numbers of the host on CUDA.
 
         Raises:
             TopologyError: for sizes or names of a pipeline that cannot be.
@@ -346,19 +347,17 @@ class MeshStrategy(Remade):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._apart:
             return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
+        return not any_rank(not decision) if all else any_rank(decision)
 
     def barrier(self, name: str | None = None) -> None:
         if not self._apart:
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+            any_rank(False)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         if self._apart:
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src)
+        dist.broadcast_object_list(box, src, group=host_group())
         return box[0]
 
 

@@ -21,6 +21,7 @@ from lightning_shardckpt.compat.module_slots import (
     non_persistent_buffers,
     parameter_slots,
 )
+from lightning_shardckpt.distributed.host_numbers import Copied, gathered
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.system.tensor_digest import bit_digest
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -28,6 +29,19 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 Slots = Mapping[str, Tensor | None]
 
 _LOOK_AGAIN = 100  # digests until values are listed anew: for a thousand modules it takes milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was looked at together.
+
+    Attributes:
+        tensors: by their FQNs.
+        digest: of all of them, a number that differs where one of them does, but for chance; on its way to the host.
+    """
+
+    tensors: list[tuple[str, Tensor]]
+    digest: Copied
 
 
 @dataclass(slots=True)
@@ -42,7 +56,6 @@ class ReplicatedValues:
     _slots: list[tuple[str, Slots, str]] = field(default_factory=list)
     _next: int = 0
     _digests: int = 0  # since it was looked for what there is
-    _looked_at: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def add(self, root: nn.Module) -> None:
         """Look at the values of this module, too."""
@@ -54,15 +67,15 @@ class ReplicatedValues:
         self._slots, self._next = [slot for root in self.roots for slot in _slots_of(root)], 0
         self._digests = 0
 
-    def digest(self, device: torch.device) -> Tensor:
-        """A number on ``device`` that differs where one of the next values does, but for chance."""
+    def look(self, device: torch.device) -> Look:
+        """Return the next values and their digest, which is computed on ``device``; the host does not wait for it."""
         self._digests += 1
         if self._digests > _LOOK_AGAIN:  # a script has no epochs, and its modules may get new buffers
             at = self._next
             self.begin()
             self._next = at % max(len(self._slots), 1)
-        self._looked_at = list(self._following())
-        return _digest([tensor for _, tensor in self._looked_at], device)
+        tensors = list(self._following())
+        return Look(tensors, Copied(_digest([tensor for _, tensor in tensors], device)))
 
     def _following(self) -> Iterator[tuple[str, Tensor]]:
         size = 0
@@ -76,27 +89,26 @@ class ReplicatedValues:
                 if size >= self.tuning.compared_bytes:
                     return
 
-    def refuse(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Raise, naming what differs of what was looked at last, in this or another data-parallel group.
 
-        Collective: every rank of the world must call it, with its data-parallel group.
+def refuse(look: Look, group: dist.ProcessGroup) -> None:
+    """Raise, naming what differs of what was looked at, in this or another data-parallel group.
 
-        Raises:
-            TopologyError: on every rank.
-        """
-        own = torch.stack([_digest([tensor], device) for _, tensor in self._looked_at])
-        every = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(every, own, group=group)
-        differs = (torch.stack(every) != own).any(0).tolist()
-        wrong = [name for (name, _), bad in zip(self._looked_at, differs, strict=True) if bad]
-        names = wrong or [f"one of {', '.join(name for name, _ in self._looked_at)}, on other ranks,"]
-        raise TopologyError(
-            f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''} differs between the data-parallel ranks, which "
-            "each compute it from their own batches: the model is not that of one process, and a checkpoint would have "
-            "one rank's. Reduce what is computed from a batch (self.all_gather(x).mean(0), "
-            "self.trainer.strategy.reduce(x)) before it is used; for a buffer that may be a rank's own, "
-            "register_buffer(…, persistent=False)."
-        )
+    Collective: every rank of the world must call it, with its data-parallel group.
+
+    Raises:
+        TopologyError: on every rank.
+    """
+    own = torch.tensor([int(_digest([tensor], tensor.device)) for _, tensor in look.tensors])
+    differs = (gathered(own, group) != own).any(0).tolist()
+    wrong = [name for (name, _), bad in zip(look.tensors, differs, strict=True) if bad]
+    names = wrong or [f"one of {', '.join(name for name, _ in look.tensors)}, on other ranks,"]
+    raise TopologyError(
+        f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''} differs between the data-parallel ranks, which "
+        "each compute it from their own batches: the model is not that of one process, and a checkpoint would have "
+        "one rank's. Reduce what is computed from a batch (self.all_gather(x).mean(0), "
+        "self.trainer.strategy.reduce(x)) before it is used; for a buffer that may be a rank's own, "
+        "register_buffer(…, persistent=False)."
+    )
 
 
 def _slots_of(root: nn.Module) -> Iterator[tuple[str, Slots, str]]:

@@ -71,7 +71,7 @@ class TrainerSteps:
         if batch_idx == 0:
             self._checks_loss = True
             if self._meshes.topology.tensor > 1:
-                check_batch(batch, self._meshes.tensor_group, self._device)
+                check_batch(batch, self._meshes.tensor_group)
 
     def train(self, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` inside ``context``. Collective in a pipeline: every rank of it must call it."""
@@ -106,7 +106,7 @@ class TrainerSteps:
             TopologyError: if they differ.
         """
         if self._checks_loss and self._meshes.topology.tensor > 1 and self._pipelined is None:
-            check_loss(loss, self._meshes.tensor_group, self._device)
+            check_loss(loss, self._meshes.tensor_group)
         self._checks_loss = False
 
     @contextmanager

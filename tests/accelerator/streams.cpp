@@ -120,11 +120,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   // Code that asks without waiting is told "done" when it is: then there is nothing that it could have missed.
   bool queryEvent(void* event) const override {
-    synchronizeEvent(event);
+    complete(event);
     return true;
   }
   void synchronizeEvent(void* event) const override {
     counts.host_waits++;
+    complete(event);
+  }
+  static void complete(void* event) {
     if (!event) return;
     auto* recorded = (Event*)event;
     block_on(recorded->waits_for);

@@ -55,7 +55,7 @@ def _refused() -> None:
 
 
 def test_tensors_of_the_cpu_and_some_dtypes_are_refused() -> None:
-    run_on_gpus(2, _refused)
+    run_on_gpus(2, _refused, backend="nccl")
 
 
 def _late_rank() -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shardckpt.distributed.host_numbers import gathered
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched
 
@@ -68,10 +69,8 @@ def _check_alike(tensor: Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         TopologyError: on every rank.
     """
-    own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)], device=tensor.device)
-    every = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(every, own, group=group)
-    shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in torch.stack(every).tolist()]
+    own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)])
+    shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in gathered(own, group).tolist()]
     if any(shape != shapes[0] for shape in shapes):
         raise TopologyError(
             f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, dict.fromkeys(shapes)))}. "

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.gradient_kernels import norms as foreach_norms
+from lightning_shardckpt.distributed.host_numbers import on_device
 
 RanksOf = Callable[[Tensor], int]
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -66,7 +67,7 @@ def _norm_of(
             powers = norms.pow(norm_type)
             if ranks > 1:
                 weights = [1 / replica_count(g, ranks_of(p) if ranks_of else ranks) for p, g, _ in kept]
-                powers = powers * torch.tensor(weights, dtype=total.dtype, device=device)
+                powers = powers * on_device(weights, total.dtype, device)
             total = powers.sum()
     if ranks > 1:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)

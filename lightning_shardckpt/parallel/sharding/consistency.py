@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.distributed.host_numbers import any_rank, gathered
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
@@ -30,7 +31,7 @@ _LOSS_SPREAD = 1e-4  # of losses in float32
 
 
 @torch.no_grad()
-def check_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_batch(batch: Any, group: dist.ProcessGroup) -> None:
     """Compare the tensors of ``batch`` over ``group`` by shape and checksums.
 
     Collective: every rank of the world must call it.
@@ -39,9 +40,8 @@ def check_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> N
         TopologyError: on every rank, if the batches of any group differ.
     """
     tensors = [item for item in _contents(batch) if isinstance(item, Tensor)]
-    own = torch.tensor([fingerprint(tensors)], device=device)
-    every = _gathered(own, group)
-    if _any_rank(bool((every != own).any()), device):
+    own = torch.tensor([fingerprint(tensors)])
+    if any_rank(bool((gathered(own, group) != own).any())):
         ranks = dist.get_process_group_ranks(group)
         raise TopologyError(
             f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
@@ -51,7 +51,7 @@ def check_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> N
 
 
 @torch.no_grad()
-def check_loss(loss: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     """Compare a loss over ``group``, whose ranks compute it from the same batch.
 
     Collective: every rank of the world must call it.
@@ -59,11 +59,11 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup, device: torch.device) -> 
     Raises:
         TopologyError: on every rank, if it differs in any group by more than rounding.
     """
-    every = _gathered(loss.detach().to(device).double().sum().reshape(1), group)
+    every = gathered(loss.detach().double().sum(), group)
     spread = _SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
-    if _any_rank(bool(every.amax() - every.amin() > spread * every.abs().amax()), device):
+    if any_rank(bool(every.amax() - every.amin() > spread * every.abs().amax())):
         raise TopologyError(
-            f"the ranks of a tensor-parallel group have different losses, here {every.flatten().tolist()}: the step "
+            f"the ranks of a tensor-parallel group have different losses, here {every.tolist()}: the step "
             "uses an activation of which each rank has a part, between a column-wise and a row-wise layer. Give the "
             'column-wise one the style "colwise_gather_output", or use what comes after the row-wise one.'
         )
@@ -80,7 +80,7 @@ def fingerprint(batch: Any) -> int:
 
 
 @torch.no_grad()
-def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_gradients(root: nn.Module, group: dist.ProcessGroup) -> None:
     """Compare the gradients of the parameters of ``root`` that ``group`` replicates.
 
     Collective: every rank of the world must call it.
@@ -92,11 +92,11 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup, device: torch.dev
     kept = [(name, local_tensor(gradient)) for name, p, gradient in trained if not _is_sharded(p, group)]
     wrong: list[str] = []
     if kept:
-        every = _gathered(torch.stack([_projections(gradient).to(device) for _, gradient in kept]), group)
+        every = gathered(torch.stack([_projections(gradient).to(kept[0][1].device) for _, gradient in kept]), group)
         spread = (every.amax(0) - every.amin(0))[:, 1:].amax(-1)
         differs = spread > _GRADIENT_SPREAD * every[..., 0].amax(0)
         wrong = [name for (name, _), bad in zip(kept, differs.tolist(), strict=True) if bad]
-    if _any_rank(bool(wrong), device):
+    if any_rank(bool(wrong)):
         raise TopologyError(
             f"{len(wrong)} replicated parameters have different gradients on the ranks of a tensor-parallel group: "
             f"{', '.join(wrong[:5])}{', …' if len(wrong) > 5 else ''}. The modules that own them see only a part of "
@@ -151,18 +151,6 @@ def _dense(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
         yield tensor
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
-    return torch.stack(every)
-
-
-def _any_rank(wrong: bool, device: torch.device) -> bool:
-    votes = torch.tensor(int(wrong), device=device)
-    dist.all_reduce(votes)
-    return bool(votes)
 
 
 def _is_sharded(parameter: Tensor, group: dist.ProcessGroup) -> bool:

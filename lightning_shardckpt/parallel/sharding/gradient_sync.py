@@ -172,7 +172,7 @@ class GradientSync:
     def _check(self) -> None:
         if not self._checked and self._tensor_group is not None:
             self._checked = True
-            check_gradients(self._root, self._tensor_group, self._device)
+            check_gradients(self._root, self._tensor_group)
 
     def reset(self) -> None:
         """Forget a backward that did not finish."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shardckpt.compat.autograd import in_backward
 from lightning_shardckpt.compat.module_class import mix_in, mix_out
+from lightning_shardckpt.distributed.host_numbers import gathered
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, running_samples
 from lightning_shardckpt.system.tensor_digest import bit_digest
@@ -217,10 +218,8 @@ def _check_replicated(x: Tensor, settings: DropoutSettings) -> None:
     Raises:
         TopologyError: on all of them, if they have different ones.
     """
-    mine = torch.stack([bit_digest(x), torch.tensor(x.numel(), device=x.device)])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(settings.tensor_group))]
-    dist.all_gather(every, mine, group=settings.tensor_group)
-    if any(not torch.equal(one, mine) for one in every):
+    mine = torch.tensor([int(bit_digest(x)), x.numel()])
+    if bool((gathered(mine, settings.tensor_group) != mine).any()):
         raise TopologyError(
             f"dropout {settings.fqn} gets another tensor on each tensor-parallel rank: a part of an activation. Say "
             f"of which dim in tensor_parallel_plan: {{{settings.fqn!r}: ShardedDropout(dim=-1)}}"

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.module_class import argument_hooks, keep_hooks, result_hooks, without_global_hooks
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
+from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -118,9 +119,7 @@ class _Comparison:
         self.handle.remove()
         self.handle = None
         said = self._difference(block, args, kwargs)
-        votes = torch.tensor(int(bool(said)), device=next(block.parameters()).device)
-        dist.all_reduce(votes, group=self.group)
-        if votes:
+        if any_rank(bool(said), self.group):
             raise TopologyError(
                 f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
                 f"sharded: {said or 'another rank found a difference'}. Between its column-wise and row-wise layers a "

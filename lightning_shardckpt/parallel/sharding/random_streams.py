@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_shardckpt.distributed.host_numbers import any_rank, host_group
 from lightning_shardckpt.system.random_generators import different_rng, get_rng_state, set_rng_state
 
 _T = TypeVar("_T")
@@ -63,9 +64,7 @@ def same_noise(
     finally:
         stream.leave()
     if draws is None:  # a rank whose shards are empty may draw nothing, and must go on to meet the others
-        every = [False] * group.size()
-        dist.all_gather_object(every, stream.drew, group=group)
-        setattr(optimizer, _DRAWS, any(every))
+        setattr(optimizer, _DRAWS, any_rank(stream.drew, group))
 
 
 class _SharedStream:
@@ -98,5 +97,5 @@ def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[s
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return state
     box = [state]
-    dist.broadcast_object_list(box, group=group, group_src=0)
+    dist.broadcast_object_list(box, group=host_group(group), group_src=0)
     return box[0]

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shardckpt.compat.autograd_backward import after_backward, returns_gradient_of
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
+from lightning_shardckpt.distributed.host_numbers import on_device
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
@@ -198,7 +199,7 @@ def _all_reduce(
     device: torch.device | None,
 ) -> None:
     parts = [_flat_gradient(parameter) for parameter in parameters]
-    flat = torch.cat([parts[0].new_tensor(marks + hooked), *parts])
+    flat = torch.cat([on_device(marks + hooked, parts[0].dtype, parts[0].device), *parts])
     flat = flat if device is None else flat.to(device)
     dist.all_reduce(flat, group=group)
     flat[len(marks) + len(hooked) :].mul_(scale)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.process_group import group_of_name
 from lightning_shardckpt.compat.torch_store import Store, default_store, own_view
+from lightning_shardckpt.distributed.host_numbers import host_group, new_gloo_group
 from lightning_shardckpt.errors import RankError, TopologyError
 
 MARK_BYTES = 8
@@ -253,16 +254,20 @@ def build_peers(mesh: DeviceMesh, timeout_s: float = READ_TIMEOUT_S) -> None:
             continue
         own = mesh[name]
         for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
-            group = dist.new_group(row, backend="gloo", timeout=timedelta(seconds=4 * timeout_s))
             if dist.get_rank() in row:
+                group = new_gloo_group(row, timeout_s=4 * timeout_s)
                 _known[own] = Peers(own.get_group().group_name, group.group_name, timeout_s)
 
 
 def peers_of(mesh: DeviceMesh) -> Peers:
-    """The ranks of a mesh of one axis, alike for the same mesh."""
+    """Return the ranks of a mesh of one axis, the same object for the same mesh.
+
+    Collective the first time, for a mesh that `build_peers` has not seen.
+    """
     found = _known.get(mesh)
     if found is None:
-        found = _known[mesh] = Peers(mesh.get_group().group_name, mesh.get_group().group_name)
+        group = mesh.get_group()
+        found = _known[mesh] = Peers(group.group_name, host_group(group).group_name)
     return found
 
 

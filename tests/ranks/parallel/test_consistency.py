@@ -8,17 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shardckpt.distributed.host_numbers import gathered
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_gradients
-from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
+from lightning_shardckpt.strategy.replicated_values import ReplicatedValues, refuse
 from tests.support.pool import run_ranks
-
-CPU = torch.device("cpu")
 
 
 def raised(check: Callable[..., None], *arguments: object) -> str:
     try:
-        check(*arguments, dist.group.WORLD, CPU)
+        check(*arguments, dist.group.WORLD)
     except TopologyError as error:
         return str(error)
     return ""
@@ -79,10 +78,8 @@ def compare_buffers() -> str:
     module.register_buffer("table", table.roll(2) if dist.get_rank() else table)
     values = ReplicatedValues([module])
     values.begin()
-    digest = values.digest(CPU)
-    every = [torch.empty_like(digest) for _ in range(2)]
-    dist.all_gather(every, digest)
-    return "" if torch.equal(*every) else raised(values.refuse)
+    look = values.look(torch.device("cpu"))
+    return "" if torch.equal(*gathered(look.digest.read())) else raised(refuse, look)
 
 
 def test_buffers_in_another_order_are_told_apart() -> None:

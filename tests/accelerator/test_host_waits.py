@@ -1,0 +1,91 @@
+"""How often the host waits for the device in a step. Oracle: a step of Lightning's own strategies.
+
+The batch, which the host copies, is one wait; Lightning's ModelParallelStrategy reads a flag of its own besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.accelerator import device
+from tests.accelerator.ranks import run_on_gpus
+from tests.accelerator.test_training import HSDP, REPLICAS, TENSOR_PARALLEL
+from tests.support.tiny import TinyLM, loader, trainer
+
+STEPS = 6  # the first of them looks whether ranks agree
+COPY_OF_THE_BATCH = 1
+
+
+class _Silent(TinyLM):
+    """Reads no loss."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        (tokens,) = batch
+        return nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class _ShardedByTorch(_Silent):
+    def configure_model(self) -> None:
+        self.scale = nn.Parameter(torch.ones(1))  # FSDP2 takes none without dims
+        for block in self.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+class _Waits(pl.Callback):
+    """Notes how often the host had waited when each batch was done."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(device.counts()["host_waits"])
+
+    def of_steps(self) -> list[int]:
+        return [after - before for before, after in zip(self.seen, self.seen[1:], strict=False)]
+
+
+def _ours(strategy: Mapping[str, Any], options: Mapping[str, Any]) -> list[int]:
+    waits = _Waits()
+    trainer(strategy, accelerator="cuda", max_steps=STEPS, callbacks=[waits], **options).fit(
+        _Silent(frozen=False), loader()
+    )
+    return waits.of_steps()
+
+
+def _theirs() -> list[int]:
+    waits, options = _Waits(), {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    run = pl.Trainer(accelerator="cuda", devices=2, strategy=strategy, max_steps=STEPS, callbacks=[waits], **options)
+    run.fit(_ShardedByTorch(frozen=False), loader())
+    return waits.of_steps()
+
+
+CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any]]] = {
+    "one process": (1, {}, {}),
+    "FSDP, clipped": (2, {}, {"gradient_clip_val": 0.1}),
+    "HSDP": (4, HSDP, {}),
+    "replicas": (2, REPLICAS, {}),
+    "tensor parallel": (2, TENSOR_PARALLEL, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_for_the_copy_of_its_batch_alone(name: str) -> None:
+    world, strategy, options = CASES[name]
+    for waits in run_on_gpus(world, _ours, strategy, options):
+        assert waits == [COPY_OF_THE_BATCH] * (STEPS - 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_own_strategy_waits_as_often_or_more() -> None:
+    for waits in run_on_gpus(2, _theirs):
+        assert min(waits) >= COPY_OF_THE_BATCH
