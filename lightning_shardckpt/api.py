@@ -28,7 +28,6 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     LoadOptions,
     Replicas,
     SaveOptions,
-    records,
 )
 from lightning_shardckpt.checkpoint.copy_barrier import CopyBarrier
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
@@ -60,7 +59,6 @@ def save(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
-    digest: bool | None = None,
     incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -96,7 +94,6 @@ def save(
         sync_files: make the checkpoint durable before this returns; else a crash of the machine can spoil it.
         also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it; see ``ShardCkptIO``.
         replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
-        digest: record digests of model and optimizer, the same on every topology; by default with ``sync_files``.
         incremental: hard-link shard files whose content an earlier save into the same directory has already.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
         storage_options: for URLs, passed to ``fsspec.filesystem``.
@@ -111,7 +108,7 @@ def save(
     savers = _savers_of(process_group)
     drain_all()  # one of them may be to this path
     where = os.fspath(path)
-    options = SaveOptions(size_per_shard, also, replicas, records(digest, sync_files), incremental)
+    options = SaveOptions(size_per_shard, also, replicas, incremental)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
     notes = checkpoint.save(
@@ -138,7 +135,6 @@ def save_async(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
-    digest: bool | None = None,
     incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -161,7 +157,6 @@ def save_async(
         sync_files: make the checkpoint durable before it counts as complete.
         also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it.
         replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
-        digest: record digests of model and optimizer; by default with ``sync_files``.
         incremental: hard-link shard files whose content an earlier save into the same directory has already.
         process_group: who saves together; all ranks by default, or this process alone without ``torch.distributed``.
         storage_options: for URLs, passed to ``fsspec.filesystem``.
@@ -179,7 +174,7 @@ def save_async(
     Raises:
         Exception: what a save before this one failed with, on every rank; else as ``save`` does.
     """
-    options = SaveOptions(size_per_shard, also, replicas, records(digest, sync_files), incremental)
+    options = SaveOptions(size_per_shard, also, replicas, incremental)
     going_on = AsyncOptions(max_pending, overlap_copy)
     savers, where = _savers_of(process_group), os.fspath(path)
     background = _background(savers, process_group, going_on.max_pending)

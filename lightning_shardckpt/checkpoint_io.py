@@ -30,7 +30,6 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     LoadOptions,
     Replicas,
     SaveOptions,
-    records,
 )
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_place
@@ -57,7 +56,7 @@ from lightning_shardckpt.system.remade import Remade
 from lightning_shardckpt.system.text import count_text
 
 _FIXED = {
-    *("size_per_shard", "verify", "also", "replicas", "digest", "incremental", "share_reads"),
+    *("size_per_shard", "verify", "also", "replicas", "incremental", "share_reads"),
     *("use_async", "max_pending", "overlap_copy"),
 }
 _WITHOUT_STRATEGY = (
@@ -109,9 +108,6 @@ class ShardCkptIO(Remade, CheckpointIO):
         also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
             when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.
-        digest: record digests of model and optimizer, which are the same on every topology: see ``digest`` of the
-            tools. They take 0.1 s of processor time for each GB and 1 µs for each tensor, which a save that waits for
-            the disk hardly shows, so by default durable saves do, and those with ``sync_files=False`` don't.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
             Lightning's ModelCheckpoint also looks at its ``dirpath``, and has no such options: give it what it needs by
             environment variables, such as ``AWS_ENDPOINT_URL``.
@@ -145,7 +141,6 @@ class ShardCkptIO(Remade, CheckpointIO):
         adapters_only: bool = False,
         incremental: bool = False,
         also: ExtraFormat | None = None,
-        digest: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
@@ -153,9 +148,7 @@ class ShardCkptIO(Remade, CheckpointIO):
         resume_skip: Sequence[str] = (),
         pickle_objects: bool = False,
     ) -> None:
-        self.save_options = SaveOptions(size_per_shard, also, replicas, records(digest, sync_files), incremental)
-        if self.save_options.digest:
-            from lightning_shardckpt.format import crc64 as crc64  # awscrt: if it is missing, training need not begin
+        self.save_options = SaveOptions(size_per_shard, also, replicas, incremental)
 
         async_options = AsyncOptions(max_pending, overlap_copy)
         self.async_saves = AsyncSaves(async_options if use_async else None)

@@ -47,7 +47,6 @@ def _parser() -> ArgumentParser:
     verify = ArgumentParser(description="Compares every byte of a checkpoint with what was saved.")
     verify.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
-    verify.add_argument("--digest", action="store_true", help="also compute the recorded digests anew")
     add_storage_options(verify)
     tools.add_subcommand("verify", verify, help="whether a checkpoint is whole")
 
@@ -80,14 +79,7 @@ def _verify(arguments: Namespace) -> int:
 
     options = arguments.storage_options
     with progress() as bar:
-        report = verify(
-            arguments.path,
-            quick=arguments.quick,
-            digest=arguments.digest,
-            advance=bar,
-            expect=bar.expect,
-            storage_options=options,
-        )
+        report = verify(arguments.path, quick=arguments.quick, advance=bar, expect=bar.expect, storage_options=options)
     for finding in report.findings:
         print(finding)
     looked_at = f"{count_text(report.files, 'file')}, {size_text(report.nbytes)} of shards"
@@ -150,12 +142,11 @@ def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
 def _add_digest(tools: Any) -> None:
     digest = ArgumentParser(
         description="Prints digests of tensors, of components and of the whole, which are the same on every topology "
-        "and in every format. Where the save recorded them, only indexes are read."
+        "and in every format."
     )
     digest.add_argument("path", type=str, help="the checkpoint, of any format that is read, or a URL")
     kinds, named = Literal["stored", "huggingface"], "huggingface: the model as an export names and splits it"
     digest.add_argument("--names", type=kinds, default="stored", help=named)
-    digest.add_argument("--recompute", action="store_true", help="read the tensors, whatever was recorded")
     _add_listing(digest)
     add_storage_options(digest)
     tools.add_subcommand("digest", digest, help="whether two checkpoints hold the same, as a few digits")
@@ -164,7 +155,7 @@ def _add_digest(tools: Any) -> None:
 def _digest(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.digest import digest, shown
 
-    options = {"tensors": arguments.tensors, "names": arguments.names, "recompute": arguments.recompute}
+    options = {"tensors": arguments.tensors, "names": arguments.names}
     options["storage_options"] = arguments.storage_options
     with progress() as bar:
         found = digest(arguments.path, **options, advance=bar, expect=bar.expect)

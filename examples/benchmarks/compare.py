@@ -22,9 +22,9 @@ own function makes the state first.
 Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete; memory after 20 saves), load (2 ranks → 2,
 from the page cache, and from the disk below it), reshard (other ranks, columns), small (microseconds per tensor),
 remote (an object store, which is moto's server on loopback; requests and bytes, too), consolidate (shards of 4 ranks
-into whole tensors, for torch.load and as safetensors), digests (saves with and without, on 1 and 2 ranks), planning
-(worlds of up to 16,384 ranks, simulated), training (the steps of a training, beside Lightning's strategies and plain
-torch), steps (where the time of saves and loads goes, beside single things that they cannot do without).
+into whole tensors, for torch.load and as safetensors), planning (worlds of up to 16,384 ranks, simulated), training
+(the steps of a training, beside Lightning's strategies and plain torch), steps (where the time of saves and loads goes,
+beside single things that they cannot do without).
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from pathlib import Path
 import others
 import torch
 from consolidating import consolidate
-from digesting import digests
 from loading import load, reshard
 from planning import planning
 from plot import draw
@@ -62,7 +61,6 @@ SECTIONS = {
     "small": small,
     "remote": remote,
     "consolidate": consolidate,
-    "digests": digests,
     "planning": planning,
     "training": training,
     "steps": steps,

@@ -21,7 +21,6 @@ from lightning_shardckpt.strategy.module_targets import module_targets
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 OURS, UNSYNCED, UNVERIFIED, RESUMED = "ours", "ours, sync_files=False", "ours, verify=False", "ours, new moments"
-NO_DIGEST, UNSYNCED_DIGEST = "ours, digest=False", "ours, sync_files=False, digest=True"
 ASYNC, OVERLAP, SYNC = "ours, use_async=True", "ours, use_async, overlap_copy=True", "ours, blocking"
 
 
@@ -96,12 +95,6 @@ DCP_RESUMED = "DCP, new moments"
 SAVES = [
     way(limit=DIRECT, peer=DCP),
     Way(UNSYNCED, lambda s, p: _save(s, p, sync_files=False), _load, BUFFERED, DCP_UNSYNCED),
-]
-DIGESTS = [
-    way(peer=NO_DIGEST),
-    Way(NO_DIGEST, lambda s, p: _save(s, p, digest=False), _load),
-    Way(UNSYNCED_DIGEST, lambda s, p: _save(s, p, sync_files=False, digest=True), _load, peer=UNSYNCED),
-    Way(UNSYNCED, lambda s, p: _save(s, p, sync_files=False), _load),
 ]
 LOADS = [
     way(limit=READ, peer=DCP),

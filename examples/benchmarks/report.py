@@ -13,7 +13,7 @@ from typing import Any
 
 from turns import Facts, Row
 
-_PEERS = {"training": "× other", "digests": "× without"}
+_PEERS = {"training": "× other"}
 _COUNTED = 0.9  # who reads less has mapped the files, and what is read by that is not counted
 
 
@@ -56,7 +56,6 @@ COLUMNS = {
         Column("load_extra_mb", "extra MB", 0, False),
     ),
     "consolidate": (SECONDS, EXTRA),
-    "digests": (SECONDS,),
     "planning": (
         Column("save_s", "plan of save s", 4, False),
         Column("load_s", "plan of load s", 4, False),

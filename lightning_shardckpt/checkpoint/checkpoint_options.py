@@ -25,7 +25,6 @@ class SaveOptions:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         also: a format in which the model is written a second time, into the same directory, by the same ranks.
         replicas: whether tensors that several ranks hold must be the same, or the first rank's are stored.
-        digest: whether digests of the tensors are recorded, which do not depend on the topology.
         incremental: link shard files that an earlier checkpoint in the same directory has already.
 
     Raises:
@@ -35,7 +34,6 @@ class SaveOptions:
     size_per_shard: float = 1024
     also: ExtraFormat | None = None
     replicas: Replicas = "same"
-    digest: bool = True
     incremental: bool = False
 
     def __post_init__(self) -> None:
@@ -45,11 +43,6 @@ class SaveOptions:
             raise ValueError(f'also is "huggingface" or None, got {self.also!r}')
         if self.replicas not in get_args(Replicas):
             raise ValueError(f'replicas is "same" or "first", got {self.replicas!r}')
-
-
-def records(digest: bool | None, sync_files: bool) -> bool:
-    """Return whether a save records digests, of the options of its caller: by default if it waits for the disk."""
-    return sync_files if digest is None else digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from lightning_shardckpt.checkpoint.plan_cache import LastResult
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
@@ -26,9 +26,6 @@ from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.transfer.linked_files import PieceKey, base_files, divided, first_change
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import FilePlan, Stage, WrittenFile, index_of, plan_files, write_file
-
-if TYPE_CHECKING:
-    from lightning_shardckpt.transfer.digest_parts import DigestParts  # awscrt: saves without digests need none
 
 _MOST_DIRECTORIES = 4  # in which bases are remembered, with the checksums of their blocks
 _OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE)  # too many links, or the base is gone
@@ -196,7 +193,6 @@ def write_changed(
     stage: Stage,
     base: Base | None,
     history: ComponentHistory,
-    digests: DigestParts | None,
 ) -> tuple[RankIndex, int]:
     """Link the files of the base that have what is to be saved, and write the rest, in files that may be linked next.
 
@@ -207,13 +203,11 @@ def write_changed(
         stage: gives the bytes of a piece.
         base: the checkpoint whose files may be linked; None if there is none.
         history: what earlier saves of the component have seen of its tensors.
-        digests: takes the boxes as they are written; of those that are linked it takes the base's parts, if there.
 
     Returns:
         The index of all of them, which is not written yet, and how many bytes were linked.
     """
     index = base.indexes.get(mine.component) if base is not None else None
-    known = index.parts() if index is not None and digests is not None else {}
     left = {(piece.key, piece.part.box): piece for piece in mine.pieces}
     steady, changed = history.steady(mine.pieces, mine.frozen), set[PieceKey]()
     files: list[WrittenFile] = []
@@ -230,15 +224,7 @@ def write_changed(
         name = shard_file_name(mine.component, mine.rank, len(files) + 1)
         if (error := draft.link(name, *where)) is None:
             files.append(file.linked_as(name, pieces))
-            if digests is not None:
-                digests.expect(pieces)
             for piece in pieces:
-                if digests is not None:
-                    part = known.get((piece.key, piece.part.box, piece.spec.shape))
-                    if part is None:
-                        digests.add(piece, stage(piece))
-                    else:
-                        digests.add_known(part)
                 del left[piece.key, piece.part.box]
                 history.stayed[piece.key, piece.part.box] = True
         elif error.errno not in _OF_ONE_FILE:
@@ -249,10 +235,10 @@ def write_changed(
     same = tuple(map(id, rest)), steady, about  # ``stage`` knows pieces by id; while there are plans, theirs are theirs
     plans = history.plans.of(same, lambda: _plan(mine.component, rest, steady, *about))
     for plan in plans:
-        written = write_file(draft, plan, save_id, stage, digests)
+        written = write_file(draft, plan, save_id, stage)
         files.append(written)
         history.observe(written, index)
-    return index_of(mine.component, mine.rank, save_id, files, digests), linked_bytes
+    return index_of(mine.component, mine.rank, save_id, files), linked_bytes
 
 
 def _plan(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from lightning_shardckpt.format.index import DIGESTED, ROOT_NAME, Component, RootIndex
+from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex
 from lightning_shardckpt.format.plan import check_cover, plan_save
 from lightning_shardckpt.format.root_index_json import (
     COMPONENTS,
@@ -18,9 +18,6 @@ from lightning_shardckpt.format.root_index_json import (
 )
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files
-
-if TYPE_CHECKING:
-    from lightning_shardckpt.transfer.digest_parts import DigestPlan  # awscrt: saves without digests need none
 
 Tables = dict[str, Component]
 """The tensors of every component, and the names that share one; without files."""
@@ -49,12 +46,11 @@ class LastResult(Generic[K, V]):
 class SavePlan:
     """The plan of what a rank writes for some tables, and what rank 0 says of them in the root index.
 
-    ``elements`` are those of this rank and of all ranks. ``digests`` are there if they are recorded.
+    ``elements`` are those of this rank and of all ranks.
     """
 
     tables: Tables = field(default_factory=dict)
     files: dict[str, list[FilePlan]] = field(default_factory=dict)
-    digests: dict[str, DigestPlan] = field(default_factory=dict)
     elements: int = 0
     all_elements: int = 0
     text: TablesText | None = None
@@ -65,12 +61,12 @@ class PlanCache:
     """Results for the last save of somebody who saves again and again. Holds no tensors; for one thread at a time."""
 
     digest: LastResult[Tables, str] = field(default_factory=LastResult)
-    plan: LastResult[tuple[Tables, int, int, float, bool], SavePlan] = field(default_factory=LastResult)
+    plan: LastResult[tuple[Tables, int, int, float], SavePlan] = field(default_factory=LastResult)
     mirror: LastResult[tuple[list[OutputTensor], int], list[OutputFile]] = field(default_factory=LastResult)
 
 
-def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float, digest: bool) -> SavePlan:
-    """The plan of ``rank`` for tables that all ranks have agreed on; with what digests need, if they are recorded.
+def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> SavePlan:
+    """Return the plan of ``rank`` for tables that all ranks have agreed on.
 
     Raises:
         FormatError: on rank 0, if a loader would refuse what the root index will say of the tables.
@@ -79,16 +75,15 @@ def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float, dige
     for component in filter(tables.__contains__, COMPONENTS):
         pieces = plan_save(tables[component].tensors, rank)
         files[component] = plan_files(component, rank, pieces, size_per_shard)
-    digests = _digest_plans(tables, files) if digest else {}
     here = sum(p.part.box.numel for planned in files.values() for file in planned for p in file.pieces)
     if rank != 0:
-        return SavePlan(tables, files, digests, here)
+        return SavePlan(tables, files, here)
     for name, table in tables.items():
         check_cover(name, table.tensors)
     everywhere = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
     text = tables_to_text(tables)
     _check(RootIndex("0" * 32, world, {n: replace(t, indexes={}) for n, t in tables.items()}, {}), text)
-    return SavePlan(tables, files, digests, here, everywhere, text)
+    return SavePlan(tables, files, here, everywhere, text)
 
 
 def check_new_parts(root: RootIndex) -> None:
@@ -97,17 +92,6 @@ def check_new_parts(root: RootIndex) -> None:
     What it would refuse must not replace a good checkpoint.
     """
     _check(replace(root, components={n: Component({}, {}, c.indexes) for n, c in root.components.items()}))
-
-
-def _digest_plans(tables: Tables, files: dict[str, list[FilePlan]]) -> dict[str, DigestPlan]:
-    from lightning_shardckpt.format.component_digest import ComponentString
-    from lightning_shardckpt.transfer.digest_parts import DigestPlan
-
-    return {
-        name: DigestPlan(ComponentString.of(tables[name]), [piece for file in files[name] for piece in file.pieces])
-        for name in DIGESTED
-        if name in tables
-    }
 
 
 def _check(root: RootIndex, text: TablesText | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.incremental import Indexes, RankPieces, SaveHistory, write_changed
@@ -13,9 +12,6 @@ from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.transfer.writer import Stage, write_component, write_index
 
-if TYPE_CHECKING:
-    from lightning_shardckpt.transfer.digest_parts import DigestParts  # awscrt: saves without digests need none
-
 
 @dataclass(slots=True)
 class RankFiles:
@@ -23,13 +19,11 @@ class RankFiles:
 
     Attributes:
         indexes: by component.
-        digests: the part that the rank's boxes have in the digest of a component, if digests are recorded.
         nbytes: of all shard files.
         linked_nbytes: of those that were linked, and not written.
     """
 
     indexes: dict[str, FileInfo] = field(default_factory=dict)
-    digests: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
     linked_nbytes: int = 0
 
@@ -65,11 +59,9 @@ class RankWriter:
             return self._write_changed(draft, plan, frozen, stage, save_id)
         written = RankFiles()
         for name, files in plan.files.items():
-            digests = self._digests_of(plan, name)
-            info = write_component(draft, name, self._rank, save_id, files, stage, digests=digests)
+            info = write_component(draft, name, self._rank, save_id, files, stage)
             if info is not None:
                 written.indexes[name] = info
-            _add_digest(written, name, digests)
         written.nbytes = sum(file.nbytes for files in plan.files.values() for file in files)
         return written
 
@@ -84,29 +76,14 @@ class RankWriter:
                 if not pieces:
                     continue
                 mine = RankPieces(name, self._rank, pieces, frozen.get(name, frozenset()), self._options.size_per_shard)
-                known, digests = self._history.component(name), self._digests_of(plan, name)
-                index, linked = write_changed(draft, mine, save_id, stage, base, known, digests)
+                index, linked = write_changed(draft, mine, save_id, stage, base, self._history.component(name))
                 self._indexes[name] = index
                 written.indexes[name] = write_index(draft, index)
                 written.nbytes += sum(file.nbytes for file in index.files.values())
                 written.linked_nbytes += linked
-                _add_digest(written, name, digests)
         return written
-
-    def _digests_of(self, plan: SavePlan, component: str) -> DigestParts | None:
-        """Return what takes the boxes of a component, if digests are recorded."""
-        if component not in plan.digests:
-            return None
-        from lightning_shardckpt.transfer.digest_parts import DigestParts
-
-        return DigestParts(plan.digests[component])
 
     def completed(self) -> None:
         """Let later saves link the files of this one: it is complete on all ranks."""
         if self._options.incremental:
             self._history.saved(self._path, self._prefix, self._indexes)
-
-
-def _add_digest(written: RankFiles, component: str, digests: DigestParts | None) -> None:
-    if digests is not None:
-        written.digests[component] = digests.of_component()

@@ -218,7 +218,7 @@ class SaveJob:
         elif rank == 0 and self._snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
-        about = tables, rank, self._ranks.world, self._options.size_per_shard, self._options.digest
+        about = tables, rank, self._ranks.world, self._options.size_per_shard
         self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
         self._frozen = {name: leaves.frozen for name, leaves in self._snapshot.leaves.items()}
         if self._options.also is not None:
@@ -261,7 +261,6 @@ class SaveJob:
         return {
             "indexes": {name: _info_to_json(info) for name, info in written.indexes.items()},
             "documents": documents,
-            "digests": {name: f"{part:016x}" for name, part in written.digests.items()},
             "shared": self._digests if agreed["tables"] else {},
             "elements": self._plan.elements,
             "shard_bytes": written.nbytes,
@@ -305,7 +304,7 @@ class SaveJob:
         for name, table in self._plan.tables.items():
             wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}
             indexes = {rank: FileInfo(*infos[name]) for rank, infos in wrote.items()}
-            components[name] = Component(table.tensors, table.aliases, indexes, self._digest_of(name, reports))
+            components[name] = Component(table.tensors, table.aliases, indexes)
         written, expected = sum(report["elements"] for report in reports), self._plan.all_elements
         if written != expected:
             raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")
@@ -334,13 +333,6 @@ class SaveJob:
         listed += [info for component in components.values() for info in component.indexes.values()]
         shard_bytes, linked_bytes = (sum(r[what] for r in reports) for what in ("shard_bytes", "linked_bytes"))
         return shard_bytes + sum(info.nbytes for info in listed) + len(content), linked_bytes
-
-    def _digest_of(self, component: str, reports: list[Written]) -> str | None:
-        """Return the digest of a component; None if it has none, or if some rank recorded none."""
-        planned = self._plan.digests.get(component)
-        found = [report["digests"].get(component) for report in reports if component in report["indexes"]]
-        parts = [int(part, 16) for part in found if part is not None]
-        return None if planned is None or len(parts) < len(found) else f"{planned.string.digest(parts):016x}"
 
     def _begin(self, save_id: str) -> None:
         draft = self._storage.draft(self.path, save_id)

@@ -43,8 +43,6 @@ class Written(TypedDict):
     indexes: dict[str, list[Any]]
     """By component."""
     documents: list[list[Any]]
-    digests: dict[str, str]
-    """By component, the part that this rank's boxes have in its digest, if digests are recorded."""
     shared: dict[str, dict[str, Any]]
     """Digests of tensors that other groups of ranks hold, too, by which part and by name."""
     elements: int

@@ -10,16 +10,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.file_names import (
-    FileInfo,
-)
+from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.layout import Holders, Layout
 from lightning_shardckpt.format.safetensors_header import HeaderTensor
 from lightning_shardckpt.format.shard_header import stored_as
 
 ROOT_NAME = "checkpoint.index.json"
-DIGESTED = ("model", "optimizer")
-"""The components that have a digest: the trainer's tensors are of random streams and callbacks, partly of one rank."""
 MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
 
 
@@ -61,15 +57,6 @@ class RankIndex:
     rank: int
     files: dict[str, FileInfo]
     shards: dict[str, tuple[ShardEntry, ...]]
-    crc64: str = ""
-    """16 hex digits for each box, in the order of ``shards``: its part in the digest of its tensor; or nothing."""
-
-    def parts(self) -> dict[tuple[str, Box, Shape], int]:
-        """Return the part of each box in the digest of its tensor, by key, box and shape of that; none if not known."""
-        if not self.crc64:
-            return {}
-        boxes = ((key, entry.box, entry.global_shape) for key, entries in self.shards.items() for entry in entries)
-        return {box: int(self.crc64[16 * i : 16 * i + 16], 16) for i, box in enumerate(boxes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +66,6 @@ class Component:
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str] = field(default_factory=dict)
     indexes: dict[int, FileInfo] = field(default_factory=dict)
-    crc64: str | None = None
-    """The digest of all tensors under all their names, as 16 hex digits, if the save computed it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ See FORMAT.md for the rules. Entries that are alike share their text, and what w
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
@@ -27,12 +26,10 @@ from lightning_shardckpt.format.value_checks import (
     check_shape,
     check_size,
     check_text,
-    is_hex,
     shown,
 )
 
 _VERSIONS = (1, 2, 3)  # none was ever written as 2
-_DIGITS = 16  # of a digest
 _Extent = tuple[Box, Shape, str, str, int, int]
 _EXTENT = ("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
@@ -47,8 +44,6 @@ def rank_index_to_json(index: RankIndex) -> bytes:
         "rank": index.rank,
         "files": {f.name: [f.nbytes, f.checksum] + [f.save_id] * bool(f.save_id) for f in index.files.values()},
     }
-    if index.crc64:
-        head["crc64"] = index.crc64
     kinds: dict[tuple[int, Shape, str, str], str] = {}  # many entries are alike
     metadata = []
     for name, entries in zip(texts(list(index.shards)), index.shards.values(), strict=True):
@@ -128,21 +123,7 @@ def _with_shards(value: dict[str, Any], shards: dict[str, tuple[ShardEntry, ...]
                 raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
             left[file] = rest
     rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
-    parts = _parts(value.get("crc64", ""), shards)
-    return RankIndex(save_id, check_text(value["component"]), rank, files, shards, parts)
-
-
-def _parts(text: Any, shards: dict[str, tuple[ShardEntry, ...]]) -> str:
-    """Return the digits that there are for boxes, which are all or none."""
-    count = sum(map(len, shards.values()))
-    if not isinstance(text, str) or len(text) not in (0, _DIGITS * count):
-        raise FormatError(f"crc64 has not {_DIGITS} digits for each of {count} boxes: {shown(text)}")
-    if not is_hex(text):  # rare, and else as fast as there are many of them
-        keys = (key for key, entries in shards.items() for _ in entries)
-        for key, digits in zip(keys, re.findall(f"(?s).{{{_DIGITS}}}", text), strict=True):
-            if not is_hex(digits):
-                raise FormatError(f"crc64 has {shown(digits)} for {shown(key)}, and not lower-case hex digits")
-    return text
+    return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
 
 
 def _wrong_count(sums: str, block: int, nbytes: int) -> FormatError:

@@ -21,7 +21,6 @@ from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders
 from lightning_shardckpt.format.strict_json import check_json_size, parse_json
 from lightning_shardckpt.format.value_checks import (
     bytes_in,
-    check_digest,
     check_dtype,
     check_save_id,
     check_shape,
@@ -86,8 +85,7 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
         indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
         if head["version"] != 1:
             indexes = to_packed_columns(component.indexes)
-        digest = "" if component.crc64 is None else f',"crc64":"{component.crc64}"'
-        components.append(f'{compact(name)}:{tables.components[name][:-1]},"indexes":{compact(indexes)}{digest}}}')
+        components.append(f'{compact(name)}:{tables.components[name][:-1]},"indexes":{compact(indexes)}}}')
     single, by_rank = (root.documents, {}) if head["version"] == 1 else documents_by_rank(root.documents)
     documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
     if head["version"] != 1:
@@ -170,17 +168,16 @@ def _component(
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:
             raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
-    digest = check_digest(item["crc64"]) if "crc64" in item else None
     if version in _COLUMNS:
         columns = _COLUMNS[version](item["indexes"], partial(rank_index_name, component), world)
-        return Component(tensors, aliases, columns, digest)
+        return Component(tensors, aliases, columns)
     indexes = {}
     for rank, (name, nbytes, sums) in item["indexes"].items():
         number = int(rank)
         if str(number) != rank or not 0 <= number < world:
             raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
         indexes[number] = file_info(name, nbytes, sums)
-    return Component(tensors, aliases, indexes, digest)
+    return Component(tensors, aliases, indexes)
 
 
 def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:

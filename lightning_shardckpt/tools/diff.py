@@ -14,7 +14,7 @@ from math import isfinite, prod
 from typing import Any
 
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.index import DIGESTED, MAX_BLOCK_BYTES, Component, TensorSpec
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text
@@ -48,8 +48,8 @@ def diff(
         a: a checkpoint.
         b: another one.
         tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        quick: read no tensor; what the indexes cannot tell, since both sides store it in other boxes and digests were
-            not recorded, is ``undecided``.
+        quick: read no tensor; what the indexes cannot tell, since the two sides store it in different boxes,
+            is ``undecided``.
         advance: told of the bytes of tensors as they are compared.
         expect: told once, before, how many bytes that will be.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
@@ -166,13 +166,7 @@ _Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any
 
 
 def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
-    """Compare checksums of blocks, which decide where both tensors are stored in the same boxes and blocks.
-
-    Elsewhere digests decide, if both saves recorded them.
-    """
-    from lightning_shardckpt.tools.digest import recorded_digests  # awscrt, which nothing else here needs
-
-    digests = [recorded_digests(checkpoint) for checkpoint in (first, second)]
+    """Compare checksums of blocks, which decide where both tensors are stored in the same boxes and blocks."""
 
     def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], str]:
         replica = checkpoint.replicas(component)[key]
@@ -184,10 +178,7 @@ def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
         a, b = (stored(c, component, key) for c, key in zip((first, second), keys, strict=True))
         if a.keys() == b.keys():
             return ("same" if a == b else "different"), {}
-        if component not in DIGESTED or None in digests:
-            return "undecided", {}
-        known = [of[component][key] for of, key in zip(digests, keys, strict=True) if of is not None]
-        return ("same" if known[0] == known[1] else "different"), {}
+        return "undecided", {}
 
     return compare
 

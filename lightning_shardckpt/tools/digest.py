@@ -1,23 +1,24 @@
 """Show digests that are the same on every topology and in every format: ``python -m lightning_shardckpt digest PATH``.
 
-Where the save recorded them, indexes are all that is read; else every byte is read and verified. Checkpoints of this
-package need no torch.
+Every byte is read and verified. A tensor's digest is the xxh3-64 of its bytes; FORMAT.md defines the others.
+Checkpoints of this package need no torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, Protocol, get_args
 
-from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.component_digest import NamedDigest, component_digest, values_digest, whole_digest
-from lightning_shardckpt.format.crc64 import crc64, crc64_text, zeros
-from lightning_shardckpt.format.index import DIGESTED, MAX_BLOCK_BYTES, ROOT_NAME, Component
+import xxhash
+
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.detect import recognised
@@ -37,6 +38,37 @@ Names = Literal["stored", "huggingface"]
 """Whose names of tensors: those that are stored, or those of a Hugging Face export."""
 _WINDOW_BYTES = MAX_BLOCK_BYTES
 _LISTED = 20
+_DIGESTED = ("model", "optimizer")  # the trainer's tensors are of random streams and callbacks, partly of one rank
+_to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NamedDigest:
+    """A tensor under one of its names, and its digest."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    digest: str
+
+
+def component_digest(tensors: Iterable[NamedDigest]) -> str:
+    """Return the digest of a component, of whose tensors each is given under each of its names."""
+    return checksum(*(_line([of.name, of.dtype, of.shape, of.digest]) for of in sorted(tensors)))
+
+
+def values_digest(values: Iterable[tuple[Any, ...]]) -> str:
+    """Return the digest of values, each with the names of its place, in whatever order they come."""
+    return checksum(*sorted(map(_line, values)))
+
+
+def whole_digest(digests: Mapping[str, str]) -> str:
+    """Return the digest of a checkpoint from those of its components by name."""
+    return checksum(_line(dict(digests)))
+
+
+def _line(value: Any) -> bytes:
+    return f"{_to_json(value)}\n".encode()
 
 
 def digest(
@@ -44,7 +76,6 @@ def digest(
     *,
     tensors: str | None = None,
     names: Names = "stored",
-    recompute: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
     expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
@@ -60,7 +91,6 @@ def digest(
         path: a checkpoint of this package or of another program, or a URL.
         tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
         names: ``"huggingface"`` for the model alone, as ``consolidate --format huggingface`` names and splits it.
-        recompute: read the tensors even if the save recorded digests.
         advance: told of the bytes of tensors as they are read.
         expect: told once, before, how many bytes that will be.
         storage_options: for URLs, see ``ShardCkptIO``.
@@ -74,20 +104,14 @@ def digest(
     if names not in get_args(Names):
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
     with _opened(file_path(path), storage_options) as stored:
-        tables = {name: stored.components()[name] for name in DIGESTED if name in stored.components()}
+        tables = {name: stored.components()[name] for name in _DIGESTED if name in stored.components()}
+        read = _Reading(stored.tensors, advance)
         found: dict[str, list[NamedDigest]] = {}
-        recorded = None
-        if isinstance(stored, _Ours) and names == "stored" and not recompute:
-            recorded = recorded_digests(stored.checkpoint)
-        if recorded is not None:
-            found = {name: _named(of, recorded[name]) for name, of in tables.items()}
-        elif names == "huggingface":
+        if names == "huggingface":
             parts = _hugging_face_parts(stored, tables.get("model", Component({})))
-            read = _Reading(stored.tensors, advance)
             expect(sum(read.nbytes("model", key) for key in parts))
             found = {"model": [row for key, of in parts.items() for row in read.parts("model", key, of)]}
         else:
-            read = _Reading(stored.tensors, advance)
             expect(sum(read.nbytes(name, key) for name, of in tables.items() for key in of.tensors))
             computed = {name: {key: read.tensor(name, key) for key in of.tensors} for name, of in tables.items()}
             found = {name: _named(of, computed[name]) for name, of in tables.items()}
@@ -100,12 +124,11 @@ def digest(
             raise ValueError(f"{os.fspath(path)} has no tensor whose name matches {tensors!r} or contains it")
         return {
             "path": os.fspath(path),
-            "recorded": recorded is not None,
             "tensors": [_as_json(component, row) for component, row in listed],
-            "components": {name: crc64_text(one) for name, one in components.items()},
+            "components": components,
             "counts": {name: len(rows) for name, rows in found.items()},
-            "optimizer_values": crc64_text(every["optimizer_values"]) if "optimizer_values" in every else None,
-            "whole": crc64_text(whole_digest(every)),
+            "optimizer_values": every.get("optimizer_values"),
+            "whole": whole_digest(every),
         }
 
 
@@ -151,48 +174,10 @@ def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[_S
         yield stack.enter_context(opened(path, ranks=Ranks.alone(), storage=StorageRouter()))
 
 
-# ── what is recorded ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is listed ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def recorded_digests(checkpoint: Checkpoint) -> dict[str, dict[str, int]] | None:
-    """Return the digests of tensors by component and key; None if the save did not record them.
-
-    Raises:
-        CorruptionError: if they are not those of which the save made the component's.
-    """
-    found: dict[str, dict[str, int]] = {}
-    for name in DIGESTED:
-        component = checkpoint.root.components.get(name)
-        if component is None:
-            continue
-        if component.crc64 is None:
-            return None
-        digests = {key: zeros(bytes_in(spec.shape, spec.dtype)) for key, spec in component.tensors.items()}
-        for rank in component.indexes:
-            for (key, _, _), part in checkpoint.index(name, rank).parts().items():
-                if key in digests:  # else another tensor lacks it
-                    digests[key] ^= part
-        if crc64_text(component_digest(_named(component, digests))) != component.crc64:
-            raise CorruptionError(
-                f"checkpoint {checkpoint.path!r}, file {ROOT_NAME}: the digest of {name!r} is {component.crc64}, "
-                "those of its boxes in the rank indexes add up to another"
-            )
-        found[name] = digests
-    return found
-
-
-def differing_digests(
-    checkpoint: Checkpoint, recorded: Mapping[str, Mapping[str, int]]
-) -> Iterator[tuple[str, str, str, str]]:
-    """Read all tensors, and yield component, key, digest and recorded digest of those whose digests differ."""
-    read = _Reading(WholeTensors(checkpoint), lambda nbytes: None)
-    for component, keys in recorded.items():
-        for key, expected in keys.items():
-            if (found := read.tensor(component, key)) != expected:
-                yield component, key, crc64_text(found), crc64_text(expected)
-
-
-def _named(described: Component, digests: Mapping[str, int]) -> list[NamedDigest]:
+def _named(described: Component, digests: Mapping[str, str]) -> list[NamedDigest]:
     """Return the digests under each name of each tensor."""
     names = [*((key, key) for key in described.tensors), *described.aliases.items()]
     specs = ((name, key, described.tensors[key]) for name, key in names)
@@ -201,7 +186,7 @@ def _named(described: Component, digests: Mapping[str, int]) -> list[NamedDigest
 
 def _as_json(component: str, row: NamedDigest) -> dict[str, Any]:
     about = {"component": component, "name": row.name, "dtype": row.dtype, "shape": list(row.shape)}
-    return about | {"digest": crc64_text(row.digest)}
+    return about | {"digest": row.digest}
 
 
 # ── what is computed ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,26 +204,25 @@ class _Reading:
         spec = self._stored.spec(component, key)
         return bytes_in(spec.shape, spec.dtype)
 
-    def tensor(self, component: str, key: str) -> int:
+    def tensor(self, component: str, key: str) -> str:
         """Return the digest of a stored tensor."""
-        found = 0
+        found = xxhash.xxh3_64()
         for _, data in self._windows(component, key):
-            found = crc64(data, found)
-        return found
+            found.update(data)
+        return found.hexdigest()
 
     def parts(self, component: str, key: str, parts: list[OutputTensor]) -> list[NamedDigest]:
         """Return the digests of what an export makes of a stored tensor, which is read once."""
         from lightning_shardckpt.transfer.strided_copy import gather
 
         spec = self._stored.spec(component, key)
-        found, whole = [0] * len(parts), Box.whole(spec.shape)
+        found, whole = [xxhash.xxh3_64() for _ in parts], Box.whole(spec.shape)
         for window, data in self._windows(component, key):
             for number, part in enumerate(parts):
                 common = window.intersect(part.box or whole) if spec.shape else window
                 if common is not None:  # its bytes are the next ones of this part, as windows ascend
-                    bytes_of_common = gather(data, window.shape, common.within(window), DTYPE_BYTES[spec.dtype])
-                    found[number] = crc64(bytes_of_common, found[number])
-        return [NamedDigest(of.name, of.dtype, of.shape, one) for of, one in zip(parts, found, strict=True)]
+                    found[number].update(gather(data, window.shape, common.within(window), DTYPE_BYTES[spec.dtype]))
+        return [NamedDigest(of.name, of.dtype, of.shape, one.hexdigest()) for of, one in zip(parts, found, strict=True)]
 
     def _windows(self, component: str, key: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield a tensor's bytes in order, each with the box that they are of."""
@@ -264,7 +248,7 @@ def _hugging_face_parts(stored: _Stored, component: Component) -> dict[str, list
     return parts
 
 
-def _of_values(document: Mapping[str, Any]) -> int:
+def _of_values(document: Mapping[str, Any]) -> str:
     """Return the digest of what optimizers have besides tensors: each value, under its parameter's name."""
     found = list[tuple[Any, ...]]()
     for number, of in document.items():
@@ -296,5 +280,4 @@ def shown(found: dict[str, Any], everything: bool, as_json: bool) -> str:
     if found["optimizer_values"] is not None:
         lines.append(("values of optimizers", found["optimizer_values"]))
     lines.append(("whole", found["whole"]))
-    how = "as the save recorded them" if found["recorded"] else "computed from the tensors"
-    return "\n\n".join([*blocks, table((how, "digest"), lines)])
+    return "\n\n".join([*blocks, table(("", "digest"), lines)])

@@ -47,7 +47,6 @@ def verify(
     path: str | os.PathLike[str],
     *,
     quick: bool = False,
-    digest: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
     expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
@@ -57,18 +56,13 @@ def verify(
     Args:
         path: the checkpoint.
         quick: structure and sizes only; the content of tensors and documents is not read.
-        digest: compute the digests of tensors anew, and compare them with those that the save recorded. Where nothing
-            else was found, as damaged tensors have other digests, and for one more reading of the tensors.
         advance: told of the bytes of shard files as they are checked, by any thread, one at a time.
         expect: told once, before, of the bytes of all shard files.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: if there is none; says what is there instead.
-        ValueError: for both ``quick`` and ``digest``.
     """
-    if quick and digest:
-        raise ValueError("digest reads all tensors, quick none: choose one")
     try:
         checkpoint = open_checkpoint(path, storage_options=storage_options)
     except CheckpointNotFoundError:
@@ -87,26 +81,7 @@ def verify(
         job.check_documents()
         job.findings += check_mirror(checkpoint, quick=quick)
         job.check_names()
-        if digest and not job.findings:
-            job.findings += _check_digests(checkpoint)
         return VerifyReport(tuple(job.findings), len(job.known), job.nbytes)
-
-
-def _check_digests(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Compare recorded digests with those of the tensors as they are stored."""
-    from lightning_shardckpt.tools.digest import differing_digests, recorded_digests  # awscrt: it takes 50 ms to import
-
-    try:
-        recorded = recorded_digests(checkpoint)
-    except ShardCkptError as error:
-        yield Finding(ROOT_NAME, _short(error, ROOT_NAME))
-        return
-    if recorded is None:
-        yield Finding(ROOT_NAME, "no digests were recorded, so none can be compared: it was saved with digest=False")
-        return
-    for component, name, found, expected in differing_digests(checkpoint, recorded):
-        problem = f"its digest is {found}, the save recorded {expected}: its bytes are not those that were in memory"
-        yield Finding(ROOT_NAME, problem, f"{component}: {name}")
 
 
 class _Verification:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, checksum
@@ -14,9 +14,6 @@ from lightning_shardckpt.format.plan import Piece, split_into_files
 from lightning_shardckpt.format.rank_index_json import rank_index_to_json
 from lightning_shardckpt.format.shard_header import HeaderEntry, ShardHeader, plan_header
 from lightning_shardckpt.storage.protocol import Draft
-
-if TYPE_CHECKING:
-    from lightning_shardckpt.transfer.digest_parts import DigestParts  # awscrt: exports and tools do without it
 
 MB = 1 << 20
 _MIN_BLOCK, _MAX_BLOCK = 4096, MB
@@ -83,7 +80,6 @@ def write_component(
     files: list[FilePlan],
     stage: Stage,
     advance: Callable[[int], Any] = lambda nbytes: None,
-    digests: DigestParts | None = None,
 ) -> FileInfo | None:
     """Write a rank's shard files, then their index.
 
@@ -95,7 +91,6 @@ def write_component(
         files: what to write, from ``plan_files``.
         stage: gives the bytes of a piece.
         advance: told of the number of bytes, as they are handed to the storage.
-        digests: takes the boxes as they are written, for the index.
 
     Returns:
         The index's name, size and checksum; None if there are no files.
@@ -105,8 +100,8 @@ def write_component(
     """
     if not files:
         return None
-    written = [write_file(draft, file, save_id, stage, digests, advance) for file in files]
-    return write_index(draft, index_of(component, rank, save_id, written, digests))
+    written = [write_file(draft, file, save_id, stage, advance) for file in files]
+    return write_index(draft, index_of(component, rank, save_id, written))
 
 
 def write_file(
@@ -114,30 +109,25 @@ def write_file(
     file: FilePlan,
     save_id: str,
     stage: Stage,
-    digests: DigestParts | None = None,
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> WrittenFile:
     """Write a shard file, with the arguments of ``write_component``; return what the index says of it."""
     header = file.header.of(save_id)
-    if digests is not None:
-        digests.expect(file.pieces)
     written: list[ShardEntry] = []
-    draft.write(file.name, _content(header, file, stage, written, digests, advance))
+    draft.write(file.name, _content(header, file, stage, written, advance))
     info = FileInfo(file.name, file.nbytes, checksum(header))
     return WrittenFile(info, [(piece.key, entry) for piece, entry in zip(file.pieces, written, strict=True)])
 
 
-def index_of(
-    component: str, rank: int, save_id: str, written: Iterable[WrittenFile], digests: DigestParts | None = None
-) -> RankIndex:
-    """The index of a rank's shard files; ``digests`` has the parts of their boxes."""
+def index_of(component: str, rank: int, save_id: str, written: Iterable[WrittenFile]) -> RankIndex:
+    """The index of a rank's shard files."""
     infos: dict[str, FileInfo] = {}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     for file in written:
         infos[file.info.name] = file.info
         for key, entry in file.entries:
             shards[key] = (*shards[key], entry) if key in shards else (entry,)
-    return RankIndex(save_id, component, rank, infos, shards, "" if digests is None else digests.text([*shards]))
+    return RankIndex(save_id, component, rank, infos, shards)
 
 
 def write_index(draft: Draft, index: RankIndex) -> FileInfo:
@@ -158,7 +148,6 @@ def _content(
     file: FilePlan,
     stage: Stage,
     written: list[ShardEntry],
-    digests: DigestParts | None,
     advance: Callable[[int], Any],
 ) -> Iterator[bytes | memoryview]:
     """The parts of a shard file in order; notes each piece's entry in ``written`` as it goes by."""
@@ -169,16 +158,10 @@ def _content(
         if len(data) != nbytes:
             raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {nbytes} were planned for {box}")
         block, sums = block_bytes(nbytes), list[str]()
-        step, follow = hash_step(block), None
-        if digests is not None and nbytes > step:
-            follow = digests.begin(piece, data)
-        elif digests is not None:
-            digests.add(piece, data)
+        step = hash_step(block)
         for at in range(0, nbytes, step):
             part = data[at : at + step] if nbytes > step else data
             sums.append(block_checksums(part, block))
-            if follow is not None:
-                follow(part)
             yield part
             advance(len(part))
         written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, BETWEEN.join(sums)))

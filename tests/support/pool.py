@@ -43,7 +43,7 @@ PRELOADED = (
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "torch.distributed._tensor", "torch.profiler", "safetensors.torch", "xxhash"),
     *("lightning.pytorch", "lightning.pytorch.cli", "lightning.fabric", "transformers.models.llama.modeling_llama"),
-    *("peft", "s3fs", "awscrt.checksums", "pytest"),
+    *("peft", "s3fs", "pytest"),
 )
 PACKAGE = "lightning_shardckpt"  # not among them: some tests ask what goes without it, or what brings it in
 # Daemon threads that a library starts once per process and never stops: tqdm's monitor and fsspec's event loop.
@@ -165,7 +165,8 @@ def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -
         t
         for t in new
         # A _DummyThread is a native thread (autograd, gloo) that called into Python: not ours to end.
-        if not isinstance(t, threading._DummyThread) and not {t.name, type(t).__name__} & LIBRARY_THREADS
+        if not isinstance(t, threading._DummyThread)
+        and not {t.name, type(t).__name__} & LIBRARY_THREADS
         and not t.name.startswith("asyncio_")  # the executor of fsspec's event loop, which stays as the loop does
     ]
     for thread in ours:
@@ -174,6 +175,7 @@ def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -
 
 
 # ── the pytest process ──────────────────────────────────────────────────────────────────────────────────────────────
+
 
 class _ForkedServer:
     """A server that this process has forked, with what `subprocess.Popen` has of one that it has started."""

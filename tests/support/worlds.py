@@ -12,8 +12,6 @@ import numpy
 
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.component_digest import ComponentString
-from lightning_shardckpt.format.crc64 import crc64_text
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout, Part, parts_of_rank
@@ -22,7 +20,6 @@ from lightning_shardckpt.format.root_index_json import root_to_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.digest_parts import DigestParts, DigestPlan
 from lightning_shardckpt.transfer.fetch import fetch
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -86,18 +83,16 @@ def save(
     path: str = PATH,
     size_per_shard: float = 1024,
     save_id: str = SAVE_ID,
-    digest: bool = False,
     documents: Mapping[str, bytes] | None = None,
     **root: object,
 ) -> list[list[Piece]]:
-    """Save a world's tensors at ``path``, with digests if asked for; the pieces that each rank wrote."""
+    """Save a world's tensors at ``path``; the pieces that each rank wrote."""
     draft = storage.draft(path, save_id)
     draft.begin()
     components = {}
     written: list[list[Piece]] = [[] for _ in range(world)]
     for name, tensors in tables.items():
         indexes: dict[int, FileInfo] = {}
-        string, parts = ComponentString.of(Component(dict(tensors))), list[int]()
         for rank in range(world):
             pieces = plan_save(tensors, rank)
             written[rank] += pieces
@@ -106,13 +101,10 @@ def save(
                 return content(local(piece.key, piece.spec, rank)[at(piece.part.local)])
 
             files = plan_files(name, rank, pieces, size_per_shard)
-            digests = DigestParts(DigestPlan(string, pieces)) if digest else None
-            info = write_component(draft, name, rank, save_id, files, stage, digests=digests)
+            info = write_component(draft, name, rank, save_id, files, stage)
             if info is not None:
                 indexes[rank] = info
-            if digests is not None:
-                parts.append(digests.of_component())
-        components[name] = Component(dict(tensors), {}, indexes, crc64_text(string.digest(parts)) if digest else None)
+        components[name] = Component(dict(tensors), {}, indexes)
     infos = {}
     for name, text in (documents or {}).items():
         draft.write(name, [text])

@@ -65,14 +65,14 @@ def whole_tensors() -> dict[str, Tensor]:
     return found
 
 
-def save(path: str, state: dict[str, Any] | None = None, size_per_shard: float = 0.1, digest: bool = True) -> None:
+def save(path: str, state: dict[str, Any] | None = None, size_per_shard: float = 0.1) -> None:
     """On 4 ranks as 2 × 2, or alone with whole tensors. An optimizer has the same tensors as its state."""
     ranks = Ranks.of_default_group(60)
     tensors = whole_tensors()
     if ranks.world > 1:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
         tensors = {k: _placed(t, mesh, CUTS.get(k.partition(".")[0])) for k, t in tensors.items()}
-    io = ShardCkptIO(size_per_shard=size_per_shard, digest=digest)
+    io = ShardCkptIO(size_per_shard=size_per_shard)
     io.attach(ranks, _tied(tensors["rows.float64"]), {"shard": 2, "tensor": 2} if ranks.world > 1 else {})
     model = {**tensors, "tied.float64": tensors["rows.float64"]}
     moments = {k: {"exp_avg": t, "step": torch.tensor(7.0)} for k, t in tensors.items() if k.endswith("large")}

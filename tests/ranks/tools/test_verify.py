@@ -37,8 +37,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_twice(first: str, second: str) -> None:
-    zoo.save(first, digest=False)  # whose index would have to be edited, too
-    zoo.save(second, digest=False)
+    zoo.save(first)
+    zoo.save(second)
 
 
 @pytest.fixture

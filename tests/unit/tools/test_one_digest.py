@@ -1,26 +1,30 @@
-"""One state has one digest, on every topology and in every format. Oracle: a line of CRC-64 for whole tensors."""
+"""One state has one digest, on every topology and in every format. Oracle: a line of xxh3-64 for whole tensors."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
 import warnings
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from awscrt.checksums import crc64nvme
+import xxhash
 
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.tools.digest import digest
+from lightning_shardckpt.tools.digest import NamedDigest, component_digest, digest, values_digest, whole_digest
 from tests.support import worlds
 from tests.support.worlds import mesh
 
@@ -111,11 +115,9 @@ def live() -> dict[str, torch.Tensor]:
 
 def expected() -> tuple[dict[str, str], str]:
     """The digest of each tensor, and of the component, as FORMAT.md defines them."""
-    of = {key: crc64nvme(data) for key, data in WHOLE.items()}
-    lines = [json.dumps([key, *STATE[key]], separators=(",", ":")) + "\n" for key in sorted(STATE)]
-    words = [of[key].to_bytes(8, "big") for key in sorted(STATE)]
-    component = crc64nvme("".join(lines).encode() + b"".join(words))
-    return {key: f"{one:016x}" for key, one in of.items()}, f"{component:016x}"
+    of = {key: xxhash.xxh3_64_hexdigest(data) for key, data in WHOLE.items()}
+    lines = [json.dumps([key, *STATE[key], of[key]], separators=(",", ":")) + "\n" for key in sorted(STATE)]
+    return of, xxhash.xxh3_64_hexdigest("".join(lines).encode())
 
 
 def found(path: Path, **options: Any) -> tuple[dict[str, str], str]:
@@ -137,9 +139,8 @@ def test_it_has_this_digest_on_every_topology_and_in_what_is_exported_from_it(to
     path = tmp_path / "a.ckpt"
     documents = {"huggingface.json": json.dumps(HUGGING_FACE).encode()}
     storage = LocalStorage(sync_files=False)
-    worlds.save(storage, {"model": table(place)}, world, path=str(path), digest=True, documents=documents)
-    assert digest(path)["recorded"]
-    assert found(path) == found(path, recompute=True) == expected()
+    worlds.save(storage, {"model": table(place)}, world, path=str(path), documents=documents)
+    assert found(path) == expected()
     assert found(path, names="huggingface") == expected()
     assert found(Path(consolidate(path, tmp_path / "a.pt"))) == expected()
     assert found(Path(consolidate(path, tmp_path / "a.safetensors", format="safetensors"))) == expected()
@@ -170,9 +171,86 @@ def test_one_other_bit_gives_another_one(topology: str, tmp_path: Path, monkeypa
 
         monkeypatch.setattr(worlds, "whole", other)
         path = tmp_path / key
-        worlds.save(LocalStorage(sync_files=False), {"model": table(place)}, world, path=str(path), digest=True)
+        worlds.save(LocalStorage(sync_files=False), {"model": table(place)}, world, path=str(path))
         tensors, component = found(path)
         differing = {name for name, one in tensors.items() if one != expected()[0][name]}
         assert differing == {key}
         digests.add(component)
     assert len(digests | {expected()[1]}) == 3
+
+
+# ── what FORMAT.md defines ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def defined() -> dict[str, Any]:
+    """The functions in FORMAT.md."""
+    specification = (Path(__file__).parents[3] / "lightning_shardckpt" / "FORMAT.md").read_text()
+    section = specification.partition("\n## Digests\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    functions: dict[str, Any] = {}
+    exec(code, functions)
+    return functions
+
+
+DEFINED = defined()
+
+
+@pytest.mark.parametrize("name", ["a", "blocks.10.weight", "é", 'a"\n["b","F32",[2]]\n', "\u2028 \U0001f600"])
+def test_a_component_has_the_digest_that_the_specification_computes(name: str) -> None:
+    draw = random.Random(name)
+    shapes: dict[str, tuple[str, Shape]] = {name: ("F32", (3, 2)), "blocks.9.weight": ("C128", ()), "b": ("BF16", (0,))}
+    data = {key: draw.randbytes(prod(shape) * DTYPE_BYTES[dtype]) for key, (dtype, shape) in shapes.items()}
+    names = {**{key: key for key in shapes}, "alias": name, "~": "blocks.9.weight"}
+    expected = DEFINED["component"](sorted((alias, *shapes[key], data[key]) for alias, key in names.items()))
+    rows = [NamedDigest(alias, *shapes[key], DEFINED["checksum"](data[key])) for alias, key in names.items()]
+    assert component_digest(rows) == component_digest(rows[::-1]) == expected
+
+
+def test_values_and_the_whole_have_the_digests_that_the_specification_computes() -> None:
+    values = [("0", "w", "lr", 0.5), ("0", "é", "state step", {"v": "3", "$": "int"}), ("0", "a\n", "lr", None)]
+    expected = DEFINED["checksum"](b"".join(sorted(DEFINED["line"](value) for value in values)))
+    assert values_digest(values) == values_digest(values[::-1]) == expected
+    whole = whole_digest({"optimizer": "0" * 16, "model": expected})
+    assert whole == DEFINED["checksum"](DEFINED["line"]({"model": expected, "optimizer": "0" * 16}))
+
+
+def test_ten_thousand_single_changes_give_as_many_digests() -> None:
+    """Bits, pairs of signs, elements or rows or tensors that swap places, rotations."""
+    draw, shapes = random.Random(7), {"a": (60, 9), "b": (60, 9), "c": (400,)}
+    state = {name: numpy.frombuffer(draw.randbytes(prod(shape) * 4), "u4") for name, shape in shapes.items()}
+    known = {name: xxhash.xxh3_64_hexdigest(array.tobytes()) for name, array in state.items()}
+
+    def component(digests: dict[str, str]) -> str:
+        return component_digest(NamedDigest(name, "F32", shapes[name], of) for name, of in digests.items())
+
+    changes, found = (
+        set[tuple[str, bytes]](),
+        [component(known), component({**known, "a": known["b"], "b": known["a"]})],
+    )
+    while len(changes) < 10_000:
+        name, kind = draw.choice(list(shapes)), draw.choice(["bit", "bit", "signs", "elements", "rows", "rotation"])
+        changed = state[name].copy().reshape(shapes[name])
+        flat = changed.reshape(-1)
+        i, j = draw.sample(range(len(flat)), 2)
+        if kind == "bit":
+            flat[i] ^= 1 << draw.randrange(32)
+        elif kind == "signs":
+            flat[[i, j]] ^= numpy.uint32(1 << 31)
+        elif kind == "elements":
+            flat[[i, j]] = flat[[j, i]]
+        elif kind == "rows":
+            changed[[i % len(changed), j % len(changed)]] = changed[[j % len(changed), i % len(changed)]]
+        else:
+            flat[:] = numpy.roll(flat, i)
+        content = changed.tobytes()
+        if content != state[name].tobytes() and (name, content) not in changes:
+            changes.add((name, content))
+            found.append(component({**known, name: xxhash.xxh3_64_hexdigest(content)}))
+    assert len(set(found)) == len(found) == 10_002
+
+
+def test_equal_bytes_differ_by_their_name_dtype_and_shape() -> None:
+    kinds = [("a", "F32", (2, 3)), ("a", "F32", (3, 2)), ("a", "I32", (2, 3)), ("b", "F32", (2, 3))]
+    rows = [NamedDigest(name, dtype, shape, "0" * 16) for name, dtype, shape in kinds]
+    tables = [*([row] for row in rows), [], [rows[0], rows[3]]]
+    assert len({component_digest(table) for table in tables}) == 6
