@@ -38,6 +38,7 @@ DIFFERS_ANYWAY = {
     **dict.fromkeys(("FollowsByTorch", "CopiesItself", "Elastic", "SlowsDown", "ReadsInHook"), NOT_SAVED),
     **dict.fromkeys(("WatchesModules", "WatchesEveryModule", "GuardsAgainstNan", "LooksAhead"), NOT_SAVED),
     **dict.fromkeys(("PrunesGlobally", "IsSwappedForValidation"), NOT_SAVED),
+    **dict.fromkeys(("LoadsAdaptersInStep", "DropsLayers"), NOT_SAVED),
     **dict.fromkeys(("AveragesStochastically", "PrunesRows"), IN_MID_EPOCH),
     "GoesOnUnfrozen": "gradients of parameters that no optimizer has are summed up, and in no checkpoint",
     "StartsWithBias": "done at on_fit_start, after weights were loaded",

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from tests.support.tiny import EXECUTES
 from tests.sweeps.twins import (
+    adapters,
     architectures,
     buffers,
     callbacks,
@@ -32,6 +33,7 @@ from tests.sweeps.twins import (
     models,
     optimizers,
     reads,
+    recipes,
     surgery,
     updates,
     weights,
@@ -55,7 +57,8 @@ __all__ = [
     "twins_resumed",
 ]
 MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers, kept)  # they register the cases
-SWEPT = (weights, surgery, updates, growth, buffers, architectures, flags, columns)  # those that the suite leaves out
+# Those that the suite leaves out:
+SWEPT = (weights, surgery, updates, growth, buffers, architectures, flags, columns, recipes, adapters)
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

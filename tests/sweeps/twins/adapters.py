@@ -1,0 +1,305 @@
+"""Adapters beside frozen weights: added by hooks, merged, swapped within a step, composed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.sweeps.twins.base import CLASSES, WIDTH, Manual, Natural, Net, case
+
+
+class LowRank(nn.Module):
+    """The change of a linear layer by two narrow matrices."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 2, scale: float = 0.5) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.linspace(-0.5, 0.5, rank * linear.in_features).view(rank, linear.in_features))
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.down.t() @ self.up.t()) * self.scale
+
+    def delta(self) -> Tensor:
+        return self.up @ self.down * self.scale
+
+
+class Frozen(Natural):
+    """A frozen network; what trains is added by others."""
+
+    def build(self) -> None:
+        self.net = Net().requires_grad_(False)
+
+    def linears(self) -> dict[str, nn.Linear]:
+        return {name: m for name, m in self.net.layers.named_modules() if isinstance(m, nn.Linear)}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=2e-2)
+
+
+@case(max_epochs=2)
+class LoraByHooks(Frozen):
+    """Forward hooks of the frozen layers add what the adapters compute; these live in a dict beside them."""
+
+    def build(self) -> None:
+        super().build()
+        self.adapters = nn.ModuleDict({n.replace(".", "_"): LowRank(m) for n, m in self.linears().items()})
+        for name, linear in self.linears().items():
+            linear.register_forward_hook(self.hook(self.adapters[name.replace(".", "_")]))
+
+    @staticmethod
+    def hook(adapter: nn.Module) -> Any:
+        return lambda module, args, output: output + adapter(args[0])
+
+
+@case()
+class LoraByHooksOfParts(Frozen):
+    """The adapters belong to the layers that they change, and see them by the hook's arguments."""
+
+    def build(self) -> None:
+        super().build()
+        for linear in self.linears().values():
+            linear.lora = LowRank(linear)
+            linear.register_forward_hook(lambda module, args, output: output + module.lora(args[0]))
+        self.net.head.requires_grad_(True)
+
+
+class Lora(nn.Linear):
+    """A linear layer with an adapter that can be merged into its weight."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lora, self.merged = LowRank(self), False
+        self.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found if self.merged else found + self.lora(x)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        self.weight.add_(self.lora.delta())
+        self.merged = True
+
+    @torch.no_grad()
+    def separate(self) -> None:
+        self.weight.sub_(self.lora.delta())
+        self.merged = False
+
+
+@case(max_epochs=2)
+class MergesForOneBatch(Frozen):
+    """Compares the merged network with the other one after some steps."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a, layer.b = Lora(WIDTH, 12), Lora(12, WIDTH)
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
+        if index % 2:
+            return
+        layers = [m for m in self.net.modules() if isinstance(m, Lora)]
+        example = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+        with torch.no_grad():
+            before = self.net(example)
+            for layer in layers:
+                layer.merge()
+            after = self.net(example)
+            for layer in layers:
+                layer.separate()
+        self.seen += [float(before.sum()), float(after.sum())]
+
+
+@case(max_epochs=2)
+class MergesAndBeginsAnew(Frozen):
+    """ReLoRA: after some steps the adapters go into the weights, begin with zeros, and Adam's moments are pruned."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a = Lora(WIDTH, 12)
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
+        if self.global_step % 3:
+            return
+        optimizer = self.optimizers().optimizer
+        for layer in (m for m in self.net.modules() if isinstance(m, Lora)):
+            layer.merge()
+            layer.merged = False
+            nn.init.zeros_(layer.lora.up)
+            for key in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[layer.lora.up][key].mul_(0.1)
+
+
+class Switched(nn.Module):
+    """A layer with several adapters, of which one is active."""
+
+    def __init__(self, names: tuple[str, ...] = ("one", "two")) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.adapters = nn.ModuleDict({name: LowRank(self.linear, scale=1.0 + n) for n, name in enumerate(names)})
+        self.active: str | None = names[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x)
+        if self.active is not None:
+            found = found + self.adapters[self.active](x)
+        return x + torch.tanh(found)
+
+
+class WithSwitches(Frozen):
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.ModuleList(Switched() for _ in range(2))
+        self.net.head.requires_grad_(True)
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        before = [layer.active for layer in self.net.layers]
+        for layer in self.net.layers:
+            layer.active = name
+        yield
+        for layer, active in zip(self.net.layers, before, strict=True):
+            layer.active = active
+
+
+@case(max_epochs=2)
+class SwapsAdaptersByBatch(WithSwitches):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        with self.using("one" if index % 2 else "two"):
+            return self.loss(batch)
+
+
+@case()
+class ComparesWithoutAdapters(WithSwitches):
+    """A step with both adapters and with none, as preference losses use the model below as their reference."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad(), self.using(None):
+            reference = F.log_softmax(self.net(batch[0]), -1)
+        with self.using("one"):
+            first = F.log_softmax(self.net(batch[0]), -1)
+        with self.using("two"):
+            second = F.log_softmax(self.net(batch[2]), -1)
+        chosen = batch[1][:, None]
+        margin = (first - reference).gather(1, chosen) - (second - reference).gather(1, chosen)
+        return -F.logsigmoid(margin).mean() + F.nll_loss(first, batch[1])
+
+
+@case(max_epochs=2)
+class LoadsAdaptersInStep(Frozen):
+    """One adapter, whose tensors are taken from a bank of tasks before the step and put back after it."""
+
+    def build(self) -> None:
+        super().build()
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 3), nn.GELU(), nn.Linear(3, WIDTH))
+        self.net.head.requires_grad_(True)
+        self.bank: dict[int, dict[str, Tensor]] = {}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index % 2 in self.bank:
+            self.adapter.load_state_dict(self.bank[index % 2])
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        features = self.net.features(batch[0])
+        return F.cross_entropy(self.net.head(features + self.adapter(features)), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.bank[index % 2] = {name: value.clone() for name, value in self.adapter.state_dict().items()}
+        self.seen.append(sum(float(value.sum()) for value in self.bank[index % 2].values()))
+
+
+@case()
+class SwapsAttributesInStep(Manual):
+    """Two heads, put as modules into one place of the network, one after the other, each with its own optimizer."""
+
+    def build(self) -> None:
+        super().build()
+        self.heads = nn.ModuleList([self.net.head, nn.Linear(WIDTH, CLASSES)])
+
+    def configure_optimizers(self) -> Any:
+        body = [p for name, p in self.net.named_parameters() if not name.startswith("head.")]
+        return [torch.optim.SGD([*head.parameters(), *body], lr=0.05) for head in self.heads]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        for head, optimizer, source in zip(self.heads, self.optimizers(), (batch[0], batch[2]), strict=True):
+            self.net.head = head
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(source), batch[1]))
+            optimizer.step()
+        self.net.head = self.heads[0]
+
+
+@case()
+class MixesAdapters(Frozen):
+    """AdapterFusion: learned weights of several low-rank changes, summed into one weight for each forward."""
+
+    class Fused(nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.parts = nn.ModuleList(LowRank(self, scale=0.3 * (n + 1)) for n in range(3))
+            for n, part in enumerate(self.parts):
+                nn.init.constant_(part.up, 0.1 * n)
+            self.mix = nn.Parameter(torch.zeros(3))
+            self.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            deltas = torch.stack([part.delta() for part in self.parts])
+            weight = self.weight + torch.einsum("n,nij->ij", self.mix.softmax(0), deltas)
+            return F.linear(x, weight, self.bias)
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a = self.Fused(WIDTH, 12)
+
+
+@case()
+class DecomposesWeights(Frozen):
+    """DoRA: magnitude and direction of the changed weight, with the norm taken without history."""
+
+    class Directed(nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.lora = LowRank(self)
+            self.magnitude = nn.Parameter(self.weight.detach().norm(dim=1))
+            self.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            changed = self.weight + self.lora.delta()
+            scale = self.magnitude / changed.detach().norm(dim=1)
+            return F.linear(x, changed * scale[:, None], self.bias)
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a = self.Directed(WIDTH, 12)
+
+
+@case()
+class TunesPrefixes(Frozen):
+    """A learned prefix of tokens, and a hook that scales what a frozen layer computes (IA3)."""
+
+    def build(self) -> None:
+        super().build()
+        self.embed = nn.Embedding(7, WIDTH).requires_grad_(False)
+        self.prefix = nn.Parameter(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
+        self.scales = nn.ParameterList(torch.ones(12) for _ in self.net.layers)
+        for layer, scale in zip(self.net.layers, self.scales, strict=True):
+            layer.a.register_forward_hook(lambda module, args, output, scale=scale: output * scale)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        tokens = self.embed(batch[3])
+        x = torch.cat([self.prefix.expand(len(tokens), -1, -1), tokens], 1)
+        for layer in self.net.layers:
+            x = layer(x)
+        return F.cross_entropy(self.net.head(self.net.norm(x[:, 0] + x[:, -1])), batch[1])

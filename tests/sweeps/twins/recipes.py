@@ -1,0 +1,716 @@
+"""Recipes of papers: distillation, perceptual losses, recomputation by hand, tied weights, early exits, experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.sweeps.twins.base import CLASSES, WIDTH, Block, Manual, Natural, Net, case
+
+
+class Collects:
+    """Keeps the outputs of modules, by forward hooks."""
+
+    def __init__(self, modules: list[nn.Module], *, detach: bool = False) -> None:
+        self.found: list[Tensor] = []
+        self.detach = detach
+        self.handles = [module.register_forward_hook(self) for module in modules]
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.found.append(output.detach() if self.detach else output)
+
+    def take(self) -> list[Tensor]:
+        found, self.found = self.found, []
+        return found
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+# ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@case()
+class DistillsFeatures(Natural):
+    """The student's layers follow those of a frozen teacher; hooks of both collect their outputs."""
+
+    def build(self) -> None:
+        self.teacher = Net().requires_grad_(False).eval()
+        self.net = Net()
+        self.of_teacher = Collects([*self.teacher.layers, self.teacher.norm], detach=True)
+        self.of_student = Collects([*self.net.layers, self.net.norm])
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            self.teacher(batch[0])
+        hard = F.cross_entropy(self.net(batch[0]), batch[1])
+        pairs = zip(self.of_student.take(), self.of_teacher.take(), strict=True)
+        return hard + 0.5 * sum(F.mse_loss(student, teacher) for student, teacher in pairs)
+
+
+@case(max_epochs=2)
+class DistillsThroughProjections(Natural):
+    """A wider teacher, hooks that live for one step, and logits at a temperature."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.teacher = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 20), nn.GELU(), nn.Linear(20, CLASSES))
+        self.teacher.requires_grad_(False)
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, 20, bias=False) for _ in range(2))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        targets, features = Collects([self.teacher[1], self.teacher[3]]), Collects(list(self.net.layers))
+        try:
+            soft = F.softmax(self.teacher(batch[0]) / 4, -1)
+            logits = self.net(batch[0])
+        finally:
+            targets.remove()
+            features.remove()
+        loss = F.kl_div(F.log_softmax(logits / 4, -1), soft, reduction="batchmean") * 16
+        for project, student, teacher in zip(self.projections, features.take(), targets.take(), strict=True):
+            loss = loss + (1 - F.cosine_similarity(project(student), teacher)).mean()
+        return loss
+
+
+@case()
+class DistillsAttention(Natural):
+    """Maps of attention, kept as an attribute by the layer that computes them."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            self.map = (q @ k.mT / WIDTH**0.5).softmax(-1)
+            return x + self.out(self.map @ v)
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(7, WIDTH)
+        self.layers = nn.ModuleList(self.Attention() for _ in range(2))
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+        with torch.no_grad():
+            for p in self.teacher.parameters():
+                p.mul_(1.5)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = y = self.embed(batch[3])
+        loss = x.new_zeros(())
+        for student, teacher in zip(self.layers, self.teacher, strict=True):
+            x, y = student(x), teacher(y.detach())
+            loss = loss + F.mse_loss(student.map, teacher.map)
+        return loss + F.cross_entropy(self.head(x.mean(1)), batch[1])
+
+
+# ── perceptual losses ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Perceptual(nn.Module):
+    """A frozen network and the distance of two inputs at some of its layers, as LPIPS has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        slices = [nn.Sequential(nn.Linear(6, 10), nn.ReLU()), nn.Sequential(nn.Linear(10, 10), nn.ReLU())]
+        self.slices = nn.ModuleList(slices)
+        self.weights = nn.ParameterList(torch.rand(10) for _ in slices)
+        self.requires_grad_(False)
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, 6))
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        x, found = x - self.shift, []
+        for part in self.slices:
+            x = part(x)
+            found.append(F.normalize(x, dim=-1))
+        return found
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        pairs = zip(self.features(x), self.features(y), self.weights, strict=True)
+        return sum(((a - b) ** 2 * w).sum(-1).mean() for a, b, w in pairs)  # type: ignore[return-value]
+
+
+class Autoencoder(Natural):
+    def build(self) -> None:
+        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, WIDTH), nn.GELU(), nn.Linear(WIDTH, 6))
+
+    def rebuilt(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+@case()
+class ComparesByPerception(Autoencoder):
+    def build(self) -> None:
+        super().build()
+        self.perceptual = Perceptual()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        rebuilt = self.rebuilt(batch[0])
+        return F.l1_loss(rebuilt, batch[0]) + self.perceptual(rebuilt, batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+@case()
+class ComparesByHookedFeatures(Autoencoder):
+    """The features of both passes through one frozen network, which hooks put into a dict."""
+
+    def build(self) -> None:
+        super().build()
+        self.critic = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh()).requires_grad_(False)
+        self.features: dict[str, Tensor] = {}
+        for name in ("1", "3"):
+            self.critic.get_submodule(name).register_forward_hook(partial(self.keep, name))
+
+    def keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.features[name] = output
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.critic.eval()
+        with torch.no_grad():
+            self.critic(batch[0])
+        targets = dict(self.features)
+        rebuilt = self.rebuilt(batch[0])
+        self.critic(rebuilt)
+        return sum(F.mse_loss(self.features[name], targets[name]) for name in targets)  # type: ignore[return-value]
+
+
+# ── teachers inside of modules ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class WithTeacher(nn.Module):
+    """A layer with an average of itself, which follows in each forward."""
+
+    def __init__(self, decay: float = 0.9) -> None:
+        super().__init__()
+        self.student, self.decay = Block(), decay
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            for mean, p in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mean.mul_(self.decay).add_(p, alpha=1 - self.decay)
+            target = self.teacher(x)
+        found = self.student(x)
+        return found, F.mse_loss(found, target)
+
+
+@case()
+class FollowsItselfInLayers(Natural):
+    def build(self) -> None:
+        self.embed, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.layers = nn.ModuleList(WithTeacher() for _ in range(2))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, consistency = self.embed(batch[0]), []
+        for layer in self.layers:
+            x, difference = layer(x)
+            consistency.append(difference)
+        return F.cross_entropy(self.head(x), batch[1]) + torch.stack(consistency).sum()
+
+
+@case(max_epochs=2)
+class LerpsItsTeacherByName(Natural):
+    """The average of the whole network is a module of it, updated in training_step before both run."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        students = dict(self.net.named_parameters())
+        for name, mean in self.teacher.named_parameters():
+            mean.data.lerp_(students[name].data, 0.2)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.update()
+        with torch.no_grad():
+            target = self.teacher(batch[0] + 0.1 * batch[2]).softmax(-1)
+        logits = self.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits.softmax(-1), target)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(self.teacher.head.weight.norm()))
+
+
+@case()
+class AveragesWeightsInBuffers(Natural):
+    """The average that a layer keeps of its weight is a buffer, and takes part in its output."""
+
+    class Anchored(nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.register_buffer("anchor", self.weight.detach().clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.anchor.mul_(0.8).add_(self.weight.detach(), alpha=0.2)
+            return F.linear(x, 0.5 * (self.weight + self.anchor), self.bias)
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a = self.Anchored(WIDTH, 12)
+
+
+# ── recomputation by hand ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Recompute(torch.autograd.Function):
+    """Runs a module again in its backward, and keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.parameters = run, parameters
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            found = ctx.run(x)
+        return (None, *torch.autograd.grad(found, (x, *ctx.parameters), gradient))
+
+
+@case()
+class RecomputesByFunction(Natural):
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.embed(batch[0])
+        for layer in self.net.layers:
+            x = Recompute.apply(layer, x, *layer.parameters())  # type: ignore[no-untyped-call]
+        return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+
+
+class RecomputeInto(torch.autograd.Function):
+    """The same, as the first versions of torch's checkpoint had it: its backward runs another backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            found = ctx.run(x)
+        torch.autograd.backward(found, gradient)
+        return None, x.grad
+
+
+@case()
+class RecomputesIntoGradients(Natural):
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.embed(batch[0])
+        for layer in self.net.layers:
+            x = RecomputeInto.apply(layer, x)  # type: ignore[no-untyped-call]
+        return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+
+
+class Halved(nn.Module):
+    """A layer that checkpoints its own second half, in either way of torch."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.use_reentrant = use_reentrant
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return x + checkpoint(self.second, x, use_reentrant=self.use_reentrant)
+
+
+def checkpointed(use_reentrant: bool) -> Any:
+    class Checkpointed(Natural):
+        def build(self) -> None:
+            super().build()
+            self.net.layers = nn.ModuleList(Halved(use_reentrant) for _ in range(2))
+
+    return Checkpointed
+
+
+case("ChecksPointsInLayers")(checkpointed(False))
+case("ChecksPointsReentrantly")(checkpointed(True))
+
+
+# ── tied weights ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@case()
+class TiesByFunctionalCall(Autoencoder):
+    """A decoder that runs with the weights of the encoder, transposed."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        weights = {"0.weight": self.encoder[2].weight.t(), "2.weight": self.encoder[0].weight.t()}
+        return F.mse_loss(functional_call(self.decoder, weights, (self.encoder(batch[0]),)), batch[0])
+
+
+@case()
+class RunsOneLayerAsMany(Natural):
+    """One block, called with parameters that a scale of each depth changes."""
+
+    def build(self) -> None:
+        self.embed, self.block, self.head = nn.Linear(6, WIDTH), Block(), nn.Linear(WIDTH, CLASSES)
+        self.scales = nn.ParameterList(torch.ones(1) for _ in range(3))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.embed(batch[0])
+        for scale in self.scales:
+            x = functional_call(self.block, {name: p * scale for name, p in self.block.named_parameters()}, (x,))
+        return F.cross_entropy(self.head(x), batch[1])
+
+
+@case()
+class GeneratesWeights(Natural):
+    """A network whose output is the weight of another module."""
+
+    def build(self) -> None:
+        super().build()
+        self.code = nn.Parameter(torch.linspace(-1, 1, 4))
+        self.generator = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, CLASSES * WIDTH + CLASSES))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        weight, bias = self.generator(self.code).split((CLASSES * WIDTH, CLASSES))
+        weights = {"weight": self.net.head.weight + 0.1 * weight.view(CLASSES, WIDTH), "bias": bias}
+        return F.cross_entropy(functional_call(self.net.head, weights, (self.net.features(batch[0]),)), batch[1])
+
+
+# ── several gradients ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TwoTasks(Manual):
+    def build(self) -> None:
+        super().build()
+        self.other = nn.Linear(WIDTH, 6)
+
+    def losses(self, batch: list[Tensor]) -> list[Tensor]:
+        features = self.net.features(batch[0])
+        return [F.cross_entropy(self.net.head(features), batch[1]), F.mse_loss(self.other(features), batch[2])]
+
+
+@case()
+class ProjectsConflicts(TwoTasks):
+    """PCGrad with one backward for each task, on one flat vector of what they share."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer, shared = self.optimizers(), [*self.net.embed.parameters(), *self.net.layers.parameters()]
+        own = [*self.net.head.parameters(), *self.other.parameters()]
+        vectors, kept = [], {}
+        for loss in self.losses(batch):
+            optimizer.zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            vectors.append(torch.cat([p.grad.flatten() for p in shared]))
+            kept.update({p: p.grad.clone() for p in own if p.grad is not None})
+        first, second = vectors
+        if (dot := torch.dot(first, second)) < 0:
+            first, second = first - dot / second.dot(second) * second, second - dot / first.dot(first) * first
+        self.seen.append(float(dot))
+        offset = 0
+        for p in shared:
+            p.grad = (first + second)[offset : offset + p.numel()].view_as(p).clone()
+            offset += p.numel()
+        for p, gradient in kept.items():
+            p.grad = gradient
+        optimizer.step()
+
+
+@case()
+class BalancesByNorms(TwoTasks):
+    """Weights of tasks by the norms of their gradients at the last shared layer."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer, losses = self.optimizers(), self.losses(batch)
+        shared = self.net.layers[-1].b.weight
+        norms = torch.stack([torch.autograd.grad(loss, shared, retain_graph=True)[0].norm() for loss in losses])
+        weights = norms.mean() / norms
+        self.seen += weights.tolist()
+        optimizer.zero_grad()
+        self.manual_backward(torch.dot(weights, torch.stack(losses)))
+        optimizer.step()
+
+
+@case()
+class AlignsGradients(TwoTasks):
+    """Keeps an element of the gradient where both tasks agree about its sign."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer, shared = self.optimizers(), list(self.net.layers.parameters())
+        losses = self.losses(batch)
+        each = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
+        optimizer.zero_grad()
+        self.manual_backward(losses[0] + losses[1])
+        for p, one, two in zip(shared, *each, strict=True):
+            p.grad.mul_(torch.sign(one) == torch.sign(two))
+        optimizer.step()
+
+
+# ── functions of users inside of layers ─────────────────────────────────────────────────────────────────────────────
+
+
+class LinearByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
+
+
+class LinearOfContext(torch.autograd.Function):
+    """The same with the weight as an attribute of the context, as many write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.mm(ctx.weight), gradient.t().mm(ctx.x), gradient.sum(0)
+
+
+class Ternary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return torch.where(weight.abs() > 0.7 * weight.abs().mean(), weight.sign(), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return gradient * (weight.abs() <= 1)
+
+
+class ByHand(nn.Linear):
+    def __init__(self, function: Any) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.function.apply(x, self.weight, self.bias))
+
+
+class Ternarized(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.detach().abs().mean()
+        return x + F.linear(x, scale * Ternary.apply(self.weight), self.bias)  # type: ignore[no-untyped-call]
+
+
+def of_layers(make: Callable[[], nn.Module]) -> Any:
+    class OfLayers(Natural):
+        def build(self) -> None:
+            super().build()
+            self.net.layers = nn.ModuleList(make() for _ in range(2))
+
+    return OfLayers
+
+
+case("MultipliesByHand")(of_layers(lambda: ByHand(LinearByHand)))
+case("MultipliesByContext")(of_layers(lambda: ByHand(LinearOfContext)))
+case("Ternarizes")(of_layers(Ternarized))
+
+
+# ── early exits ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Exits(nn.Module):
+    """Layers with a head each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(3))
+
+    def forward(self, x: Tensor, last: int = 3) -> list[Tensor]:
+        x, found = self.embed(x), []
+        for n, (layer, head) in enumerate(zip(self.layers, self.heads, strict=True)):
+            if n == last:
+                break
+            x = layer(x)
+            found.append(head(x))
+        return found
+
+
+@case()
+class LearnsAtEveryExit(Natural):
+    def build(self) -> None:
+        self.net = Exits()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        *early, last = self.net(batch[0])
+        loss = F.cross_entropy(last, batch[1])
+        for logits in early:
+            soft = F.softmax(last.detach(), -1)
+            loss = loss + 0.3 * F.cross_entropy(logits, batch[1]) + 0.1 * F.cross_entropy(logits, soft)
+        return loss
+
+
+@case(max_epochs=2)
+class LeavesEarly(Natural):
+    """By the number of the step; what comes after has no gradient then."""
+
+    def build(self) -> None:
+        self.net = Exits()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0], last=1 + self.global_step % 3)[-1], batch[1])
+
+
+@case(max_epochs=2)
+class DropsLayers(Natural):
+    """Stochastic depth by a generator of its own."""
+
+    def on_fit_start(self) -> None:
+        self.draws = torch.Generator().manual_seed(5)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.embed(batch[0])
+        for layer in self.net.layers:
+            if torch.rand((), generator=self.draws) < 0.6:
+                x = layer(x)
+        return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+
+
+# ── what layers tell besides their output ───────────────────────────────────────────────────────────────────────────
+
+
+@case()
+class BalancesExperts(Natural):
+    """Each layer leaves a loss for the balance of its experts on itself."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = self.gate(x).softmax(-1)
+            self.aux = (weights * weights).sum(-1).mean()
+            return x + sum(weights[:, n, None] * expert(x) for n, expert in enumerate(self.experts))
+
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.ModuleList(self.Experts() for _ in range(2))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + 0.1 * sum(layer.aux for layer in self.net.layers)
+
+
+@case()
+class PenalizesWhereHooksAre(Natural):
+    """Hooks of the modules in a layer collect a penalty of their weights while it runs."""
+
+    def build(self) -> None:
+        super().build()
+        self.penalties: list[Tensor] = []
+        for layer in self.net.layers:
+            for module in (layer.a, layer.b):
+                module.register_forward_hook(lambda m, args, out: self.penalties.append(m.weight.abs().mean()))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        loss = loss + 0.1 * torch.stack(self.penalties).sum()
+        self.penalties.clear()
+        return loss
+
+
+class Output:
+    """What a layer returns: its output, and the weight that made it."""
+
+    def __init__(self, value: Tensor, weight: Tensor) -> None:
+        self.value, self.weight = value, weight
+
+
+class Tells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(x + torch.tanh(self.linear(x)), self.linear.weight)
+
+
+@case()
+class PenalizesWhatIsReturned(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.ModuleList(Tells() for _ in range(2))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, penalty = self.net.embed(batch[0]), batch[0].new_zeros(())
+        for layer in self.net.layers:
+            found = layer(x)
+            x, penalty = found.value, penalty + found.weight.square().mean()
+        return F.cross_entropy(self.net.head(x), batch[1]) + penalty
+
+
+@case()
+class ChangesWhatIsReturned(PenalizesWhatIsReturned):
+    """After the optimizer's step, the weights that the layers returned are made of norm one."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.embed(batch[0])
+        self.returned = []
+        for layer in self.net.layers:
+            found = layer(x)
+            x = found.value
+            self.returned.append(found)
+        return F.cross_entropy(self.net.head(x), batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for found in self.returned:
+                found.weight.div_(found.weight.norm(dim=1, keepdim=True))
+                self.seen.append(float(found.weight.sum()))
+
+
+@case()
+class PowerIterates(Natural):
+    """A penalty of the largest singular value, with the vector of the iteration as a buffer of the layer."""
+
+    class Lipschitz(nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.register_buffer("u", F.normalize(torch.linspace(1, 2, self.out_features), dim=0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                v = F.normalize(self.weight.t() @ self.u, dim=0)
+                self.u.copy_(F.normalize(self.weight @ v, dim=0))
+            self.sigma = torch.dot(self.u.clone(), self.weight @ v)
+            return super().forward(x)
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a = self.Lipschitz(WIDTH, 12)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + 0.1 * sum(layer.a.sigma**2 for layer in self.net.layers)
