@@ -31,7 +31,6 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.export.sharded_checkpoint import ShardedCheckpoint
-from lightning_shardckpt.export.torch_export import plan_torch, write_torch
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, described, did_you_mean
@@ -242,6 +241,8 @@ def _check_output(outputs: Outputs, output: str, source: Path | None, options: O
 
 
 def _write_torch(stored: ExportSource, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
+    from lightning_shardckpt.export.torch_export import plan_torch, write_torch  # torch
+
     planned = plan_torch(stored, options)
     opened = outputs.file(output, planned.file_nbytes, overwrite=options.overwrite)
     with opened as (file, notes), progress(planned.nbytes) as advance:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any, Protocol
 
@@ -278,11 +279,25 @@ def _regions(stored: ExportSource, batch: Sequence[OutputFile], files: Sequence[
 
 
 def _conversion(stored: str, tensor: OutputTensor) -> DtypeConversion | None:
-    if stored == tensor.dtype or not prod(tensor.shape):
-        return None
-    from lightning_shardckpt.export.dtype import conversion  # torch: it takes two seconds, nothing else needs it
+    return None if stored == tensor.dtype or not prod(tensor.shape) else conversion(stored, tensor.dtype)
 
-    return conversion(stored, tensor.dtype)
+
+@cache
+def conversion(stored: str, written: str) -> DtypeConversion:
+    """Return how bytes of one dtype become those of another, as torch's ``Tensor.to`` does it.
+
+    Args:
+        stored: the one dtype, as safetensors calls it.
+        written: the other one.
+    """
+    import torch  # it takes two seconds, and nothing else here needs it
+
+    from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes
+
+    def convert(data: memoryview) -> memoryview:
+        return host_bytes(torch.frombuffer(data, dtype=TORCH_DTYPES[stored]).to(TORCH_DTYPES[written]))
+
+    return DtypeConversion(convert, DTYPE_BYTES[stored], DTYPE_BYTES[written])
 
 
 def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[OutputTensor, int, int]]) -> Iterator[Destination]:

@@ -1,11 +1,10 @@
-"""A checkpoint of this package as an export source, without torch."""
+"""A checkpoint of this package as an export source."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from lightning_shardckpt.export.torch_values import of_torch
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.state.json_values import decode_with
@@ -30,5 +29,7 @@ class ShardedCheckpoint:
 
     def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
         """The trainer's state, with records of a file for ``torch.load`` in place of tensors."""
+        from lightning_shardckpt.export.torch_archive import of_torch  # torch, which other exports do without
+
         found: dict[str, Any] = decode_with(of_torch(stored), self.document("trainer") or {})
         return found

@@ -2,38 +2,142 @@
 
 ``torch.save`` writes a zip archive of uncompressed records: ``data.pkl``, in which tensors refer to storages by number,
 and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here records stand for the tensors, whose
-bytes may come from elsewhere; the pickle is byte for byte that of ``torch.save``. No torch.
+bytes may come from elsewhere; the pickle is byte for byte that of ``torch.save``. The archive is not torch's own under
+``skip_data``, since that has no checksums, and cannot be streamed to an object store.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import sys
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from lightning_shardckpt.export.pickle_writer import Named, write_pickle
-from lightning_shardckpt.export.torch_values import ArchivedTensor, TensorPickling, from_numpy, is_of_torch
-from lightning_shardckpt.state.json_values import Dropped, Pickled
+import numpy as np
+import torch
+
+from lightning_shardckpt.compat.torch_serialization import rebuilding
+from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.format.value_checks import bytes_in
+from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
+from lightning_shardckpt.state.json_tree import tensor_from_bytes
+from lightning_shardckpt.state.json_values import Dropped, OfTorch, Pickled
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.transfer.regions import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
 _LOCAL_HEADER, _ZIP64_FIELD = 30, 20
 _VERSIONS = "_metadata"  # attribute of a state dict: the versions of modules, which ``Module.load_state_dict`` reads
-_READABLE = 0o600 << 16  # what zipfile and torch.save say of the mode of a record
-_LOADABLE = {type(None), bool, float, str, complex, bytes, ArchivedTensor, Named}
-_OF_TORCH = ("Tensor", "dtype", "device")  # the same, of its classes
+_READABLE = 0o600 << 16  # the mode that zipfile and torch.save give a record
 _BIT_LIMIT = 2000  # weights_only=True reads no integer of 256 bytes or more
 ZIP64_BYTES = 1 << 30
 """A record of so many bytes gets the fields of zip64, long before zip needs them."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ArchivedTensor:
+    """A tensor of a file that is to be written, and a record of its own in it; ``dtype`` as torch calls it.
+
+    ``content``: its bytes, or component and key of the tensor that is stored.
+    """
+
+    dtype: str
+    shape: Shape
+    nbytes: int
+    content: memoryview | tuple[str, str]
+
+
+_LOADABLE = (type(None), bool, float, str, complex, bytes, ArchivedTensor)  # of exactly these classes
+_OF_TORCH = (torch.Tensor, torch.dtype, torch.device)
+
+
+def stored_record(dtype: str, shape: Shape, content: tuple[str, str]) -> ArchivedTensor:
+    """Return the record of a stored tensor that is written in a dtype, by its name in the format."""
+    return ArchivedTensor(TORCH_NAMES.get(dtype, dtype), shape, bytes_in(shape, dtype), content)
+
+
+def of_torch(stored: Callable[[str], ArchivedTensor]) -> OfTorch:
+    """Return how values are decoded for a file; ``stored`` gives the record of a stored tensor."""
+    return OfTorch(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device)
+
+
+# ── the pickle ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pickle_of(value: Any) -> tuple[bytes, list[ArchivedTensor]]:
+    """Return the pickle that ``torch.save`` writes of a value, and its tensors, by the number of their storage.
+
+    Args:
+        value: made of what ``Plain`` returns: a pickler writes anything, ``torch.load`` refuses most of it.
+
+    Raises:
+        StateError: for a tensor that is not dense.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, 2)
+    pickler.records = []
+    pickler.dump(value)
+    return file.getvalue(), pickler.records
+
+
+class _Storage:
+    def __init__(self, identifier: tuple[Any, ...]) -> None:
+        self.identifier = identifier
+
+
+class _Pickler(pickle.Pickler):
+    """As ``torch.save`` has it, with records in place of tensors."""
+
+    records: list[ArchivedTensor]
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.identifier if isinstance(value, _Storage) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = _record_of(value)
+        if not isinstance(value, ArchivedTensor):
+            return NotImplemented
+        legacy = LEGACY_STORAGES.get(value.dtype)
+        kind = torch.storage.UntypedStorage if legacy is None else getattr(torch, legacy)
+        numel = value.nbytes if legacy is None else prod(value.shape)
+        storage = _Storage(("storage", kind, str(len(self.records)), "cpu", numel))
+        self.records.append(value)
+        shape = (*value.shape,)  # each its own, since a pickle refers to what was in it before
+        return rebuilding(storage, shape, strides_of(shape), getattr(torch, value.dtype) if legacy is None else None)
+
+
+def _record_of(tensor: torch.Tensor) -> ArchivedTensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        dtype_name(tensor, "beside the model and the optimizers")  # says what is wrong
+    content = host_bytes(tensor)
+    return ArchivedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), len(content), content)
+
+
+def strides_of(shape: Shape) -> tuple[int, ...]:
+    """Return the strides of a new tensor.
+
+    >>> strides_of((5, 0, 3, 2))
+    (6, 6, 2, 1)
+    """
+    found = [1]
+    for length in reversed(shape[1:]):
+        found.append(found[-1] * max(length, 1))
+    return tuple(reversed(found)) if shape else ()
+
+
+# ── the archive ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class TorchFileLayout:
-    """The layout of what ``torch.save(value, file)`` would write: ``regions`` to fill, each with its ``head``, and the
-    end.
+    """The layout of the file that ``torch.save(value, file)`` writes: ``regions`` to fill, their heads, and the end.
 
     Args:
         value: made of what ``Plain`` returns, else ``torch.load`` refuses the file.
@@ -44,12 +148,11 @@ class TorchFileLayout:
         self.regions: list[Region] = []
         self._zip64_bytes = zip64_bytes
         self._records: list[zipfile.ZipInfo] = []
-        tensors = TensorPickling()
-        pickled = write_pickle(value, tensors.made_by)
+        pickled, tensors = pickle_of(value)
         # without .format_version, torch.load looks offsets up instead of deriving them from what torch.save writes
         self._add("data.pkl", memoryview(pickled))
         self._add("byteorder", memoryview(sys.byteorder.encode()))
-        for number, tensor in enumerate(tensors.tensors):
+        for number, tensor in enumerate(tensors):
             self._add(f"data/{number}", tensor.content, tensor.nbytes)
         self._add("version", memoryview(b"3\n"))
 
@@ -101,6 +204,9 @@ def _padding(position: int) -> bytes:
     return struct.pack("<2sH", b"FB", length) + bytes(length)
 
 
+# ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class Plain:
     """Turns values into what ``torch.load`` reads by default; ``changed`` lists what had to become something else."""
 
@@ -113,7 +219,7 @@ class Plain:
         A path, a date, a range and the like become text; a frozenset a set, a deque a list, a namespace a dict; numpy
         arrays become tensors. What the checkpoint does not hold is left out, in a list None stands for it.
         """
-        if type(value) in _LOADABLE or any(is_of_torch(value, name) for name in _OF_TORCH):
+        if type(value) in _LOADABLE or isinstance(value, _OF_TORCH):
             return value
         if type(value) is int:
             return value if value.bit_length() < _BIT_LIMIT else self._as(str(value), value, path)
@@ -173,16 +279,17 @@ class Plain:
         return self._as(str(value), value, path)
 
     def _as(self, new: Any, old: Any, path: str) -> Any:
-        kind = "Tensor" if isinstance(new, ArchivedTensor) else type(new).__name__
-        self.changed.append(f"{path}: {type(old).__name__} became {kind}")
+        self.changed.append(f"{path}: {type(old).__name__} became {type(new).__name__}")
         return new
 
 
 def _from_numpy(value: Any) -> Any:
     """A tensor for an array; a list, which loses digits, where torch has no dtype that is so long."""
-    value = value.astype(value.dtype.newbyteorder("="), copy=False)
-    found = from_numpy(value)
-    return value.astype("c16" if value.dtype.kind == "c" else "f8").tolist() if found is None else found
+    value = np.array(value, value.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(value)
+    except TypeError:
+        return value.astype("c16" if value.dtype.kind == "c" else "f8").tolist()
 
 
 def _number(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """Export a checkpoint to a file for ``torch.load``, with filters, names and dtypes.
 
 A Trainer's has Lightning's keys. That of a nested dict of objects has the keys of the dict, as a file of plain Fabric.
-No torch, unless a dtype is converted or a value is a device: from a checkpoint of this package, nothing else needs it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_shardckpt.export import torch_archive
 from lightning_shardckpt.export.key_filter import Naming, unique
 from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.export.safetensors_export import ExportSource
-from lightning_shardckpt.export.torch_values import ArchivedTensor, of_torch, stored_record
+from lightning_shardckpt.export.safetensors_export import ExportSource, conversion
+from lightning_shardckpt.export.torch_archive import (
+    ZIP64_BYTES,
+    ArchivedTensor,
+    Plain,
+    TorchFileLayout,
+    of_torch,
+    stored_record,
+)
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
@@ -35,7 +40,7 @@ _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
 class TorchFile:
     """The plan of a torch file; ``changed``: what of the checkpoint had to become something else."""
 
-    archive: torch_archive.TorchFileLayout
+    archive: TorchFileLayout
     regions: list[Region]
     changed: list[str]
 
@@ -50,7 +55,7 @@ class TorchFile:
         return self.regions[-1].end
 
 
-def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = torch_archive.ZIP64_BYTES) -> TorchFile:
+def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_BYTES) -> TorchFile:
     """A file that ``torch.load`` reads by default; records of ``zip64_bytes`` get the fields of zip64.
 
     Raises:
@@ -67,7 +72,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = torch_
     def decoded(value: Any) -> Any:
         return decode_with(of_torch(no_tensor), value)
 
-    plain = torch_archive.Plain()
+    plain = Plain()
     checkpoint = assemble(source, record, decoded, optimizers=options.optimizer)
     _rename(checkpoint, options.naming)
     for name, value in checkpoint.get("state_dict", {}).items():
@@ -77,7 +82,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = torch_
         staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
         checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
     checkpoint = plain.of(_as_saved(checkpoint, options.naming))
-    archive = torch_archive.TorchFileLayout(checkpoint, zip64_bytes)
+    archive = TorchFileLayout(checkpoint, zip64_bytes)
     return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
 
 
@@ -100,11 +105,7 @@ def _converted(source: ExportSource, options: Options, region: Region) -> Region
         return region
     stored = source.components()["model"].tensors[region.content[1]].dtype
     written = options.written_as(stored)
-    if written == stored:
-        return region
-    from lightning_shardckpt.export.dtype import conversion  # torch: it takes two seconds, nothing else needs it
-
-    return replace(region, conversion=conversion(stored, written))
+    return region if written == stored else replace(region, conversion=conversion(stored, written))
 
 
 def _as_saved(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:

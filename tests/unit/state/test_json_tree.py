@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.export.torch_values import of_torch
+from lightning_shardckpt.export.torch_archive import of_torch
 from lightning_shardckpt.state.json_tree import INLINE_BYTES, Encoder, decode, decode_small, encode_small
 from lightning_shardckpt.state.json_values import Dropped, decode_with
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
