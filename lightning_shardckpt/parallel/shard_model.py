@@ -256,7 +256,7 @@ def _sharded_module(
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
     if stages is not None:
-        absent = stages.list_absent(parameters.before, parameters.replaced, device)
+        absent = stages.list_absent(parameters.before, parameters.replaced)
         pipeline = stages.pipeline(root, gradients, absent, device, keep_gathered=recipe.keeps_gathered(meshes))
     return ShardedModule(
         meshes,

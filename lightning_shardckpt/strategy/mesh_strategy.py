@@ -85,7 +85,7 @@ class MeshStrategy(Remade):
         pipeline_layers: list[str] | None = None,
         pipeline_split: str | list[str] = "even",
         pipeline_modules: dict[str, Literal["first", "last", "every"]] | None = None,
-        pipeline_schedule: str = "gpipe",
+        pipeline_schedule: str | type = "gpipe",
         pipeline_microbatches: int | None = None,
         pipeline_loss: Literal["batch", "microbatch"] = "batch",
         pipeline_stages_per_rank: int = 1,
@@ -121,7 +121,8 @@ class MeshStrategy(Remade):
                 last.
             pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or of the
                 zero-bubble kind ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names
-                are understood, too.
+                are understood, too. Or a schedule of your own for torch.distributed.pipelining: the path of a CSV file
+                (``.csv``) as its ``_PipelineScheduleRuntime`` reads it, or a subclass of PipelineScheduleMulti.
             pipeline_microbatches: Into how many microbatches a batch is split; by default twice the number of
                 processes, and never more than it has samples.
             pipeline_loss: ``"batch"`` runs what follows the layers once, on the whole batch: exact for any loss.
@@ -269,14 +270,7 @@ class MeshStrategy(Remade):
         )
 
     def _new_meshes(self) -> Meshes:
-        topology = self.axis_sizes.topology(self.world_size)
-        if topology.pipeline > 1 and self.root_device.type != "cpu":
-            raise TopologyError(
-                f"pipeline_parallel_size={topology.pipeline} does not run on {self.root_device.type}: stages tell "
-                "messages apart by tags, which NCCL does not have, so it would mix them up. Use "
-                "data_parallel_shard_size and tensor_parallel_size there, or accelerator='cpu'"
-            )
-        return build_meshes(topology, self.root_device.type, self._timeout_s)
+        return build_meshes(self.axis_sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
 
     def _new_ranks(self) -> Ranks:
         """Return the ranks that save and load together."""

@@ -75,12 +75,3 @@ def _choose() -> None:
 def test_ranks_that_run_different_modules_are_an_error() -> None:
     outcomes = run_on_gpus(2, _choose, expect_errors=True)
     assert all("the ranks gather parameters of different modules at a time" in o.error.message for o in outcomes)
-
-
-def _pipeline() -> None:
-    fit({"pipeline_parallel_size": 2}, STEPS, accelerator="cuda")
-
-
-def test_pipelines_are_refused_by_name_before_training() -> None:
-    outcomes = run_on_gpus(2, _pipeline, expect_errors=True)
-    assert all("stages tell messages apart by tags, which NCCL does not have" in o.error.message for o in outcomes)

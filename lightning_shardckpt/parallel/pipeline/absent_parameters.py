@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -38,23 +37,22 @@ class AbsentParameters:
     Args:
         places: for each parameter of the whole module, in the same order on all ranks, its name, this rank's part, and
             what stands for it elsewhere; None for what there isn't.
-        group: the ranks of the pipeline.
+        group: the ranks of the pipeline, on gloo.
     """
 
     def __init__(
         self,
         places: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]],
         group: dist.ProcessGroup,
-        device: torch.device,
     ) -> None:
-        self._places, self._group, self._device = list(places), group, device
+        self._places, self._group = list(places), group
 
     def share_gradients(self) -> None:
         """Let every stage know which parameters have a gradient now.
 
         Collective: every rank of the pipeline must call it.
         """
-        self.note_gradients(gathered(self.own_gradients(has_gradient), self._group, self._device))
+        self.note_gradients(gathered(self.own_gradients(has_gradient), self._group))
 
     def own_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
         """Return which parameters of this rank have a gradient now, as numbers; as many on every rank."""

@@ -1,6 +1,7 @@
 """Agreement of a group's ranks on whether what they did together worked on all of them.
 
-A stage that fails must not leave the others waiting, and its error must be the one that everybody sees.
+A stage that fails must not leave the others waiting, and its error must be the one that everybody sees. All groups here
+are on gloo: what the ranks tell each other are numbers of the host, for which nobody waits for a device.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def refused_once_interrupted(what: str, group: dist.ProcessGroup) -> Iterator[No
         raise
 
 
-def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup, device: torch.device) -> T:
+def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Do ``work`` and return its result if it worked on every rank of ``group``.
 
     Collective: every rank of ``group`` must call it, and ``work`` must end on each, whatever happens on others.
@@ -56,7 +57,7 @@ def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup, device: to
     Raises:
         Exception: the rank's own error, or the first failing rank's: TopologyError if it was one, else RankError.
     """
-    return _met(what, work, lambda result: [], 0, group, device)[0]
+    return _met(what, work, lambda result: [], 0, group)[0]
 
 
 def agree_on_numbers(
@@ -64,7 +65,6 @@ def agree_on_numbers(
     work: Callable[[], Sequence[int]],
     count: int,
     group: dist.ProcessGroup,
-    device: torch.device,
     *,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
@@ -77,27 +77,26 @@ def agree_on_numbers(
         work: gives the numbers of this rank.
         count: of them, the same on all ranks.
         group: whose ranks take part.
-        device: on which they communicate.
         meanwhile: runs on each rank while the numbers are on their way; it must neither fail nor communicate.
 
     Returns:
         The numbers of each rank, by its place in the group.
     """
-    every = _met(what, work, lambda result: result, count, group, device, meanwhile)[1]
+    every = _met(what, work, lambda result: result, count, group, meanwhile)[1]
     return [row.tolist() for row in every]
 
 
 def agree_on_report(
-    what: str, work: Callable[[], Packed | None], source: int, group: dist.ProcessGroup, device: torch.device
+    what: str, work: Callable[[], Packed | None], source: int, group: dist.ProcessGroup
 ) -> Any:
     """Do ``work``, and return the object that it packed on the rank ``source`` of ``group``; as `agree`."""
-    own, every = _met(what, work, _inline, 1 + _INLINE, group, device)
+    own, every = _met(what, work, _inline, 1 + _INLINE, group)
     row = every[source]
     count = int(row[0])
     content = row[1:].view(torch.uint8)
     if count > content.numel():
-        content = torch.empty(count, dtype=torch.uint8, device=device) if own is None else own[0]
-        dist.broadcast(content, dist.get_global_rank(group, source), group=group)
+        content = torch.empty(count, dtype=torch.uint8) if own is None else own[0]
+        dist.broadcast(content, group=group, group_src=source)
     return unpickled(content, torch.tensor([count]), group)
 
 
@@ -107,7 +106,6 @@ def _met(
     numbers: Callable[[T], Sequence[int] | Tensor],
     count: int,
     group: dist.ProcessGroup,
-    device: torch.device,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[T, list[Tensor]]:
     """Return the result of ``work``, and ``count`` numbers that each rank made of its own."""
@@ -121,7 +119,7 @@ def _met(
     except Exception as error:
         failure = error
         own[0] = _PEER_FAILED if isinstance(failure, PeerFailed) else _FAILED
-    table = _gathered(own, group, device, meanwhile)
+    table = _gathered(own, group, meanwhile)
     every = [int(row[0]) for row in table]
     if not any(every):
         return result[0], [row[1:] for row in table]
@@ -140,14 +138,14 @@ Packed = tuple[Tensor, Tensor]
 """The bytes of an object, and how many."""
 
 
-def packed(value: Any, group: dist.ProcessGroup, device: torch.device) -> Packed:
+def packed(value: Any, group: dist.ProcessGroup) -> Packed:
     """``value`` to be sent. No communication.
 
     Raises:
         TopologyError: if it cannot be pickled.
     """
     try:
-        return pickled(value, group, device)
+        return pickled(value, group, torch.device("cpu"))
     except Exception as error:
         raise TopologyError(
             "what a step returns, logs and leaves in attributes is sent to the other pipeline stages, and this cannot "
@@ -159,7 +157,7 @@ def _inline(value: Packed | None) -> Tensor:
     """Return the number of bytes, and the bytes if they are few; nothing where there is no report."""
     if value is None:
         return torch.zeros(0, dtype=torch.int64)
-    content, count = value[0].cpu(), value[1].cpu().view(1)
+    content, count = value[0], value[1].view(1)
     if content.numel() > _INLINE * count.itemsize:
         return count
     words = torch.zeros(_INLINE, dtype=torch.int64)
@@ -167,18 +165,15 @@ def _inline(value: Packed | None) -> Tensor:
     return torch.cat([count, words])
 
 
-def gathered(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+def gathered(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     """The numbers of every rank of ``group``. Collective: every rank of ``group`` must call it."""
-    return [one.tolist() for one in _gathered(torch.tensor(list(numbers), dtype=torch.int64), group, device)]
+    return [one.tolist() for one in _gathered(torch.tensor(list(numbers), dtype=torch.int64), group)]
 
 
-def _gathered(
-    own: Tensor, group: dist.ProcessGroup, device: torch.device, meanwhile: Callable[[], None] = lambda: None
-) -> list[Tensor]:
-    own = own.to(device)
+def _gathered(own: Tensor, group: dist.ProcessGroup, meanwhile: Callable[[], None] = lambda: None) -> list[Tensor]:
     found = [torch.zeros_like(own) for _ in range(group.size())]
     sent = dist.all_gather(found, own, group=group, async_op=True)
     meanwhile()
     assert sent is not None
     sent.wait()
-    return [one.cpu() for one in found]
+    return found

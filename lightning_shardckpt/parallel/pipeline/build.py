@@ -37,7 +37,7 @@ class PipelineRecipe:
     layers: Sequence[str] | None = None
     split: Split = "even"
     modules: Mapping[str, Where] = field(default_factory=dict)
-    schedule: str = "gpipe"
+    schedule: str | type = "gpipe"
     microbatches: int | None = None
     loss: LossOf = "batch"
     stages_per_rank: int = 1
@@ -55,6 +55,12 @@ class PipelineRecipe:
         if ranks == 1:
             return
         schedule = resolve_schedule(self.schedule, ranks, self.stages_per_rank)
+        most = schedule.most_microbatches
+        if most is not None and (self.microbatches or most) > most:
+            raise TopologyError(
+                f"pipeline_schedule={self.schedule!r} is an order for {most} microbatches, so pipeline_microbatches "
+                f"can be {most} at most, found {self.microbatches}"
+            )
         if self.loss == "batch" and schedule.interleaves_backward:
             raise TopologyError(
                 f"pipeline_schedule={self.schedule!r} runs backward passes before all forward passes are done, so it "
@@ -111,7 +117,7 @@ class StagedModule:
         return [(here[name], groups[ranks[name]]) for name in sorted(here) if len(ranks[name]) > 1]
 
     def list_absent(
-        self, whole: Mapping[str, nn.Parameter], here: Mapping[nn.Parameter, nn.Parameter], device: torch.device
+        self, whole: Mapping[str, nn.Parameter], here: Mapping[nn.Parameter, nn.Parameter]
     ) -> AbsentParameters:
         """Let ``parameters()`` of the root be those of the whole module, with placeholders for those of other stages.
 
@@ -127,7 +133,7 @@ class StagedModule:
         for name, old in whole.items():
             names.setdefault(old, clean_fqn(name))
         places = [(name, here.get(old), self.weights.get(id(old))) for old, name in names.items()]
-        return AbsentParameters(places, self.meshes.pipeline_group, device)
+        return AbsentParameters(places, self.meshes.pipeline_words_group)
 
     def pipeline(
         self,
@@ -158,7 +164,7 @@ class StagedModule:
             gradients,
             absent,
             keep_gathered=keep_gathered,
-            microbatches=self.recipe.microbatches or 2 * topology.pipeline,
+            microbatches=self.recipe.microbatches or self.schedule.most_microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
             common=common,
         )

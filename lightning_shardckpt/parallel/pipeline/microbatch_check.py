@@ -23,7 +23,6 @@ from lightning_shardckpt.compat.module_class import withholds_state
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import joined_dim, whole_and_halves
-from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
@@ -69,7 +68,7 @@ class MicrobatchCheck:
     Args:
         root: the module, split into stages.
         common: those of its modules that every stage has, which steps restore by themselves.
-        rank: of this process in its pipeline.
+        last: the last stage.
         in_order: whether the order of the rows that come out of the layers counts.
     """
 
@@ -78,12 +77,11 @@ class MicrobatchCheck:
         root: nn.Module,
         common: Sequence[nn.Module],
         stages: StageRunner,
-        schedule: Schedule,
-        rank: int,
+        last: int,
         *,
         in_order: bool,
     ) -> None:
-        self._root, self._stages, self._schedule, self._rank = root, stages, schedule, rank
+        self._root, self._stages, self._last = root, stages, last
         self._in_order = in_order
         others = set(common)
         self._own = [m for m in root.modules() if m not in others and not withholds_state(m)]
@@ -115,7 +113,6 @@ class MicrobatchCheck:
         trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
         trial.samples, trial.carries, trial.stored = [None] * _PARTS, {}, {}
         trial.attributes = attributes
-        operations = [op for op in self._schedule.operations(self._rank, _PARTS) if op.kind == "forward"]
         kept, precision = self._as_it_was(state), _Precision()
         with kept, kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
             failure = None
@@ -124,9 +121,9 @@ class MicrobatchCheck:
                 probe(trial)
             except Exception as error:
                 failure = error
-            self._stages.run(trial, operations, failure=failure)
-        last = self._schedule.stages - 1
-        results = [trial.stored[last, part].outputs for part in range(_PARTS) if (last, part) in trial.stored]
+            self._stages.run(trial, _PARTS, "forward", failure=failure)
+        places = [(self._last, part) for part in range(_PARTS)]
+        results = [trial.stored[place].outputs for place in places if place in trial.stored]
         off = self._difference(results) if results else 0.0
         return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(off, 1.0))
 

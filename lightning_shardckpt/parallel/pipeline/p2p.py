@@ -1,35 +1,33 @@
 """Messages between pipeline stages: activations forward, gradients backward.
 
-Every message begins with a part of fixed size, with a header, so shapes may change from one microbatch to the next, and
-a stage that failed can say so in place of what is waited for. Small tensors in host memory are in that part, too.
-Sends never block; receives do, unless what they wait for was expected early.
+A message has words, numbers of the host that say which tensors follow, or that their stage failed; and the tensors.
+
+- Words go over gloo, where messages are told apart by tags. Shapes may change from one microbatch to the next.
+- Tensors on a CPU do, too; small ones are among the words.
+- Tensors on a GPU go over a communicator that knows no tags: both sides begin what they send and receive in the order
+  of `Schedule.plan`. Only the stream waits for them, and nobody reads a number from the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.pipeline.schedule import Schedule
+from lightning_shardckpt.parallel.pipeline.schedule import Direction, Receive, Schedule
 
-_HEADER = 256  # int64 numbers
-_FIRST_PART = 2048  # int64 numbers: the header, and small tensors
+_WORDS = 256  # int64 numbers
+_WITH_TENSORS = 2048  # int64 numbers, where small tensors follow the words
 _ALIGNMENT = 16
 _TAGS = 64  # a message has at most so many parts
 _MICROBATCHES = 4096
 _FAILED = -1
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
-    *(torch.int32, torch.int64, torch.complex64, torch.complex128),
-)
-
-Direction = Literal["forward", "backward"]
+_DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 _Place = tuple[Direction, int, int]
 """Direction, boundary and microbatch of a message."""
 
@@ -51,105 +49,116 @@ class Message:
     facts: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """A message of which the words are here; None: the other side failed."""
+
+    message: Message | None
+    works: Sequence[dist.Work] = ()
+
+
 @dataclass(slots=True)
 class Transport:
     """Messages between the stages of one pipeline.
 
-    Written for gloo, whose messages are told apart by tags; NCCL has none and has not been run.
-
     Attributes:
-        group: the ranks of the pipeline.
+        schedule: says which rank has a stage.
+        group: the ranks of the pipeline, for tensors.
+        words_group: the same ranks, on gloo.
+        rank: of this process among them.
+        device: of tensors.
     """
 
     schedule: Schedule
     group: dist.ProcessGroup
+    words_group: dist.ProcessGroup
     rank: int
     device: torch.device
     _pending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     _local: dict[_Place, Message | None] = field(default_factory=dict)
     _expected: dict[_Place, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    _arriving: dict[_Place, _Arriving] = field(default_factory=dict)
+
+    def warm_up(self) -> None:
+        """Let neighbours exchange a byte, in one order on all ranks: NCCL may make a communicator for each pair.
+
+        Collective: every rank of ``group`` must call it.
+        """
+        if self._has_tags:
+            return
+        ranks = [self.schedule.rank_of(stage) for stage in range(self.schedule.stages)]
+        for pair in sorted({tuple(sorted(two)) for two in pairwise(ranks) if two[0] != two[1]}):
+            for source, to in (pair, pair[::-1]):
+                byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                if self.rank == source:
+                    dist.send(byte, group=self.group, group_dst=to)
+                elif self.rank == to:
+                    dist.recv(byte, group=self.group, group_src=source)
 
     def send(self, direction: Direction, boundary: int, microbatch: int, message: Message | None) -> None:
-        """Send over the boundary between stages ``boundary`` and ``boundary + 1``; None: this side failed."""
-        to = boundary + 1 if direction == "forward" else boundary
-        peer = self.schedule.rank_of(to)
+        """Send over the boundary between stages ``boundary`` and ``boundary + 1``; None: this side failed.
+
+        Nobody waits for the other side.
+        """
+        peer = self.schedule.rank_of(boundary + 1 if direction == "forward" else boundary)
         if peer == self.rank:
             self._local[direction, boundary, microbatch] = message
             return
-        destination = dist.get_global_rank(self.group, peer)
-        tag = self._tag(direction, boundary, microbatch)
-        tensors = (
-            []
-            if message is None
-            else [t.detach().resolve_conj().resolve_neg().contiguous() for t, _ in message.tensors.values()]
-        )
-        first = torch.zeros(_FIRST_PART, dtype=torch.int64)
-        numbers = _header(message, tensors)
-        first[: len(numbers)] = torch.tensor(numbers)
-        places = self._places_inside([tensor.nbytes for tensor in tensors])
+        tag = _tag(direction, boundary, microbatch)
+        given = [] if message is None else [tensor for tensor, _ in message.tensors.values()]
+        tensors = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in given]
+        words = torch.zeros(self._words, dtype=torch.int64)
+        numbers = _numbers(message, tensors)
+        words[: len(numbers)] = torch.tensor(numbers)
+        places = self._places_among_words([tensor.nbytes for tensor in tensors])
         if places is not None:
             for tensor, (start, stop) in zip(tensors, places, strict=True):
-                first.view(torch.uint8)[start:stop] = tensor.reshape(-1).view(torch.uint8)
+                words.view(torch.uint8)[start:stop] = _bytes(tensor)
             tensors = []
-        for part, tensor in enumerate([first.to(self.device), *tensors]):
+        self._release()
+        self._begin(words, peer, self.words_group, tag)
+        for part, tensor in enumerate(tensors):
             if tensor.numel():
-                work = dist.isend(tensor, destination, group=self.group, tag=tag + part)
-                assert work is not None
-                self._pending.append((work, tensor))
+                self._begin(_bytes(tensor), peer, self.group, tag + 1 + part if self._has_tags else 0)
 
-    def expect(self, direction: Direction, boundary: int, microbatch: int) -> None:
-        """Let a message arrive while this rank computes; `receive` must be called for it."""
-        source = self._source(direction, boundary)
-        if source is None or (direction, boundary, microbatch) in self._expected:
+    def expect(self, place: Receive) -> None:
+        """Let the words of a message arrive while this rank computes; `receive` must be called for it."""
+        source = self._source(place.direction, place.boundary)
+        key = place.direction, place.boundary, place.microbatch
+        if source is None or key in self._expected or key in self._arriving:
             return
-        first = torch.empty(_FIRST_PART, dtype=torch.int64, device=self.device)
-        work = dist.irecv(first, source, group=self.group, tag=self._tag(direction, boundary, microbatch))
+        words = torch.empty(self._words, dtype=torch.int64)
+        work = dist.irecv(words, group=self.words_group, group_src=source, tag=_tag(*key))
         assert work is not None
-        self._expected[direction, boundary, microbatch] = work, first
+        self._expected[key] = work, words
+
+    def begin(self, place: Receive) -> None:
+        """Begin to receive the tensors of a message; call it at this place of the plan, before `receive`.
+
+        On a GPU it waits until the other side's process has come to its `send`, but for no device. On a CPU tags allow
+        to begin when the message is needed.
+        """
+        if not self._has_tags:
+            self._arrive(place)
 
     def receive(self, direction: Direction, boundary: int, microbatch: int) -> Message:
-        """Wait for the message that the other side of the boundary sends.
+        """Return the message that the other side of the boundary sends. On a CPU it waits for it, else the stream does.
 
         Raises:
             PeerFailed: if it failed instead.
         """
-        place = direction, boundary, microbatch
-        source = self._source(direction, boundary)
-        if source is None:
-            message = self._local.pop(place)
-            if message is None:
-                raise PeerFailed
-            return message
-        tag = self._tag(direction, boundary, microbatch)
-        self.expect(direction, boundary, microbatch)
-        work, first = self._expected.pop(place)
-        work.wait()
-        facts, parts = _parsed(first[:_HEADER].tolist())
-        found = [torch.empty(shape, dtype=dtype, device=self.device) for _, _, dtype, shape in parts]
-        places = self._places_inside([tensor.nbytes for tensor in found])
-        for part, tensor in enumerate(found):
-            if places is not None:
-                start, stop = places[part]
-                tensor.view(-1).view(torch.uint8).copy_(first.view(torch.uint8)[start:stop])
-            elif tensor.numel():
-                dist.recv(tensor, source, group=self.group, tag=tag + 1 + part)
-        tensors = {position: (tensor, flag) for tensor, (position, flag, _, _) in zip(found, parts, strict=True)}
-        return Message(tensors, facts)
-
-    def _source(self, direction: Direction, boundary: int) -> int | None:
-        """Return the global rank from which messages over a boundary come; None if that is this one."""
-        peer = self.schedule.rank_of(boundary if direction == "forward" else boundary + 1)
-        return None if peer == self.rank else dist.get_global_rank(self.group, peer)
-
-    def _places_inside(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Return where the bytes of tensors are in the first part of a message; None if they come after it."""
-        if self.device.type != "cpu":  # it is made in host memory
-            return None
-        places, at = list[tuple[int, int]](), _HEADER * torch.int64.itemsize
-        for size in sizes:
-            places.append((at, at + size))
-            at += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return places if at <= _FIRST_PART * torch.int64.itemsize else None
+        key = direction, boundary, microbatch
+        if self._source(direction, boundary) is None:
+            message = self._local.pop(key)
+        else:
+            self._arrive(Receive(*key))
+            found = self._arriving.pop(key)
+            for work in found.works:
+                work.wait()
+            message = found.message
+        if message is None:
+            raise PeerFailed
+        return message
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived. Call when every peer has received what it is going to."""
@@ -157,27 +166,92 @@ class Transport:
             work.wait()
         self._pending.clear()
 
-    def _tag(self, direction: Direction, boundary: int, microbatch: int) -> int:
-        channel = 2 * boundary + (direction == "backward")
-        return (channel * _MICROBATCHES + microbatch) * _TAGS
+    @property
+    def _has_tags(self) -> bool:
+        """True if tensors go over gloo as well."""
+        return self.device.type == "cpu"
+
+    @property
+    def _words(self) -> int:
+        return _WITH_TENSORS if self._has_tags else _WORDS
+
+    def _begin(self, tensor: Tensor, to: int, group: dist.ProcessGroup, tag: int) -> None:
+        work = dist.isend(tensor, group=group, group_dst=to, tag=tag)
+        assert work is not None
+        self._pending.append((work, tensor))
+
+    def _release(self) -> None:
+        """Keep no longer what has arrived."""
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.pop(0)[0].wait()
+
+    def _arrive(self, place: Receive) -> None:
+        key = place.direction, place.boundary, place.microbatch
+        source = self._source(place.direction, place.boundary)
+        if source is None or key in self._arriving:
+            return
+        self.expect(place)
+        work, words = self._expected.pop(key)
+        work.wait()
+        self._arriving[key] = self._received(words, source, _tag(*key))
+
+    def _received(self, words: Tensor, source: int, tag: int) -> _Arriving:
+        """Read words, and begin to receive the tensors of which they tell."""
+        numbers = words[:_WORDS].tolist()
+        if numbers[0] == _FAILED:
+            return _Arriving(None)
+        facts, parts = _parsed(numbers)
+        found = [torch.empty(shape, dtype=dtype, device=self.device) for _, _, dtype, shape in parts]
+        places = self._places_among_words([tensor.nbytes for tensor in found])
+        works = []
+        for part, tensor in enumerate(found):
+            if places is not None:
+                start, stop = places[part]
+                _bytes(tensor).copy_(words.view(torch.uint8)[start:stop])
+            elif tensor.numel():
+                own_tag = tag + 1 + part if self._has_tags else 0
+                works.append(dist.irecv(_bytes(tensor), group=self.group, group_src=source, tag=own_tag))
+        tensors = {position: (tensor, flag) for tensor, (position, flag, _, _) in zip(found, parts, strict=True)}
+        return _Arriving(Message(tensors, facts), [work for work in works if work is not None])
+
+    def _source(self, direction: Direction, boundary: int) -> int | None:
+        """Return the rank from which messages over a boundary come; None if that is this one."""
+        peer = self.schedule.rank_of(boundary if direction == "forward" else boundary + 1)
+        return None if peer == self.rank else peer
+
+    def _places_among_words(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return where the bytes of tensors are after the words; None if they come by themselves."""
+        if not self._has_tags:
+            return None
+        places, at = list[tuple[int, int]](), _WORDS * torch.int64.itemsize
+        for size in sizes:
+            places.append((at, at + size))
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return places if at <= self._words * torch.int64.itemsize else None
 
 
-def _header(message: Message | None, tensors: Sequence[Tensor]) -> list[int]:
+def _tag(direction: Direction, boundary: int, microbatch: int) -> int:
+    channel = 2 * boundary + (direction == "backward")
+    return (channel * _MICROBATCHES + microbatch) * _TAGS
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory: gloo and NCCL do not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _numbers(message: Message | None, tensors: Sequence[Tensor]) -> list[int]:
     if message is None:
         return [_FAILED]
     numbers = [len(message.facts), *message.facts, len(tensors)]
     for tensor, (position, (_, flag)) in zip(tensors, message.tensors.items(), strict=True):
-        if tensor.dtype not in _DTYPES:
-            raise TopologyError(f"a tensor of {tensor.dtype} cannot cross pipeline stages; expected one of {_DTYPES}")
         numbers += [position, int(flag), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-    if len(numbers) > _HEADER or len(tensors) >= _TAGS:
+    if len(numbers) > _WORDS or len(tensors) >= _TAGS:
         raise TopologyError(f"{len(tensors)} tensors cross a pipeline stage at once, which is too many")
     return numbers
 
 
 def _parsed(numbers: list[int]) -> tuple[tuple[int, ...], list[tuple[int, bool, torch.dtype, list[int]]]]:
-    if numbers[0] == _FAILED:
-        raise PeerFailed
     facts, at = tuple(numbers[1 : 1 + numbers[0]]), 2 + numbers[0]
     places = []
     for _ in range(numbers[at - 1]):

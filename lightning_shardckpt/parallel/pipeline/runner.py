@@ -32,6 +32,7 @@ from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.layer_attributes import results_as_placeholders
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
 from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, SIZES, MicrobatchCheck
+from lightning_shardckpt.parallel.pipeline.p2p import Transport
 from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks, accumulate
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
@@ -85,16 +86,18 @@ class Pipeline:
         self.absent = absent
         self._keeps = keep_gathered
         self._kept = KeptGathers()
-        self._group, self._device = meshes.pipeline_group, device
-        self._data_group = meshes.data_parallel_group if meshes.topology.data_parallel > 1 else None
+        self._group, self._device = meshes.pipeline_words_group, device
+        self._data_group = meshes.data_parallel_words_group if meshes.topology.data_parallel > 1 else None
         self._rank = meshes.pipeline_rank
-        self._stages = StageRunner(gates, plan, schedule, self._group, self._rank, device, split_backward=keep_gathered)
+        transport = Transport(schedule, meshes.pipeline_group, self._group, self._rank, device)
+        transport.warm_up()
+        self._stages = StageRunner(gates, plan, schedule, transport, split_backward=keep_gathered)
         self._last = schedule.stages - 1
         here = named_modules(root)
         self._layers = {name: here[name] for name in plan.layers}
         self._checks = StepChecks(root, plan, rest_runs_once=loss_of == "batch")
         in_order = loss_of == "batch"
-        self._microbatch_check = MicrobatchCheck(root, common, self._stages, schedule, self._rank, in_order=in_order)
+        self._microbatch_check = MicrobatchCheck(root, common, self._stages, self._last, in_order=in_order)
         self._state: StepState | None = None
 
     @property
@@ -127,17 +130,14 @@ class Pipeline:
         state = self._prepare(step, scale)
         if self._microbatch_check.is_due(state):
             self._check_microbatches(state)
-        operations = self._schedule.operations(self._rank, len(state.batches))
         early = step.train and self.backward_early
-        if not early:
-            operations = [op for op in operations if op.kind == "forward"]
 
         def work() -> Packed | None:
             notes = self._checks.notes()
             failure = self._look(state)
             before = self._checks.buffer_marks()
             with self._gathering(), state.hooks.put_off() if early else nullcontext():
-                self._stages.run(state, operations, failure=failure)
+                self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
                 self._checks.check_buffers(state, before)
                 self._checks.check_parameters(state)
                 if not self.has_last_stage:
@@ -148,11 +148,11 @@ class Pipeline:
                     self._finish(state)
                 if not early:
                     self._checks.check_notes(state, notes)
-                return packed(step.report(state.outputs), self._group, self._device)
+                return packed(step.report(state.outputs), self._group)
 
         source = self._schedule.rank_of(self._last)
         with kept_rng(), guarded_hooks():  # each run starts from a seed of its own
-            report = agree_on_report(f"running {step.name}", work, source, self._group, self._device)
+            report = agree_on_report(f"running {step.name}", work, source, self._group)
         self._stages.flush()
         self._state = state if step.train and not early else None
         return report
@@ -169,14 +169,12 @@ class Pipeline:
             self._backward(state, scale)
 
     def _backward(self, state: StepState, scale: Tensor) -> None:
-        operations = self._schedule.operations(self._rank, len(state.batches))
-
         state.scale = scale
         finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
         def work() -> list[int]:
             with self._gathering(), state.hooks.once():
-                self._stages.run(state, [op for op in operations if op.kind != "forward"], first=finish)
+                self._stages.run(state, len(state.batches), "backward", first=finish)
             if not alone:
                 return []
             self._gradients.finish_kept(self._kept)
@@ -186,7 +184,7 @@ class Pipeline:
         alone, what = self._gradients.has_stage_alone, f"the backward of {state.step.name}"
         self._gradients.begin_passes()
         words = self.absent.gradient_words if alone else 0
-        every = agree_on_numbers(what, work, words, self._group, self._device)
+        every = agree_on_numbers(what, work, words, self._group)
         self._stages.flush()
         if alone:
             self._gradients.finish_passes()
@@ -235,12 +233,12 @@ class Pipeline:
             return wanted, fingerprint(step.batch), draw_seed()
 
         mark = self._checks.mark_parameters
-        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group, self._device, meanwhile=mark)
+        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group, meanwhile=mark)
         count, _, seed = every[0]
         if any(one[:2] != every[0][:2] for one in every):
             count = 0  # so that other pipelines hear of it, too
         if self._data_group is not None:  # FSDP communicates in every pass: all must make as many
-            fewest = torch.tensor(count, device=self._device)
+            fewest = torch.tensor(count)
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._data_group)
             count = int(fewest)
         if count == 0:
@@ -267,13 +265,12 @@ class Pipeline:
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
 
         try:
-            every = agree_on_numbers("comparing parts of a batch", work, 3, self._group, self._device)
+            every = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
             differs = torch.tensor(int(self._microbatch_check.differs(every)))
         except Exception:  # a step need not run on a part of a batch; if the error is another one, it comes again
             differs = torch.tensor(0)
         self._stages.flush()
         if self._data_group is not None:
-            differs = differs.to(self._device)
             dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._data_group)
         if differs:
             raise self._microbatch_check.error(state, self._plan.layers[-1])

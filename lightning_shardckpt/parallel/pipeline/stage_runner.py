@@ -11,14 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import copied
-from lightning_shardckpt.parallel.pipeline.p2p import Direction, Message, PeerFailed, Transport
-from lightning_shardckpt.parallel.pipeline.schedule import Op, Schedule
+from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
+from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Schedule, needed_by, sent_after
 from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
@@ -31,8 +30,7 @@ class StageRunner:
     """Runs operations of this rank's stages.
 
     Args:
-        group: the ranks of the pipeline.
-        rank: this one's among them.
+        transport: between this rank and the others of its pipeline.
         split_backward: whether the gradients of weights may be put off where the schedule says so.
     """
 
@@ -41,14 +39,12 @@ class StageRunner:
         gates: Gates,
         plan: StagePlan,
         schedule: Schedule,
-        group: dist.ProcessGroup,
-        rank: int,
-        device: torch.device,
+        transport: Transport,
         *,
         split_backward: bool,
     ) -> None:
         self._gates, self._plan, self._split_backward = gates, plan, split_backward
-        self._transport = Transport(schedule, group, rank, device)
+        self._schedule, self._transport = schedule, transport
         self._last = schedule.stages - 1
 
     def run_stage(self, run: StageRun, step: Callable[[], Any]) -> None:
@@ -63,60 +59,59 @@ class StageRunner:
     def run(
         self,
         state: StepState,
-        operations: Sequence[Op],
+        microbatches: int,
+        part: Part,
         *,
         first: Callable[[StepState], None] | None = None,
         failure: Exception | None = None,
     ) -> None:
-        """Run ``first``, then the operations in order; after a ``failure``, only tell the neighbours of it.
+        """Run ``first``, then a part of the schedule; after a ``failure``, only tell the neighbours of it.
 
         Raises:
             Exception: the first failure, when all operations are done or discarded.
         """
-        for op in operations:
-            if (boundary := self._boundary_before(op)) is not None:
-                self._transport.expect(*boundary, op.microbatch)
+        plan = self._schedule.plan(self._transport.rank, microbatches, part)
+        for item in plan:
+            if isinstance(item, Receive):
+                self._transport.expect(item)
         try:
             if first is not None:
                 first(state)
         except Exception as error:
             failure = error
-        for op in operations:
-            if failure is not None:
-                self._discard(op)
-                continue
-            try:
-                if op.kind == "forward":
-                    self._forward_one(state, op)
-                elif op.kind == "backward_weight":
-                    self._finish_weights(state, [(op.stage, op.microbatch)])
-                else:
-                    self._backward_one(state, op)
-            except Exception as error:
-                failure = error
-                self._send(op, None)
+        for item in plan:
+            if isinstance(item, Receive):
+                self._transport.begin(item)
+            elif failure is not None:
+                self._discard(item)
+            else:
+                try:
+                    self._run_one(state, item)
+                except Exception as error:
+                    failure = error
+                    self._send(item, None)
         if failure is not None:
             self._transport.flush()
             raise failure
         self._finish_weights(state, list(state.rests))
 
-    def _boundary_before(self, op: Op) -> tuple[Direction, int] | None:
-        """Return over which boundary, and in which direction, an operation gets what it begins with."""
+    def _run_one(self, state: StepState, op: Op) -> None:
         if op.kind == "forward":
-            return ("forward", op.stage - 1) if op.stage > 0 else None
-        return ("backward", op.stage) if op.kind != "backward_weight" and op.stage < self._last else None
+            self._forward_one(state, op)
+        elif op.kind == "backward_weight":
+            self._finish_weights(state, [(op.stage, op.microbatch)])
+        else:
+            self._backward_one(state, op)
 
     def _discard(self, op: Op) -> None:
-        if (boundary := self._boundary_before(op)) is not None:
+        if (message := needed_by(op, self._schedule.stages)) is not None:
             with suppress(PeerFailed):
-                self._transport.receive(*boundary, op.microbatch)
+                self._transport.receive(message.direction, message.boundary, message.microbatch)
         self._send(op, None)
 
     def _send(self, op: Op, message: Message | None) -> None:
-        if op.kind == "forward" and op.stage < self._last:
-            self._transport.send("forward", op.stage, op.microbatch, message)
-        elif op.kind in ("backward", "backward_input") and op.stage > 0:
-            self._transport.send("backward", op.stage - 1, op.microbatch, message)
+        if (place := sent_after(op, self._schedule.stages)) is not None:
+            self._transport.send(place.direction, place.boundary, place.microbatch, message)
 
     def _forward_one(self, state: StepState, op: Op) -> None:
         stage, microbatch = op.stage, op.microbatch

@@ -122,7 +122,7 @@ def averages(hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     net = nn.Linear(2, 1, bias=False)
     kept = ReplicatedGradients([net.weight], dist.group.WORLD, 0.5, UnreducedGradients())  # type: ignore[arg-type]
     net.weight.register_hook(hook)
-    absent = AbsentParameters([("weight", net.weight, None)], dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    absent = AbsentParameters([("weight", net.weight, None)], dist.group.WORLD)  # type: ignore[arg-type]
     absent.check_own()
     net(torch.ones(1, 2)).sum().backward()
     del kept
@@ -179,7 +179,7 @@ def test_parameters_that_come_to_an_optimizer_later_are_split_too(stage: nn.Modu
 
 def test_memory_of_another_stage_is_noticed_at_the_next_step(stage: nn.Module) -> None:
     places = [(n, None, p) if isinstance(p, Placeholder) else (n, p, None) for n, p in stage.named_parameters()]
-    absent = AbsentParameters(places, dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]  # not used
+    absent = AbsentParameters(places, dist.group.WORLD)  # type: ignore[arg-type]  # not used
     absent.check_own()
     vector = nn.utils.parameters_to_vector(stage.parameters())
     nn.utils.vector_to_parameters(vector, stage.parameters())

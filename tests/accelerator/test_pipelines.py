@@ -1,0 +1,194 @@
+"""Pipelines on pretend GPUs, where messages have no tags and wait for each other. Oracle: the same run on CPUs.
+
+All runs of one world share its processes, one set for each way in which NCCL makes communicators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.accelerator.ranks import run_on_gpus
+from tests.support.pool import run_ranks
+from tests.support.tiny import Block, SaveAt, TinyLM, differences, full_state, loader, trainer
+
+STEPS = 3
+ROUNDING, LOW_PRECISION = 1e-5, 2e-2
+TENSOR_PARALLEL = {
+    "tensor_parallel_size": 2,
+    "tensor_parallel_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+}
+
+
+def by(schedule: str, ranks: int = 2, stages_per_rank: int = 1, **options: Any) -> dict[str, Any]:
+    """Arguments of a strategy."""
+    return {
+        "pipeline_parallel_size": ranks,
+        "pipeline_schedule": schedule,
+        "pipeline_stages_per_rank": stages_per_rank,
+        "pipeline_microbatches": 4,
+        "pipeline_loss": "batch" if schedule in ("gpipe", "looped_bfs") else "microbatch",
+        **options,
+    }
+
+
+Run = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""Arguments of the strategy and of the Trainer."""
+RUNS: dict[int, dict[str, Run]] = {
+    2: {
+        "gpipe": (by("gpipe"), {}),
+        "1f1b": (by("1f1b"), {}),
+        "looped_bfs": (by("looped_bfs", 2, 2), {}),
+        "interleaved_1f1b": (by("interleaved_1f1b", 2, 2), {}),
+        "interleaved_zero_bubble": (by("interleaved_zero_bubble", 2, 2), {}),
+        "zbv_zero_bubble": (by("zbv_zero_bubble", 2, 2), {}),
+        "dualpipe_v": (by("dualpipe_v", 2, 2), {}),
+        "bf16-mixed": (by("gpipe"), {"precision": "bf16-mixed"}),
+        "clipped, accumulated": (by("gpipe"), {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    },
+    4: {
+        "gpipe, four ranks": (by("gpipe", 4), {}),
+        "1f1b, four ranks": (by("1f1b", 4), {}),
+        "interleaved_zero_bubble, four ranks": (by("interleaved_zero_bubble", 4, 2), {}),
+        "zbv_zero_bubble, four ranks": (by("zbv_zero_bubble", 4, 2), {}),
+        "1f1b, FSDP": (by("1f1b", data_parallel_shard_size=2), {}),
+        "gpipe, tensor parallel": (by("gpipe", **TENSOR_PARALLEL), {}),
+    },
+}
+
+
+class Deep(TinyLM):
+    """Eight blocks, without dropout, which devices draw differently."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.blocks = nn.ModuleList([Block() for _ in range(8)])
+        for block in self.blocks.modules():
+            if isinstance(block, nn.Dropout):
+                block.p = 0.0
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        (tokens,) = batch
+        loss = nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+
+class _Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+def _train(
+    run: Run, accelerator: str, module: pl.LightningModule | None = None, *, steps: int = STEPS, **options: Any
+) -> tuple[list[float], dict[str, Any]]:
+    """Return the losses, and what there is of the state on this rank. Collective: every rank must call it."""
+    torch.manual_seed(1)
+    module, losses = module or Deep(frozen=False), _Losses()
+    callbacks = [losses, *options.pop("callbacks", [])]
+    trained = trainer(run[0], accelerator=accelerator, max_steps=steps, callbacks=callbacks, **run[1])
+    trained.fit(module, loader(batch_size=5, shuffle=False), **options)
+    state = {} if run[0] else full_state(module, trained.optimizers)
+    return losses.found, state
+
+
+def _train_all(runs: Mapping[str, Run], accelerator: str) -> dict[str, list[float]]:
+    found = {}
+    for name, run in runs.items():
+        try:
+            found[name] = _train(run, accelerator)[0]
+        except BaseException as error:
+            error.add_note(f"in {name}")
+            raise
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", RUNS)
+def test_losses_are_those_on_cpus(world: int) -> None:
+    on_cpus = run_ranks(world, _train_all, RUNS[world], "cpu", timeout_s=200)
+    for eager in (True, False):
+        on_gpus = run_on_gpus(world, _train_all, RUNS[world], "cuda", pretend={"eager": eager}, timeout_s=200)
+        for name in RUNS[world]:
+            tolerance = LOW_PRECISION if "bf16" in name else ROUNDING
+            for cpu, gpu in zip(on_cpus, on_gpus, strict=True):
+                assert len(cpu[name]) >= STEPS
+                torch.testing.assert_close(torch.tensor(gpu[name]), torch.tensor(cpu[name]), rtol=tolerance, atol=0)
+
+
+class _Fails(nn.Module):
+    """Fails in the third forward, or the third backward, of a block."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and isinstance(x.grad_fn, torch.autograd.graph.Node):
+            if self.when == "backward":
+                x.register_hook(self._fail)
+            else:
+                self._fail(x)
+        return x
+
+    def _fail(self, x: Tensor) -> Tensor:
+        self.calls.append(self.when)
+        if len(self.calls) == 3:
+            raise ArithmeticError("a bad microbatch")
+        return x * 1
+
+
+def _fail_everywhere() -> list[str]:
+    """Each failure is heard by all, and the next run works."""
+    said = []
+    for block, when, schedule in ((1, "forward", "gpipe"), (6, "forward", "1f1b"), (1, "backward", "1f1b")):
+        module = Deep(frozen=False)
+        module.blocks[block].dropout = _Fails(when)
+        _Fails.calls.clear()
+        try:
+            _train((by(schedule), {}), "cuda", module)
+        except Exception as error:
+            said.append(str(error))
+    _train((by("1f1b"), {}), "cuda")
+    return said
+
+
+def test_a_stage_that_fails_in_mid_schedule_is_named_by_all() -> None:
+    for said in run_on_gpus(2, _fail_everywhere, pretend={"eager": False}, timeout_s=100):
+        assert len(said) == 3
+        assert all("a bad microbatch" in one for one in said)
+
+
+def _save(path: str) -> list[float]:
+    return _train((by("1f1b"), {}), "cuda", steps=4, callbacks=[SaveAt(2, path)])[0]
+
+
+def _resume(run: Run, accelerator: str, path: str, steps: int, again: str | None = None) -> Any:
+    callbacks = [SaveAt(steps, again)] if again else []
+    losses, state = _train(run, accelerator, steps=steps, ckpt_path=path, callbacks=callbacks)
+    return losses, {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stages_resumes_exactly_and_loads_on_other_topologies(tmp_path: Path) -> None:
+    path, again = str(tmp_path / "saved.ckpt"), str(tmp_path / "again.ckpt")
+    straight = run_on_gpus(2, _save, path)[0]
+    assert run_on_gpus(2, _resume, (by("1f1b"), {}), "cuda", path, 4)[0][0] == straight[2:]
+    (_, whole), *_ = run_ranks(1, _resume, ({}, {}), "cpu", path, 2, init_process_group=False)
+    (_, sharded), *_ = run_on_gpus(2, _resume, ({}, {}), "cuda", path, 2)
+    assert whole and differences(whole, sharded) == []
+    losses, _ = run_on_gpus(2, _resume, (by("zbv_zero_bubble", 2, 2), {}), "cuda", path, 3, again)[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(straight[2:3]), rtol=ROUNDING, atol=0)
+    (_, next_), *_ = run_ranks(1, _resume, ({}, {}), "cpu", again, 3, init_process_group=False)
+    assert len(differences(whole, next_)) > 50  # it has trained
