@@ -6,6 +6,7 @@ for trouble, as of diff(1). Problems go to stderr as a message, without a traceb
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -67,11 +68,16 @@ def _version_text() -> str:
 
 
 def _inspect(arguments: Namespace) -> int:
-    from lightning_shardckpt.tools.inspect import show  # each tool imports what it needs
+    from lightning_shardckpt.tools.inspect import inspect, render  # each tool imports what it needs
 
-    what = {"tree": arguments.tree, "ranks": arguments.ranks, "storage_options": arguments.storage_options}
-    print(show(arguments.path, arguments.tensors, arguments.all, arguments.json, **what))
+    of = arguments
+    found = inspect(of.path, of.tensors, ranks=of.ranks, storage_options=of.storage_options)
+    _print(found, of.json, lambda: render(found, of.all or of.tensors is not None, tree=of.tree))
     return 0
+
+
+def _print(found: dict[str, Any], as_json: bool, text: Callable[[], str]) -> None:
+    print(json.dumps(found, indent=2, ensure_ascii=False) if as_json else text())
 
 
 def _verify(arguments: Namespace) -> int:
@@ -153,13 +159,13 @@ def _add_digest(tools: Any) -> None:
 
 
 def _digest(arguments: Namespace) -> int:
-    from lightning_shardckpt.tools.digest import digest, shown
+    from lightning_shardckpt.tools.digest import digest, render
 
     options = {"tensors": arguments.tensors, "names": arguments.names}
     options["storage_options"] = arguments.storage_options
     with progress() as bar:
         found = digest(arguments.path, **options, advance=bar, expect=bar.expect)
-    print(shown(found, arguments.all, arguments.json))
+    _print(found, arguments.json, lambda: render(found, arguments.all))
     return 0
 
 
@@ -188,22 +194,22 @@ def _add_prove_resume(tools: Any) -> None:
 
 
 def _diff(arguments: Namespace) -> int:
-    from lightning_shardckpt.tools.diff import diff, is_same, shown
+    from lightning_shardckpt.tools.diff import diff, is_same, render
 
     options = {"tensors": arguments.tensors, "quick": arguments.quick, "storage_options": arguments.storage_options}
     with progress() as bar:
         found = diff(arguments.a, arguments.b, **options, advance=bar, expect=bar.expect)
-    print(shown(found, arguments.all, arguments.json))
+    _print(found, arguments.json, lambda: render(found, arguments.all))
     same = is_same(found)
     return 2 if same is None else int(not same)
 
 
 def _explain(arguments: Namespace) -> int:
-    from lightning_shardckpt.tools.explain import show
+    from lightning_shardckpt.tools.explain import explain, render
 
-    rules, names = arguments.tp_plan, arguments.layers
-    options = arguments.storage_options
-    print(show(arguments.path, arguments.onto, rules, names, arguments.all, arguments.json, storage_options=options))
+    of = arguments
+    found = explain(of.path, of.onto, tp_plan=of.tp_plan, layers=of.layers, storage_options=of.storage_options)
+    _print(found, of.json, lambda: render(found, of.all))
     return 0
 
 

@@ -23,6 +23,7 @@ from lightning_shardckpt.export.options import Format, OptimizerKeys, Options, S
 from lightning_shardckpt.export.peft_export import export_adapters
 from lightning_shardckpt.export.safetensors_export import (
     ExportSource,
+    ShardedCheckpoint,
     file_nbytes,
     is_replaceable,
     nbytes,
@@ -30,7 +31,6 @@ from lightning_shardckpt.export.safetensors_export import (
     write_directory,
     write_file,
 )
-from lightning_shardckpt.export.sharded_checkpoint import ShardedCheckpoint
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, described, did_you_mean

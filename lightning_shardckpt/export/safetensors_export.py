@@ -15,8 +15,7 @@ from math import prod
 from typing import Any, Protocol
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.key_filter import Naming, unique
-from lightning_shardckpt.export.options import Options
+from lightning_shardckpt.export.options import Naming, Options, unique
 from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import ROOT_NAME, Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
@@ -24,12 +23,14 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.assemble import StoredState
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.state.documents import is_companion
+from lightning_shardckpt.state.documents import document_of, is_companion
+from lightning_shardckpt.state.json_values import decode_with
 from lightning_shardckpt.storage.protocol import Contents, File, NewFile
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import fill
+from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.regions import Destination, DtypeConversion, Region
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 from lightning_shardckpt.transfer.writer import MB
 
 _OPEN_FILES = 64  # at a time; a process may often have 1,024
@@ -47,6 +48,29 @@ class ExportSource(StoredState, Protocol):
     @property
     def tensors(self) -> StoredTensors:
         """The tensors as bytes in files."""
+
+
+class ShardedCheckpoint:
+    """An open checkpoint of this package, as an export source."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.tensors = WholeTensors(checkpoint)
+
+    def components(self) -> dict[str, Component]:
+        """Tensors by component."""
+        return self._checkpoint.root.components
+
+    def document(self, role: str) -> Any:
+        """The JSON of a role, from all groups of ranks; None if nothing was stored."""
+        return document_of(self._checkpoint, role)
+
+    def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
+        """The trainer's state, with records of a file for ``torch.load`` in place of tensors."""
+        from lightning_shardckpt.export.torch_archive import of_torch  # torch, which other exports do without
+
+        found: dict[str, Any] = decode_with(of_torch(stored), self.document("trainer") or {})
+        return found
 
 
 @dataclass(slots=True)

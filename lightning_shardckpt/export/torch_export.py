@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_shardckpt.export.key_filter import Naming, unique
-from lightning_shardckpt.export.options import Options
+from lightning_shardckpt.export.options import Naming, Options, unique
 from lightning_shardckpt.export.safetensors_export import ExportSource, conversion
 from lightning_shardckpt.export.torch_archive import (
     ZIP64_BYTES,

@@ -27,8 +27,7 @@ from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.text import count_text, shape_text, table
-from lightning_shardckpt.tools.long_table import long_table
-from lightning_shardckpt.tools.tensor_names import is_selected
+from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.tensor_windows import TensorWindows, windows
@@ -265,10 +264,8 @@ def _of_values(document: Mapping[str, Any]) -> str:
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def shown(found: dict[str, Any], everything: bool, as_json: bool) -> str:
-    """Return the output of the command for what ``digest`` returned."""
-    if as_json:
-        return json.dumps(found, indent=2, ensure_ascii=False)
+def render(found: dict[str, Any], everything: bool = False) -> str:
+    """Render the result of ``digest`` as text for people."""
     rows = [(t["name"], t["dtype"], shape_text(t["shape"]), t["digest"]) for t in found["tensors"]]
     blocks = []
     for component in found["components"]:

@@ -5,7 +5,6 @@ The planner of the real load runs for every rank of the target. Reads indexes on
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +19,14 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, size_text
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.tools.long_table import long_table
-from lightning_shardckpt.tools.target_topology import TargetLayout, TargetTopology
-from lightning_shardckpt.tools.topology_arguments import parse_plan, parse_topology, topology_text
+from lightning_shardckpt.tools.listing import long_table
+from lightning_shardckpt.tools.target_topology import (
+    TargetLayout,
+    TargetTopology,
+    parse_plan,
+    parse_topology,
+    topology_text,
+)
 from lightning_shardckpt.transfer.fetch import planned_reads
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -195,7 +199,7 @@ def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
 
 
 def render(found: dict[str, Any], everything: bool = False) -> str:
-    """Render what ``explain`` returned as text for people."""
+    """Render the result of ``explain`` as text for people."""
     ranks, totals = found["ranks"], found["totals"]
 
     def row(rank: dict[str, Any]) -> tuple[str, ...]:
@@ -220,18 +224,3 @@ def render(found: dict[str, Any], everything: bool = False) -> str:
     )
     notes = [f"- {note}" for note in [*found["assumed"], *found["continues"]]]
     return "\n\n".join([summary, costs, "\n".join(notes)])
-
-
-def show(
-    path: str,
-    onto: str,
-    tp_plan: Sequence[str],
-    layers: Sequence[str],
-    everything: bool,
-    as_json: bool,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the output of the command ``explain``."""
-    found = explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options)
-    return json.dumps(found, indent=2, ensure_ascii=False) if as_json else render(found, everything)

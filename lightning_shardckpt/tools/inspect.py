@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
@@ -15,10 +16,8 @@ from lightning_shardckpt.format.layout import as_holders
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
-from lightning_shardckpt.tools.long_table import long_table
-from lightning_shardckpt.tools.module_tree import Leaf, lines, outline
+from lightning_shardckpt.tools.listing import aliases_by_key, is_selected, long_table
 from lightning_shardckpt.tools.ownership import Owned, OwnedBox, boxes_of, coordinates, held, written
-from lightning_shardckpt.tools.tensor_names import aliases_by_key, is_selected
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
@@ -181,7 +180,7 @@ def _box(checkpoint: Checkpoint, tensor: dict[str, Any], one: OwnedBox) -> dict[
 
 
 def render(found: dict[str, Any], everything: bool = False, *, tree: bool = False) -> str:
-    """Render what ``inspect`` returned as text for people.
+    """Render the result of ``inspect`` as text for people.
 
     Args:
         found: the report.
@@ -316,18 +315,120 @@ def _ranges_text(ranges: list[list[int]]) -> str:
     return ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in ranges)
 
 
-def show(
-    path: str,
-    tensors: str | None,
-    everything: bool,
-    as_json: bool,
-    *,
-    tree: bool = False,
-    ranks: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the output of the command ``inspect``."""
-    found = inspect(path, tensors, ranks=ranks, storage_options=storage_options)
-    if as_json:
-        return json.dumps(found, indent=2, ensure_ascii=False)
-    return render(found, everything or tensors is not None, tree=tree)
+# ── the tree of modules ───────────────────────────────────────────────────────────────────────────────────────────────
+
+# Names alone decide: ``a.b.c`` lies in ``a.b``, as ``a/b`` lies in ``a``. Layers that are alike become one node.
+
+_TOKEN = re.compile(r"[^./]*[./]|[^./]+")
+_DEPTH = 40  # what lies deeper is one name: hostile ones have a million dots
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor by its name; leaves of one ``kind`` (say, dtype and shape) look the same."""
+
+    name: str
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A module, or several that are alike, or a tensor; sums are over all that it stands for.
+
+    Attributes:
+        label: its name below the node above it.
+        count: of how many layers it is the first.
+        tensors: number of tensors.
+        nbytes: their bytes.
+        kind: of a tensor, its leaf's ``kind``; empty for modules.
+        children: what is below it.
+    """
+
+    label: str
+    count: int
+    tensors: int
+    nbytes: int
+    kind: str
+    children: tuple[Node, ...]
+
+
+def outline(leaves: Iterable[Leaf]) -> tuple[Node, ...]:
+    """Return the modules at the top, in the order in which their names come first.
+
+    >>> [node.label for node in outline(Leaf(f"layers.{i}.weight", "F32", 4) for i in range(3))]
+    ['layers.0.weight … layers.2.weight']
+    """
+    top: _Branch = {}
+    for leaf in leaves:
+        tokens = _TOKEN.findall(leaf.name) or [""]
+        deep = min(len(tokens) - 1, _DEPTH)
+        branch = top
+        for token in tokens[:deep]:
+            branch = branch.setdefault(token, ({}, {}))[0]
+        branch.setdefault("".join(tokens[deep:]), ({}, {}))[1]["tensor"] = leaf
+    return _nodes(top)
+
+
+_Branch = dict[str, "tuple[_Branch, dict[str, Leaf]]"]
+"""By name the names below it, and the tensor of just that name, if there is one."""
+
+
+def _nodes(branch: _Branch) -> tuple[Node, ...]:
+    found = []
+    for token, (below, tensor) in branch.items():
+        found += [Node(token, 1, 1, leaf.nbytes, leaf.kind, ()) for leaf in tensor.values()]
+        found += [_node(token, _nodes(below))] if below else []
+    return tuple(_folded(found))
+
+
+def _node(token: str, children: tuple[Node, ...]) -> Node:
+    only = children[0]
+    if len(children) == 1 and (only.count == 1 or not token[0].isdigit()):  # a chain is one node
+        label = " … ".join(token + end for end in only.label.split(" … ")) if only.count > 1 else token + only.label
+        return Node(label, only.count, only.tensors, only.nbytes, only.kind, only.children)
+    return Node(token, 1, sum(c.tensors for c in children), sum(c.nbytes for c in children), "", children)
+
+
+def _folded(nodes: list[Node]) -> Iterator[Node]:
+    """Runs of nodes that are alike and have consecutive numbers become one node each."""
+    run: list[Node] = []
+    for node in nodes:
+        if run and not _follows(run[-1], node):
+            yield _one(run)
+            run = []
+        run.append(node)
+    if run:
+        yield _one(run)
+
+
+def _number(node: Node) -> int | None:
+    digits = re.match(r"\d{1,9}(?=[./]|$)", node.label)
+    return int(digits[0]) if digits and node.count == 1 else None
+
+
+def _follows(before: Node, node: Node) -> bool:
+    a, b = _number(before), _number(node)
+    if a is None or b != a + 1:
+        return False
+    same_rest = before.label[len(str(a)) :] == node.label[len(str(b)) :]
+    return same_rest and (before.kind, before.children) == (node.kind, node.children)
+
+
+def _one(run: list[Node]) -> Node:
+    if len(run) == 1:
+        return run[0]
+    first, last = run[0], run[-1]
+    a, b = first.label.rstrip("./"), last.label.rstrip("./")
+    sums = sum(node.tensors for node in run), sum(node.nbytes for node in run)
+    return Node(f"{a} … {b}", len(run), *sums, first.kind, first.children)
+
+
+def lines(nodes: tuple[Node, ...], above: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield every node with its label drawn as a branch; of folded layers, the parts of the first one."""
+    for node, after in pairwise([*nodes, None]):
+        assert node is not None
+        is_last = after is None
+        label = node.label.rstrip("./") or node.label
+        yield f"{above}{'└─ ' if is_last else '├─ '}{label}" + (f" ({node.count} ×)" if node.count > 1 else ""), node
+        yield from lines(node.children, above + ("   " if is_last else "│  "))

@@ -6,20 +6,108 @@ checkpoint itself; the pipeline stage of a tensor is estimated from its name. Wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import matching_fqns
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Holders, Layout
-from lightning_shardckpt.tools.stage_estimate import EstimatedStages, estimate_stages, modules_of
-from lightning_shardckpt.tools.tensor_names import aliases_by_key
-from lightning_shardckpt.tools.topology_arguments import AXES, STYLES, WHOLE, ShardedDims
+from lightning_shardckpt.format.layout import MAX_RANKS, REPLICATED, Axis, DimShard, Holders, Layout
+from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.tools.listing import aliases_by_key
 
 _TENSOR_AXES = ("tensor", "tensor_parallel", "tp")  # of the strategy, of Lightning's ModelParallelStrategy, of others
 _NOT_FLOATING = ("I", "U", "BOOL")
+
+
+# ── topologies and plans as the command line writes them ──────────────────────────────────────────────────────────────
+
+AXES = ("pipeline", "replicate", "shard", "tensor")
+"""The axes of the strategy's mesh, outermost first; ranks are laid out row-major."""
+
+_NAMES = {
+    "pp": "pipeline",
+    "dp": "replicate",
+    "fsdp": "shard",
+    "tp": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "data_parallel_replicate_size": "replicate",
+    "data_parallel_shard_size": "shard",
+    "tensor_parallel_size": "tensor",
+    **{axis: axis for axis in AXES},
+}
+ShardedDims = tuple[int | None, int | None]
+"""The dim of a weight and the dim of a bias that tensor parallelism shards; None: it stays whole."""
+
+WHOLE: ShardedDims = (None, None)
+_ROWS: ShardedDims = (0, 0)
+_COLUMNS: ShardedDims = (1, None)
+STYLES: dict[str, ShardedDims] = {
+    "colwise": _ROWS,
+    "colwise_rep": _ROWS,
+    "colwise_gather_output": _ROWS,
+    "rowwise": _COLUMNS,
+    "rowwise_rep": _COLUMNS,
+    "rowwise_split_input": _COLUMNS,
+    "embedding_rowwise": _ROWS,
+    "embedding_colwise": _COLUMNS,
+    "replicate": WHOLE,
+    "replicated_with_grad_allreduce": WHOLE,
+}
+"""What each style of a tensor-parallel plan shards."""
+
+
+def parse_topology(text: str) -> dict[str, int]:
+    """Return sizes by axis from text such as ``tp=4,fsdp=2``; axes that are not named have one rank.
+
+    >>> parse_topology("tp=4, data_parallel_shard_size=2")
+    {'pipeline': 1, 'replicate': 1, 'shard': 2, 'tensor': 4}
+
+    Raises:
+        TopologyError: for an unknown axis, a size that is none, or an axis that is named twice.
+    """
+    sizes: dict[str, int] = {}
+    for item in text.replace("×", ",").split(","):
+        name, _, size = (part.strip() for part in item.partition("="))
+        axis = _NAMES.get(name)
+        if axis is None or axis in sizes or not re.fullmatch(r"[1-9]\d{0,6}", size):
+            raise TopologyError(
+                f"{text!r} is no topology, because of {item.strip()!r}: give sizes such as tp=4,fsdp=2. The axes are "
+                f"{', '.join(_NAMES)}; each has one size of at least 1"
+            )
+        sizes[axis] = int(size)
+    if prod(sizes.values()) > MAX_RANKS:
+        raise TopologyError(f"{text!r} has more than {MAX_RANKS} ranks")
+    return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def parse_plan(rules: Sequence[str]) -> dict[str, str]:
+    """Return styles by module pattern, from rules such as ``layers.*.up=colwise``.
+
+    Raises:
+        TopologyError: for a rule without a known style.
+    """
+    plan = {}
+    for rule in (part.strip() for text in rules for part in text.split(",")):
+        pattern, _, style = rule.rpartition("=")
+        if not pattern or style not in STYLES:
+            raise TopologyError(f"{rule!r} is no rule: give pattern=style, where style is one of {', '.join(STYLES)}")
+        plan[pattern] = style
+    return plan
+
+
+def topology_text(sizes: Mapping[str, int]) -> str:
+    """Return the axes that have more than one rank as text.
+
+    >>> topology_text({"pipeline": 1, "shard": 2, "tensor": 4}), topology_text({})
+    ('shard 2 × tensor 4', 'one rank')
+    """
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+# ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +257,108 @@ class TargetTopology:
             self.notes.append(f"Pipeline stages are an estimate from names: {how}. --layers names others.")
         if any(spec.layout.order for spec in specs):
             self.notes.append("The mesh that saved does not number its ranks in order; the target's is taken to do so.")
+
+
+# ── pipeline stages, estimated from names as the strategy divides layers by default ───────────────────────────────────
+
+
+def modules_of(names: Iterable[str]) -> list[str]:
+    """Return every module that a tensor's name lies in, in the order in which they come first.
+
+    >>> modules_of(["a.b.weight", "scale"])
+    ['a', 'a.b']
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")[:-1]
+        found |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(min(len(parts), 64)))
+    return list(found)
+
+
+def estimate_stages(
+    model: Component, stages: int, layers: Sequence[str], known: Mapping[str, frozenset[int]]
+) -> EstimatedStages:
+    """Return which stages hold which tensor, as the strategy decides by default.
+
+    Args:
+        model: the tensors.
+        stages: number of stages.
+        layers: patterns that name the layers; if there are none, the largest numbered list in the names is taken.
+        known: the stages of tensors outside of the layers, where they are known.
+
+    Raises:
+        TopologyError: if there are too few layers.
+    """
+    modules = modules_of([*model.tensors, *model.aliases])
+    trunk = _named(modules, layers) if layers else _largest_list(model, modules, stages)
+    if len(trunk) < stages:
+        raise TopologyError(
+            f"{count_text(len(trunk), 'layer')}{f' ({trunk[0]} …)' if trunk else ''} cannot be split into {stages} "
+            "pipeline stages: use fewer stages, or name the layers with --layers"
+        )
+    each, more = divmod(len(trunk), stages)
+    starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
+    stage_of = {trunk[i]: s for s in range(stages) for i in range(starts[s], starts[s + 1])}
+    return EstimatedStages(stages, stage_of, {name: i for i, name in enumerate(modules)}, known)
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedStages:
+    """The stage of each layer, and what else decides the stages of a tensor."""
+
+    count: int
+    stage_of: Mapping[str, int]
+    order: Mapping[str, int]
+    known: Mapping[str, frozenset[int]]
+
+    def of(self, name: str) -> frozenset[int]:
+        """Return the stages that hold the tensor of this name."""
+        parts = name.split(".")
+        above = [".".join(parts[:n]) for n in range(1, min(len(parts), 65))]
+        for module in above:
+            if module in self.stage_of:
+                return frozenset({self.stage_of[module]})
+        if name in self.known:
+            return self.known[name]
+        around = {layer.rpartition(".")[0] for layer in self.stage_of}
+        unit = next((m for m in above if not any(a == m or a.startswith(f"{m}.") for a in around)), None)
+        if unit is None:  # a parameter of a module that the layers lie in
+            return frozenset(range(self.count))
+        first = min(self.order[layer] for layer in self.stage_of)
+        return frozenset({0 if self.order[unit] < first else self.count - 1})
+
+
+def _named(modules: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    chosen: list[str] = []
+    for pattern in patterns:
+        found = [name for name in matching_fqns(modules, pattern) if name not in chosen]
+        if len(found) == 1 and (children := _numbered(modules, found[0])):
+            found = children
+        if not found:
+            raise TopologyError(f"--layers: {pattern!r} names no module of the checkpoint")
+        chosen += found
+    return chosen
+
+
+def _numbered(modules: Iterable[str], parent: str) -> list[str]:
+    """Return the children of a module that have numbers for names, in order."""
+    prefix = f"{parent}." if parent else ""
+    found = [m for m in modules if re.fullmatch(rf"{re.escape(prefix)}\d{{1,9}}", m)]
+    return sorted(found, key=lambda name: int(name.rpartition(".")[2]))
+
+
+def _largest_list(model: Component, modules: Sequence[str], stages: int) -> list[str]:
+    """Return the numbered list with most elements, of those with enough layers if there are any."""
+    lists: dict[str, list[str]] = {}
+    for name in modules:
+        parent, _, last = name.rpartition(".")
+        if last.isascii() and last.isdigit():
+            lists.setdefault(parent, []).append(name)
+    best: tuple[tuple[bool, int], list[str]] | None = None
+    for parent, members in lists.items():
+        prefix = f"{parent}." if parent else ""
+        size = sum(prod(spec.shape) for key, spec in model.tensors.items() if key.startswith(prefix))
+        rank = len(members) >= stages, size
+        if len(members) > 1 and (best is None or rank > best[0]):
+            best = rank, sorted(members, key=lambda name: int(name.rpartition(".")[2]))
+    return best[1] if best else []

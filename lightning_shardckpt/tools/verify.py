@@ -25,8 +25,7 @@ from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.workers import run_tasks
-from lightning_shardckpt.tools.verify_mirror import check_mirror
-from lightning_shardckpt.tools.verify_shards import Finding, ShardFile, check_shard_file
+from lightning_shardckpt.tools.verify_files import Finding, ShardFile, check_mirror, check_shard_file
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _MORE_BOXES = 16  # than an index has that was found: so many are compared before the rest is given up

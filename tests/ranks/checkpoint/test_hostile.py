@@ -26,7 +26,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
-from lightning_shardckpt.tools.inspect import show
+from lightning_shardckpt.tools.inspect import inspect, render
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small
 from tests.support.pool import run_ranks
@@ -463,7 +463,7 @@ def attempts(path: Path) -> dict[str, Callable[[], Any]]:
         "load": lambda: small.load(str(path)),
         "load_full": lambda: checkpoint.load_full(str(path)),
         "verify": lambda: found_by_verify(str(path)),
-        "inspect": lambda: (show(str(path), None, True, False), show(str(path), None, True, True)),
+        "inspect": lambda: (render(inspect(str(path)), True), json.dumps(inspect(str(path)))),
         "consolidate": lambda: consolidate(path, path.parent / "one.ckpt"),
     }
 

@@ -17,8 +17,7 @@ from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.parallel.sharding import mesh, tensor_parallel
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools import explain
-from lightning_shardckpt.tools.target_topology import TargetTopology
-from lightning_shardckpt.tools.topology_arguments import AXES, STYLES, parse_plan, parse_topology
+from lightning_shardckpt.tools.target_topology import AXES, STYLES, TargetTopology, parse_plan, parse_topology
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import tiny
 from tests.support.counting import Counting

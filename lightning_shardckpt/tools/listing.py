@@ -1,10 +1,12 @@
-"""Tables of which only the first rows are shown."""
+"""Select tensors by name, and list them in tables of which only the first rows are shown. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.system.text import count_text, table
 
 _Item = TypeVar("_Item")
@@ -40,3 +42,20 @@ def long_table(
     more = 0 if limit is None else max(len(items) - limit, 0)
     counted = count_text(more, f"more {noun}") if noun else f"{more:,} more"
     return f"{text}\n… and {counted}: {hint}" if more else text
+
+
+def is_selected(names: Iterable[str], pattern: str | None) -> bool:
+    """Return whether one of a tensor's names matches a pattern (``*``, ``?``, ``[…]``) or contains it as text.
+
+    >>> is_selected(["a.weight"], "a.*"), is_selected(["a.weight"], "weigh"), is_selected(["a.weight"], "b.*")
+    (True, True, False)
+    """
+    return pattern is None or any(fnmatchcase(name, pattern) or pattern in name for name in names)
+
+
+def aliases_by_key(component: Component) -> dict[str, list[str]]:
+    """Return the further names of each tensor that has any (tied weights), by the name under which it is stored."""
+    found: dict[str, list[str]] = {}
+    for alias, key in component.aliases.items():
+        found.setdefault(key, []).append(alias)
+    return found
