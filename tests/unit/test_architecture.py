@@ -53,7 +53,8 @@ NAMESAKES |= {"_C", "_threads", "_trainer", "_backward_sync_control", "_windows"
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 INPUT_OUTPUT = {"os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "socket", "subprocess", "fsspec"}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-PICKLING = {(f"{PACKAGE.name}.{module}", "pickle") for module in ("state.pickled_objects", "export.torch_archive")}
+PICKLING = {(f"{PACKAGE.name}.{name}", "pickle") for name in ("state.pickled_objects", "export.torch_archive")}
+PICKLING |= {(f"{PACKAGE.name}.sources.safe_unpickler", "pickle")}  # data alone: it calls nothing that a pickle names
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "base", "common", "manager", "engine", "handler"}
 
 
