@@ -23,3 +23,27 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return str(group._get_backend(device).name())
     except RuntimeError:
         return None
+
+
+def abort_accelerators() -> None:
+    """Abort the communicators of all process groups for the accelerator: what waits in them goes on, or fails.
+
+    May run off the main thread, which waits in one of them. All at once, in the order of torch's own
+    ``_abort_process_group``: NCCL's communicators could wait for each other. That also forgets the groups, so that the
+    main thread would take itself for the only rank.
+
+    Relies on ``torch.distributed.distributed_c10d._world.pg_names``, a dict of groups, on ``_device_types`` and
+    ``_get_backend`` of a group, and on ``abort``, ``_group_start`` and ``_group_end`` of NCCL's backend.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    groups = sorted(names, key=lambda group: str(names[group]), reverse=True)
+    backends = [
+        group._get_backend(device) for group in groups for device in group._device_types if device.type != "cpu"
+    ]
+    nccl = [backend for backend in backends if backend.name() == "nccl"][:1]
+    for backend in nccl:
+        backend._group_start()  # type: ignore[attr-defined]  # NCCL's
+    for backend in backends:
+        backend.abort()
+    for backend in nccl:
+        backend._group_end()  # type: ignore[attr-defined]  # NCCL's

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.process_group import backend_name, group_of_name
+from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 
+STILL_WAITING = "Operation timed out!"
+"""What torch says of a collective of gloo that goes on after a wait for it."""
+_LOOK_S = 2.0
 _beside: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # names, which keep no group alive
 
 
@@ -43,6 +47,23 @@ def new_gloo_group(ranks: list[int], *, timeout_s: float = 1800.0) -> dist.Proce
     return group
 
 
+def wait_for(work: dist.Work | None) -> None:
+    """Wait for a collective of gloo, as long as no rank is lost.
+
+    Raises:
+        RankError: if one is.
+    """
+    assert work is not None  # this rank is in the group
+    while True:
+        try:
+            work.wait(timedelta(seconds=_LOOK_S))
+            return
+        except RuntimeError as error:
+            if STILL_WAITING not in str(error):
+                raise
+        raise_if_lost()
+
+
 def gathered(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the numbers of all ranks, in host memory, a row for each. Collective: every rank of `group` must call it.
 
@@ -50,15 +71,19 @@ def gathered(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """
     ranks, own = host_group(group), numbers.detach().cpu().flatten()
     found = own.new_empty(ranks.size() * own.numel())
-    all_gather_single(found, own, group=ranks)
+    wait_for(all_gather_single(found, own, group=ranks, async_op=True))
     return found.view(ranks.size(), *numbers.shape)
 
 
 def any_rank(vote: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether one of the ranks says yes. Collective: every rank of `group` must call it."""
-    votes = torch.tensor(int(vote))
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=host_group(group))
-    return bool(votes)
+    return bool(highest(torch.tensor(int(vote)), group))
+
+
+def highest(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return numbers of the host, each as the rank has it that has most. Collective, as `any_rank`."""
+    wait_for(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=host_group(group), async_op=True))
+    return numbers
 
 
 def on_device(numbers: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_store import Store, default_store, get_if_there, own_view, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
+from lightning_shardckpt.distributed.heartbeat import heartbeat
 from lightning_shardckpt.distributed.many_keys import Arrivals, lacking
 from lightning_shardckpt.distributed.neighbours import Neighbours
 from lightning_shardckpt.errors import MismatchError, RankError
@@ -106,6 +107,14 @@ class Ranks:
                     if time.monotonic() >= deadline:
                         return
                     time.sleep(self._tuning.rank_longest_poll_s)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a context in which all ranks of the world, which must enter it, notice that one of them is lost.
+
+        Raises:
+            RankError: naming it, at the latest at the end of the context; see `heartbeat`.
+        """
+        return heartbeat(self._tuning)
 
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None

@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.distributed as dist
 
-from lightning_shardckpt.distributed.host_numbers import host_group
+from lightning_shardckpt.distributed.host_numbers import highest
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
@@ -88,8 +87,7 @@ class BatchAgreement:
         if device.type != "cpu":
             look, self._due = self._due, look
         found = torch.tensor([int(told), elapsed_us, *votes, *_votes_on(look, meshes)])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host_group())
-        anybody, longest_us, *maxima = found.tolist()
+        anybody, longest_us, *maxima = highest(found).tolist()
         _judge(maxima[: len(votes)], maxima[len(votes) :], look, meshes)
         return bool(anybody), longest_us / batches / 1e6
 

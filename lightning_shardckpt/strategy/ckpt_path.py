@@ -89,11 +89,13 @@ class ResolvingLauncher(ScriptLauncher):
         self.weights_only = call.arguments.get("weights_only")
         given = call.arguments.get("ckpt_path")
         find = partial(resolved, trainer, given, weights_only=self.weights_only is not False)
-        found = agreed(find, given, self._meet(), _storage_of(trainer).visible_within_s)
+        ranks = self._meet()
+        found = agreed(find, given, ranks, _storage_of(trainer).visible_within_s)
         self.resumes_from = found
         if found != given:
             call.arguments["ckpt_path"] = found
-        return function(*call.args, **call.kwargs)
+        with ranks.watched():
+            return function(*call.args, **call.kwargs)
 
 
 def agreed(find: Callable[[], Any], given: Any, ranks: Ranks, visible_within_s: float) -> Any:

@@ -300,6 +300,10 @@ class ProcessGroupNCCL(metaclass=_Instances):
         return _module.PretendNccl(_gloo(c10d.PrefixStore("pretend/", store), rank, size), rank, size, name, pair_with)
 
 
+def _group_nothing(self: Any) -> None:
+    """``ncclGroupStart`` and ``ncclGroupEnd``: an abort waits for nobody here."""
+
+
 def _gloo(store: Any, rank: int, size: int) -> Any:
     return c10d.ProcessGroupGloo(store, rank, size, timeout=_GROUPS_TIMEOUT)
 
@@ -313,6 +317,7 @@ def _change_distributed() -> None:
     for home in (c10d, dist):
         home.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]  # that of a build with CUDA
         home.init_process_group = init_process_group
+    _module.PretendNccl._group_start = _module.PretendNccl._group_end = _group_nothing
     c10d._NCCL_AVAILABLE = True
     c10d.default_pg_nccl_timeout = _GROUPS_TIMEOUT
     torch.cuda.nccl = SimpleNamespace(version=lambda: (2, 27, 5), is_available=lambda *_: True)  # type: ignore[assignment]

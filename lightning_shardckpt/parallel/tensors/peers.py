@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.process_group import group_of_name
 from lightning_shardckpt.compat.torch_store import Store, default_store, own_view
-from lightning_shardckpt.distributed.host_numbers import host_group, new_gloo_group
+from lightning_shardckpt.distributed.heartbeat import raise_if_lost
+from lightning_shardckpt.distributed.host_numbers import STILL_WAITING, host_group, new_gloo_group
 from lightning_shardckpt.errors import RankError, TopologyError
 
 MARK_BYTES = 8
@@ -34,7 +35,6 @@ _FRAMEWORKS = (
     *("torch.", "lightning_shardckpt.compat."),
     *("lightning_shardckpt.parallel.tensors.", "lightning_shardckpt.parallel.sharding."),
 )
-_STILL_WAITING = "Operation timed out!"  # what torch says of a collective that goes on
 _LOOK_S = 2.0  # a rank that has waited so long looks whether another one waits elsewhere
 _TEXT_BYTES = 240
 _known: dict[DeviceMesh, Peers] = {}
@@ -197,8 +197,9 @@ class Peers:
                 work.wait(timedelta(seconds=_LOOK_S))
                 return
             except RuntimeError as error:
-                if _STILL_WAITING not in str(error):
+                if STILL_WAITING not in str(error):
                     raise
+            raise_if_lost()
             self._look_around(what, number)
             if number is not None and time.monotonic() - begun > self.timeout_s:
                 raise RankError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.process_group import backend_name, group_of_name
+from lightning_shardckpt.compat.process_group import abort_accelerators, backend_name, group_of_name
 from tests.support.pool import run_ranks
 
 
@@ -36,3 +36,17 @@ def backends() -> list[str | None]:
 
 def test_a_group_has_a_backend_for_the_devices_that_it_serves() -> None:
     assert run_ranks(2, backends) == [["gloo", "gloo", None, None, "gloo", None]] * 2
+
+
+def reduced_after_abort() -> list[float]:
+    other = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    abort_accelerators()
+    total = torch.ones(1) + dist.get_rank()
+    for group in (dist.group.WORLD, other):
+        dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def test_groups_for_tensors_of_the_cpu_go_on_after_an_abort() -> None:
+    """What it does to a GPU's is in tests/accelerator/test_lost_ranks.py."""
+    assert run_ranks(2, reduced_after_abort) == [[6.0], [6.0]]

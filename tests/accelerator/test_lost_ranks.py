@@ -1,0 +1,84 @@
+"""A rank that dies, is stopped or fails is named on the others, though NCCL notices nothing; a slow one is awaited."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shardckpt.distributed.heartbeat import heartbeat
+from lightning_shardckpt.errors import RankError
+from lightning_shardckpt.system.tuning import Tuning
+from tests.accelerator.ranks import run_on_gpus
+from tests.support.tiny import TinyLM, loader, trainer
+
+QUICK = Tuning(heartbeat_s=0.1, silent_s=1.0, exception_meeting_s=0.3)
+ENDS = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 is lost: its process, pid "),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "rank 1 gave no sign of life for 1 s"),
+}
+
+
+def _waits_for_the_lost(name: str) -> tuple[str, str]:
+    """Rank 0 waits for the device, which waits for rank 1."""
+    x, pids = torch.ones(2, device="cuda"), [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    with pytest.raises(RankError) as raised, heartbeat(QUICK):
+        dist.all_reduce(x)
+        x.sum().item()  # both have begun
+        if dist.get_rank() == 1:
+            ENDS[name][0]()
+        dist.all_reduce(x)
+        x.sum().item()  # the host waits, until the communicator is aborted
+        dist.all_reduce(x)
+    with suppress(ProcessLookupError):
+        os.kill(pids[1], signal.SIGKILL)
+    return str(raised.value), type(raised.value.__cause__).__name__
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_rank_is_named_and_what_waits_for_it_is_aborted(name: str) -> None:
+    survivor, _ = run_on_gpus(2, _waits_for_the_lost, name, expect_errors=True)
+    assert survivor.error is None, survivor
+    text, cause = survivor.value
+    assert text.startswith(ENDS[name][1]) and cause == "DistBackendError"
+
+
+class _Late(TinyLM):
+    """Its second rank is three times as long in a step as a rank may be silent; or raises there."""
+
+    raises = False
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == 1 and self.trainer.global_rank == 1:
+            if self.raises:
+                raise ValueError("of rank 1 alone")
+            time.sleep(3 * QUICK.silent_s)  # its thread goes on writing, as in a debugger
+        return super().training_step(batch, index)
+
+
+def _fit(raises: bool) -> int:
+    module = _Late(frozen=False)
+    module.raises = raises
+    run = trainer({}, QUICK, accelerator="cuda", max_steps=3)
+    run.fit(module, loader())
+    return run.global_step
+
+
+def test_a_rank_that_is_slow_is_waited_for() -> None:
+    assert run_on_gpus(2, _fit, False) == [3, 3]
+
+
+def test_a_rank_that_fails_is_named_on_the_others() -> None:
+    other, failed = run_on_gpus(2, _fit, True, expect_errors=True)
+    assert other.error.type == "RankError" and "rank 1 failed: ValueError: of rank 1 alone" in other.error.message
+    assert failed.error.type == "ValueError"
