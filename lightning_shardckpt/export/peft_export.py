@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.export.safetensors_export import Export, ShardedCheckpoint, nbytes, write_directory
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.safetensors_header import build_header
+from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor, container
 from lightning_shardckpt.format.strict_json import parse_json
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
-from lightning_shardckpt.storage.protocol import Outputs
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.text import progress
-from lightning_shardckpt.transfer.file_filler import fill
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.regions import Region
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
 _log = logging.getLogger(__name__)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _DEFAULT = "default"
-_ALIGNMENT = 8
 
 
 def export_adapters(
@@ -45,7 +39,8 @@ def export_adapters(
     """Write adapters of a checkpoint in PEFT's layout; returns the folders, one for each adapter: of URLs, as text.
 
     As with PEFT's ``save_pretrained``, the adapter "default" is in ``output`` itself and others in folders of their
-    names inside it; a single one that was asked for is in ``output``. Each folder's configuration appears last.
+    names inside it; a single one that was asked for is in ``output``. The folder appears when it is complete; at a URL
+    the configurations come last.
 
     Args:
         checkpoint_folder: a checkpoint of this package, with or without the base model.
@@ -64,16 +59,19 @@ def export_adapters(
     storage = StorageRouter(storage_options=storage_options)
     outputs = storage.outputs(output)
     with Checkpoint(storage, folder) as checkpoint:
-        tensors, model = WholeTensors(checkpoint), checkpoint.root.components.get("model", Component({}))
-        chosen = _chosen(checkpoint, adapter, prefix)
-        at_top = {_DEFAULT} if adapter is None else {adapter}
-        paths = [output if one.name in at_top else os.path.join(output, one.name) for one in chosen]
-        files = [(path, one, _plan(folder, one, model)) for path, one in zip(paths, chosen, strict=True)]
+        stored, export, paths = ShardedCheckpoint(checkpoint), Export([]), []
+        for one in _chosen(checkpoint, adapter, prefix):
+            inner = "" if one.name == (adapter or _DEFAULT) else f"{one.name}/"
+            export.containers.append(_container(inner + WEIGHTS, folder, one, stored.components()))
+            export.files[inner + CONFIG] = one.config.encode()
+            paths.append(os.path.join(output, inner).rstrip("/"))
         if outputs.kind(output) == "file" or outputs.contents(output).names:
             raise FileExistsError(f"the adapters need a folder that does not exist yet or is empty: {output}")
-        with _removed_on_error(outputs, paths):
-            for path, one, regions in files:
-                _write(outputs, path, one, regions, tensors)
+        directory = outputs.directory(output, replaceable=lambda there: not there.names)
+        with directory as (new, notes), progress(nbytes(export)) as advance:
+            write_directory(stored, export, new, advance)
+        for note in notes:
+            _log.warning(note)
     return [path if is_url(path) else Path(path) for path in paths]
 
 
@@ -96,43 +94,13 @@ def _chosen(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> 
     return chosen
 
 
-def _plan(folder: str, adapter: Adapter, model: Component) -> list[Region]:
-    """The header of the file and all that follows."""
+def _container(name: str, folder: str, adapter: Adapter, components: Mapping[str, Component]) -> OutputFile:
+    """Return the layout of the file of an adapter's weights."""
+    model = components.get("model", Component({}))
     names = adapter.names({**model.tensors, **model.aliases}.keys())
-    if not any(".lora_" in name or name.startswith("lora_") for name in names):
+    if not any(".lora_" in own or own.startswith("lora_") for own in names):
         raise FormatError(f"checkpoint {folder!r} has no tensors of adapter {adapter.name!r} below {adapter.prefix!r}")
-    keys = {name: model.aliases.get(stored, stored) for name, stored in names.items()}
-    tensors = [(name, model.tensors[key].dtype, model.tensors[key].shape) for name, key in keys.items()]
-    tensors.sort(key=lambda tensor: -DTYPE_BYTES[tensor[1]])  # so that all are aligned
-    for name, dtype, _ in tensors:
-        if dtype == "C128":
-            raise FormatError(f"checkpoint {folder!r}: safetensors has no dtype {dtype} as {names[name]!r} has")
-    header, begins = build_header(tensors, {"format": "pt"}, alignment=_ALIGNMENT)
-    regions = [Region(0, len(header), 0, memoryview(header))]
-    for (name, dtype, shape), begin in zip(tensors, begins, strict=True):
-        if nbytes := bytes_in(shape, dtype):
-            regions.append(Region(begin, nbytes, 0, ("model", keys[name])))
-    return regions
-
-
-@contextmanager
-def _removed_on_error(outputs: Outputs, folders: list[str]) -> Iterator[None]:
-    """The files of these folders, which had none, and the folders; an error inside is raised."""
-    try:
-        yield
-    except BaseException:
-        for folder in reversed(folders):
-            outputs.discard(folder, (CONFIG, WEIGHTS))
-        raise
-
-
-def _write(outputs: Outputs, folder: str, adapter: Adapter, regions: list[Region], tensors: StoredTensors) -> None:
-    """The weights, then the configuration, without which PEFT does not take a folder for an adapter."""
-    config = adapter.config.encode()
-    for name, of in ((WEIGHTS, regions), (CONFIG, [Region(0, len(config), 0, memoryview(config))])):
-        nbytes = sum(region.nbytes for region in of)
-        path = os.path.join(folder, name)
-        with outputs.file(path, nbytes, overwrite=False) as (file, notes), progress(nbytes) as advance:
-            fill(file, of, tensors, None, advance)
-        for note in notes:
-            _log.warning(note)
+    keys = {own: model.aliases.get(stored, stored) for own, stored in names.items()}
+    specs = {own: model.tensors[key] for own, key in keys.items()}
+    tensors = [OutputTensor(own, spec.dtype, spec.shape, ("model", keys[own])) for own, spec in specs.items()]
+    return container(name, tensors, {"format": "pt"})

@@ -149,9 +149,6 @@ class Outputs(Protocol):
         Raises FileExistsError if it is not.
         """
 
-    def discard(self, path: str, names: Iterable[str]) -> None:
-        """Delete files of a directory, and itself if it is empty then; what is not there is no error."""
-
 
 def read_all(reader: Reader, name: str) -> bytes:
     """The whole content of a JSON file. Raises ValueError for more than one may have."""

@@ -19,24 +19,24 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_shardckpt.compat.dispatch import below_modes
 from lightning_shardckpt.compat.module_class import after_unpickling, parameters_made_of
 from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.pytree import tree_leaves
+from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import Log, TrackedView
-from lightning_shardckpt.parallel.deferred_init.outside import release, take_back
 from lightning_shardckpt.parallel.deferred_init.recorder import Facade, Recorder
 from lightning_shardckpt.parallel.sharding.references import replace_in_attributes
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -125,7 +125,7 @@ class DeferredInit:
         for module in root.modules():
             for name, parameter in parameter_slots(module).items():
                 if parameter is not None:
-                    take_back(parameter)
+                    _take_back(parameter)
                     if id(parameter) in known:
                         self._registered.setdefault(module, {})[name] = known[id(parameter)]
         self.materialize_buffers(root)
@@ -138,7 +138,7 @@ class DeferredInit:
         """Return whether the parameter of that name of ``module`` was made in this context."""
         return name in self._registered.get(module, {})
 
-    def take(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+    def take(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Let ``value``, made in this context, be that of a parameter of ``module`` on the meta device; inside it."""
         parameter: Any = parameter_slots(module)[name]
         self._remember(module, name, value)  # type: ignore[arg-type]  # acts as a parameter
@@ -146,7 +146,7 @@ class DeferredInit:
             if type(parameter) is nn.Parameter and self._log.is_mirror(value):
                 parameter.data = value.detach()
 
-    def writes(self, tensor: torch.Tensor) -> int:
+    def writes(self, tensor: Tensor) -> int:
         """Return how often a tensor was written to since it was made, as far as is known."""
         with below_modes():
             storage, noted = self._log.find(tensor), self._log.find_meta(tensor)
@@ -154,25 +154,25 @@ class DeferredInit:
                 return len(storage.writers) - 1
             return max(version_of(tensor), noted.writes if noted is not None else 0)
 
-    def constant(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    def constant(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Return what computes a tensor on the meta device that was made of a constant inside, and not written to."""
         noted = self._log.find_meta(tensor)
         return noted.value if noted is not None and not noted.writes else None
 
-    def is_equal(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    def is_equal(self, tensor: Tensor, other: Tensor) -> bool:
         """Return whether a tensor made inside has the values of another."""
         with below_modes():
             real = self._log.real(tensor) if self._log.is_mirror(tensor) else tensor
             return torch.equal(real, other.to(real.dtype).expand_as(real))
 
-    def is_defined(self, tensor: torch.Tensor) -> bool:
+    def is_defined(self, tensor: Tensor) -> bool:
         """Return whether no element of ``tensor`` depends on memory that nothing initialised, as far as is known."""
         with below_modes():
             return self._log.is_defined(tensor)
 
     def replay(
         self, root: nn.Module, *, skip: Collection[tuple[int, str]] = ()
-    ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    ) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Compute (owner, name, full real tensor) for each meta parameter of ``root``; make its buffers real at once.
 
         What to compute is decided by this call, and each tensor is computed when the iteration comes to it: ``root``
@@ -210,10 +210,10 @@ class DeferredInit:
 
     def materialize_buffers(self, root: nn.Module) -> None:
         """Make buffers and tensors in attributes real that were computed from parameters; the others are already."""
-        done: dict[int, torch.Tensor] = {}
+        done: dict[int, Tensor] = {}
 
         def real(value: Any) -> Any:
-            if type(value) is not torch.Tensor or not self._log.is_mirror(value):
+            if type(value) is not Tensor or not self._log.is_mirror(value):
                 return value
             if id(value) not in done:
                 done[id(value)] = self._log.real(value).clone().requires_grad_(value.requires_grad)
@@ -230,7 +230,7 @@ class DeferredInit:
 
     def _values(
         self, slots: dict[TrackedView, list[tuple[nn.Module, str]]], dtypes: dict[TrackedView, torch.dtype]
-    ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    ) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for view, places in slots.items():
             with below_modes():
                 full = view.on(self._log.run(view.storage, len(self._log.operations))).to(dtypes[view])
@@ -238,7 +238,7 @@ class DeferredInit:
                 yield module, name, full
             del full
 
-    def _origin(self, module: nn.Module, name: str, parameter: torch.Tensor) -> TrackedView | str:
+    def _origin(self, module: nn.Module, name: str, parameter: Tensor) -> TrackedView | str:
         """Return what the meta ``parameter`` stands for, or why that is not known."""
         known = self._registered.get(module, {}).get(name)
         if known is not None and version_of(known.parameter) != known.version and not self._follows:
@@ -267,7 +267,7 @@ class DeferredInit:
                 if (storage := self._log.find(p)) is not None
             )
         if self._follows:
-            release({p for of in self._parameters.values() for p in of.values()}, self._following, self._log)
+            _release({p for of in self._parameters.values() for p in of.values()}, self._following, self._log)
         self._parameters.clear()
         self._log.cache.clear()
         self._base.clear()
@@ -284,7 +284,7 @@ class DeferredInit:
 
     def _mirrored(self, data: Any) -> Any:
         """Return what a parameter is made of in place of ``data``: a mirror, if only logged operations made it."""
-        if type(data) not in (torch.Tensor, nn.Parameter):
+        if type(data) not in (Tensor, nn.Parameter):
             return data
         with below_modes():
             storage = self._log.find(data)
@@ -303,3 +303,69 @@ def _meta_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.
         for name, parameter in parameter_slots(module).items():
             if parameter is not None and parameter.device.type == "meta":
                 yield f"{prefix}.{name}" if prefix else name, module, name, parameter
+
+
+# ── after the context ─────────────────────────────────────────────────────────────────────────────────────────────
+
+# Scripts of Fabric build a module in ``init_module(empty_init=True)`` and initialise it in place afterwards. On plain
+# tensors of the meta device that would have no effect, in silence. So functions of torch on these parameters run inside
+# the context.
+
+Recording = Callable[[], AbstractContextManager[None]]
+_PLACE = "_outside"
+"""The attribute of a tensor with what records operations on it, and the log."""
+
+
+def _release(tensors: Iterable[Tensor], recording: Recording, log: Log) -> None:
+    """Have what is done to deferred tensors from now on happen inside ``recording()``; the same for what is derived."""
+    for tensor in tensors:
+        tensor.__dict__[_PLACE] = recording, log
+        tensor.__class__ = _OutsideParameter if isinstance(tensor, nn.Parameter) else _OutsideTensor
+
+
+def _take_back(tensor: Tensor) -> None:
+    """Undo `_release` for one tensor."""
+    if isinstance(tensor, _OutsideParameter | _OutsideTensor):
+        del tensor.__dict__[_PLACE]
+        _make_plain(tensor)
+
+
+def _make_plain(tensor: Tensor) -> None:
+    tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+
+
+def _inside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, _OutsideParameter | _OutsideTensor)]
+    with without_torch_function():
+        recording, log = given[0].__dict__[_PLACE]
+        for tensor in given:
+            _make_plain(tensor)
+        try:
+            with recording():
+                result = func(*args, **(kwargs or {}))
+        except StateError as error:
+            raise StateError(
+                f"{error}. Parameters of init_module(empty_init=True) have no memory before fabric.setup: load and "
+                "save after it."
+            ) from None
+        finally:
+            _release(given, recording, log)
+
+        _release([x for x in tree_leaves(result) if type(x) is Tensor and log.is_mirror(x)], recording, log)
+        return result
+
+
+class _OutsideTensor(Tensor):
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _inside(func, args, kwargs)
+
+
+class _OutsideParameter(nn.Parameter):
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _inside(func, args, kwargs)

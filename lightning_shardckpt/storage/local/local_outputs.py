@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 from uuid import uuid4
@@ -64,9 +64,7 @@ class LocalOutputs:
                 os.fsync(claim.file)
 
     @contextmanager
-    def directory(
-        self, path: str, *, replaceable: Callable[[Contents], bool]
-    ) -> Iterator[tuple[NewFile, list[str]]]:
+    def directory(self, path: str, *, replaceable: Callable[[Contents], bool]) -> Iterator[tuple[NewFile, list[str]]]:
         """A function that makes files in a new directory; whether one that is there may go is asked at the end.
 
         Raises:
@@ -90,14 +88,6 @@ class LocalOutputs:
                 for name in names:
                     _sync_file(os.path.join(folder, name))
                 sync_directory(folder)
-
-    def discard(self, path: str, names: Iterable[str]) -> None:
-        """Delete files of a directory, and itself if it is empty then."""
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(path, name))
-        with suppress(OSError):  # never made, or somebody else put something there
-            os.rmdir(path)
 
     @contextmanager
     def _temporary(

@@ -54,9 +54,7 @@ class RemoteOutputs:
             yield put, []
 
     @contextmanager
-    def directory(
-        self, path: str, *, replaceable: Callable[[Contents], bool]
-    ) -> Iterator[tuple[NewFile, list[str]]]:
+    def directory(self, path: str, *, replaceable: Callable[[Contents], bool]) -> Iterator[tuple[NewFile, list[str]]]:
         """A function that makes objects below the path, one after the other; an error deletes them.
 
         Raises:
@@ -81,13 +79,12 @@ class RemoteOutputs:
             yield new, []
         except BaseException as error:
             try:
-                self.discard(path, written)
+                self._delete(path, written)
             except OSError as why:
                 error.add_note(f"files may be left at {path!r}: {why}")
             raise
 
-    def discard(self, path: str, names: Iterable[str]) -> None:
-        """Delete objects below a path."""
+    def _delete(self, path: str, names: Iterable[str]) -> None:
         folder = self._objects.key(path)
         self._objects.delete([f"{folder}/{name}" for name in names])
         self._objects.drop_folder(folder)
