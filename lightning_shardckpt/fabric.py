@@ -42,6 +42,7 @@ from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_b
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_noise, same_rng
 from lightning_shardckpt.parallel.tensors import written_numbers
+from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
@@ -162,6 +163,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """Workers are seeded by data-parallel rank: ranks of one tensor group must draw the same batches."""
+        refuse_batches_of_batches(dataloader)
         seeding = dataloader.worker_init_fn
         if isinstance(seeding, partial) and seeding.func is pl_worker_init_function:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.meshes.data_parallel_rank)

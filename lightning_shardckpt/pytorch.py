@@ -48,6 +48,7 @@ from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, 
 from lightning_shardckpt.parallel.sharding.replaced_functions import put_back_functions, replace_functions
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
+from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
@@ -259,6 +260,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Workers are seeded by data-parallel rank: ranks of one tensor group must draw the same batches."""
+        refuse_batches_of_batches(dataloader)
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
             rank = self.meshes.data_parallel_rank
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.dataloader import IndexedLoader, IndexSource
 from lightning_shardckpt.compat.distributed_sampler import (
@@ -29,6 +29,7 @@ from lightning_shardckpt.compat.distributed_sampler import (
     own_generator,
     wrapped_sampler,
 )
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
 from lightning_shardckpt.state.loader_random import (
     OTHER_ORDER,
@@ -270,6 +271,26 @@ def make_resumable(loader: object) -> bool:
         kind: Any = type(loader)
         loader.__class__ = _resumable_class(kind)
     return isinstance(loader, ResumableLoader)
+
+
+def refuse_batches_of_batches(loader: object) -> None:
+    """Raise for a DataLoader that Lightning made again with this rank's share of its batches, and that batches these.
+
+    Lightning calls the constructor again, and passes another sampler. A class that disables torch's batching for its
+    own sampler of batches (``batch_size=None``) enables it for one that it is given.
+
+    Raises:
+        TopologyError: naming the class.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__init__ is DataLoader.__init__:
+        return
+    if loader.batch_sampler is not None and isinstance(wrapped_sampler(loader.sampler), BatchSampler):
+        raise TopologyError(
+            f"{type(loader).__name__}, whose sampler gives batches, puts each of them into a batch of "
+            f"{loader.batch_size} since Lightning made it again with a DistributedSampler around that sampler. Pass "
+            "Trainer(use_distributed_sampler=False), by which every rank trains on the same batches, or let the loader "
+            "have a DistributedSampler of its own."
+        )
 
 
 def batches_done(loops: dict[str, Any]) -> int | None:

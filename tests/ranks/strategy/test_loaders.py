@@ -1,0 +1,87 @@
+"""DataLoaders that Lightning makes again with a sampler for each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
+
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.fabric import ShardedStrategy
+from tests.support import tiny
+from tests.support.pool import run_ranks
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.arange(16.0).repeat(4, 1).T[index]
+
+
+class LoadsBatches(DataLoader[Any]):
+    """Reads a batch at once, as loaders of scvi-tools do; another sampler is one of samples."""
+
+    def __init__(self, dataset: Any, batch_size: int = 4, sampler: Sampler[Any] | None = None, **options: Any) -> None:
+        if sampler is None:
+            sampler = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
+            options["batch_size"] = None
+        super().__init__(dataset, sampler=sampler, **options)
+
+
+class Net(pl.LightningModule):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.linear, self.own, self.seen = torch.nn.Linear(4, 1), own, list[list[float]]()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.seen.append(batch[..., 0].tolist())
+        return self.linear(batch).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        if self.own:
+            return LoadsBatches(Rows())
+        return DataLoader(Rows(), batch_size=None, sampler=BatchSampler(SequentialSampler(Rows()), 4, drop_last=False))
+
+
+def train(own: bool, strategy: Any, distributed: bool) -> Any:
+    module = Net(own)
+    try:
+        tiny.trainer(strategy, max_epochs=1, use_distributed_sampler=distributed).fit(module)
+    except TopologyError as error:
+        return str(error)
+    return module.seen
+
+
+def train_alike() -> list[Any]:
+    return [train(own, {}, distributed) for own, distributed in ((True, True), (True, False), (False, True))]
+
+
+def load_by_fabric() -> str:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(data_parallel_shard_size=2))
+    fabric.launch()
+    with pytest.raises(TopologyError) as error:
+        fabric.setup_dataloaders(LoadsBatches(Rows()))
+    return str(error.value)
+
+
+def test_a_loader_that_would_batch_its_batches_is_refused() -> None:
+    """One process reads batches of four; what a rank reads otherwise has another shape, or other samples."""
+    batches = [[float(4 * n + k) for k in range(4)] for n in range(4)]
+    (alone,) = run_ranks(1, train, True, "auto", True, init_process_group=False)
+    assert alone == batches
+    for rank, (error, remedied, by_torch) in enumerate(run_ranks(2, train_alike)):
+        assert error.startswith("LoadsBatches, whose sampler gives batches, puts each of them into a batch of 1"), error
+        assert remedied == batches
+        assert by_torch == batches[rank::2], "torch's own class keeps its batches"
+    for error in run_ranks(2, load_by_fabric):
+        assert error.startswith("LoadsBatches, whose sampler gives batches"), error
