@@ -241,7 +241,7 @@ _places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
 _views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
 """What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""
 _Plans = list[tuple[list[int], GatherPlan]]
-_plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], _Plans]] = WeakIdKeyDictionary()
+_plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], list[torch.dtype], _Plans]] = WeakIdKeyDictionary()
 
 
 def _gathered(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
@@ -275,9 +275,9 @@ def _gather(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor], *, h
 
 def _plans_of(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> _Plans:
     """Return which parameters are gathered together: those of one dtype that the same ranks have shards of."""
-    known = _plans.get(module)
-    if known is not None and [id(leaf) for leaf in known[0]] == [id(leaf) for leaf in leaves]:
-        return known[1]
+    known, dtypes = _plans.get(module), [local_tensor(leaf).dtype for leaf in leaves]
+    if known is not None and [*map(id, known[0])] == [*map(id, leaves)] and known[1] == dtypes:
+        return known[2]
     together: dict[Any, list[tuple[int, DTensor]]] = {}
     for n, leaf in enumerate(leaves):
         where = where_is(leaf)
@@ -286,7 +286,7 @@ def _plans_of(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) ->
         ([n for n, _ in some], GatherPlan([leaf for _, leaf in some], unit.device, unit.name, unit.number))
         for some in together.values()
     ]
-    _plans[module] = [*leaves], found
+    _plans[module] = [*leaves], dtypes, found
     return found
 
 

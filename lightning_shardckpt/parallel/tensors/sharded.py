@@ -113,6 +113,11 @@ class ShardedTensor(DTensor):
                 value = like(self, rows_like(value, self, "an assignment to grad").clone())
             _grad.__set__(self, value)
 
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Absent, so that ``module.to()`` assigns to ``data``: torch can't swap a tensor that has weak references."""
+        raise AttributeError("a sharded tensor is not made of plain ones")
+
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """Return all elements, as a plain tensor. Collective: every rank that has a shard must call it."""
         with without_torch_function():

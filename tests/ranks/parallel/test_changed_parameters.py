@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.support import tiny
 from tests.support.pool import run_ranks
+from tests.sweeps.twins.base import Block, Natural
 
 CASES: dict[str, tuple[int, dict[str, Any] | str]] = {
     "auto": (1, "auto"),
@@ -109,3 +111,41 @@ def test_a_forward_sees_gradients_and_notes_of_its_parameters(case: str) -> None
         assert [type(s) for s in seen] == [type(s) for s in expected]
         assert [s for s in seen if not isinstance(s, float)] == [s for s in expected if not isinstance(s, float)]
         assert error.startswith("TopologyError: a forward thaws its own parameter of shape"), error
+
+
+class Converts(Natural):
+    """Modules change their dtype while they train, and after it."""
+
+    class Casts(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x.to(self.a.weight.dtype)).to(x.dtype)
+
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.ModuleList(self.Casts() for _ in range(2))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index == 0:
+            self.net.layers.float()
+        elif index == 2:
+            self.net.layers.to(torch.float64)
+            self.net.cpu()
+        self.seen.append(float(self.net.layers[0].a.weight.detach().sum()))
+
+
+def convert(strategy: dict[str, Any] | str) -> tuple[list[float], Tensor, Tensor]:
+    pl.seed_everything(3, verbose=False)
+    module = Converts()
+    tiny.trainer(strategy, max_epochs=1, precision="64-true", use_distributed_sampler=False).fit(module)
+    example = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+    with torch.no_grad():
+        return module.seen, module.to("cpu").net(example), module.half().float().net(example.float())
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "fsdp2, kept", "replicas"])
+def test_modules_move_and_change_their_dtype_as_on_one_process(case: str) -> None:
+    (alone,) = run_ranks(1, convert, "auto", init_process_group=False)
+    world, strategy = CASES[case]
+    for found in run_ranks(world, convert, strategy):
+        torch.testing.assert_close(found[0], alone[0], rtol=1e-6, atol=1e-6)  # gradients of float32, for two batches
+        torch.testing.assert_close(found[1:], alone[1:], rtol=1e-5, atol=1e-5)
