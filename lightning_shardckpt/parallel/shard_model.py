@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -187,7 +187,7 @@ def shard(
         if stages is not None:
             stages.drop_other_stages(root)
         first_values = values.replay(root, skip=skip)
-        _shard_parameters(root, meshes, plan, home)
+        _shard_parameters(root, meshes, plan, home, _read_in_steps(root, units, device, is_called=is_called))
         _make_units(root, meshes, recipe, units, recomputed, unreduced, device, is_called=is_called)
     else:
         first_values = values.replay(root, skip=skip)
@@ -290,14 +290,30 @@ def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.M
     return [modules[name] for name in units], [modules[name] for name in names]
 
 
-def _shard_parameters(root: nn.Module, meshes: Meshes, plan: TensorPlan, home: torch.device) -> None:
+def _read_in_steps(
+    root: nn.Module, units: Sequence[nn.Module], device: torch.device, *, is_called: bool
+) -> dict[nn.Parameter, torch.device]:
+    """Return the parameters of no FSDP unit: code of steps reads their shards, beside activations on ``device``."""
+    around = units_around(root, units, is_called=is_called).values()
+    gathered = {parameter for unit in (*units, *around) for parameter in unit.parameters()}
+    return {parameter: device for parameter in root.parameters() if parameter not in gathered}
+
+
+def _shard_parameters(
+    root: nn.Module,
+    meshes: Meshes,
+    plan: TensorPlan,
+    home: torch.device,
+    elsewhere: Mapping[nn.Parameter, torch.device],
+) -> None:
     """Shard over the data axes, unless neither they nor a tensor axis shard anything: then parameters stay plain."""
     topology = meshes.topology
     if topology.tensor == 1 and topology.shard == 1:
         return
     over = meshes.fsdp if topology.data_parallel > 1 else None
     group = meshes.tensor_group if topology.tensor > 1 else None
-    shard_parameters(root, over, meshes.root, home, partial=_partial_names(root, plan), partial_group=group)
+    partial = _partial_names(root, plan)
+    shard_parameters(root, over, meshes.root, home, elsewhere=elsewhere, partial=partial, partial_group=group)
     note_planned_shards(root)
 
 

@@ -32,8 +32,17 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
     "checkpointed activations": (2, {"activation_checkpointing": True}, {}, ROUNDING),
     "clipped by norm": (2, TENSOR_PARALLEL, {"gradient_clip_val": 0.1}, ROUNDING),
     "accumulated": (2, {}, {"accumulate_grad_batches": 2}, ROUNDING),
+    "fused optimizer": (2, {}, {"model": {"optimizer": "fused"}}, ROUNDING),
+    "offloaded, clipped": (2, {"cpu_offload": True}, {"gradient_clip_val": 0.1}, ROUNDING),
+    "offloaded replicas": (2, {**REPLICAS, "cpu_offload": True}, {"accumulate_grad_batches": 2}, ROUNDING),
+    "a communicator for each pair": (4, HSDP, {}, ROUNDING),
+    "a group of NCCL alone": (2, TENSOR_PARALLEL, {}, ROUNDING),
 }
 QUICK = ("FSDP", "tensor parallel")
+GROUPS: dict[str, dict[str, Any]] = {
+    "a communicator for each pair": {"pretend": {"eager": False}},
+    "a group of NCCL alone": {"backend": "nccl"},
+}
 ON_CPUS = {"16-mixed": {"precision": "bf16-mixed"}}  # where Lightning has no other
 
 
@@ -57,7 +66,7 @@ def _losses(strategy: Mapping[str, Any], accelerator: str, options: Mapping[str,
 def test_losses_are_those_on_cpus(name: str) -> None:
     world, strategy, options, tolerance = CASES[name]
     on_cpus = run_ranks(world, _losses, strategy, "cpu", ON_CPUS.get(name, options), init_process_group=world > 1)
-    on_gpus = run_on_gpus(world, _losses, strategy, "cuda", options)
+    on_gpus = run_on_gpus(world, _losses, strategy, "cuda", options, **GROUPS.get(name, {}))
     torch.testing.assert_close(torch.tensor(on_gpus), torch.tensor(on_cpus), rtol=tolerance, atol=0)
 
 

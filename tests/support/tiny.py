@@ -98,6 +98,7 @@ class TinyLM(pl.LightningModule):
         ]
         kinds: dict[str, Any] = {
             "adamw": lambda: torch.optim.AdamW(groups, lr=1e-2),
+            "fused": lambda: torch.optim.AdamW(groups, lr=1e-2, fused=True),
             "amsgrad": lambda: torch.optim.Adam(groups, lr=1e-2, amsgrad=True),
             "sgd": lambda: torch.optim.SGD(groups, lr=1e-2),
             "adafactor": lambda: torch.optim.Adafactor(groups, lr=1e-2),

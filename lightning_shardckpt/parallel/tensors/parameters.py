@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ def shard_parameters(
     root_mesh: DeviceMesh,
     device: torch.device,
     *,
+    elsewhere: Mapping[nn.Parameter, torch.device] | None = None,
     partial: Iterable[str] = (),
     partial_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -80,6 +81,7 @@ def shard_parameters(
         data_mesh: over whose last axis rows are sharded, of those with dims; None only takes over DTensors as they are.
         root_mesh: of which ``data_mesh`` is a part.
         device: of the shards.
+        elsewhere: of the shards of some parameters.
         partial: names of parameters whose gradients are partial sums over the ranks of ``partial_group``.
     """
     partial, new = frozenset(partial), dict[nn.Parameter, nn.Parameter]()
@@ -91,7 +93,7 @@ def shard_parameters(
             fqn = f"{prefix}.{name}" if prefix else name
             if old not in new:
                 _refuse_other_kinds(old, fqn)
-                new[old] = _sharded(old, data_mesh, root_mesh, device)
+                new[old] = _sharded(old, data_mesh, root_mesh, (elsewhere or {}).get(old, device))
             if fqn in partial:
                 new[old].__dict__[PARTIAL] = partial_group
             slots[name] = new[old]

@@ -3,7 +3,7 @@
 ``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved;
 ``python -m tests.sweeps.twins proved TOPOLOGY [NAME …]`` proves that each case resumes as if it had not stopped, and
 ``… proved plain NAME …`` does so without this package. ``python -m tests.sweeps.twins fabric TOPOLOGY [NAME …]`` runs
-the scripts of Fabric.
+the scripts of Fabric, ``… gpu TOPOLOGY [NAME …]`` on the pretend device, beside twins on the CPU.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
+from tests.accelerator.ranks import run_on_gpus
 from tests.support.pool import run_ranks
 from tests.sweeps.twins.fabric_run import scripts
 from tests.sweeps.twins.fabric_scripts import SCRIPTS
@@ -33,8 +35,10 @@ from tests.sweeps.twins.run import (
 )
 
 
-def main(topology: str, *names: str) -> int:
+def main(topology: str, *names: str, on_ranks: Callable[..., list[Any]] = run_ranks) -> int:
     """The number of cases that differ from their twins, or end with an error."""
+    if topology == "gpu":
+        return main(*names, on_ranks=run_on_gpus)
     if topology == "proved":
         return _prove(*names)
     if topology == "fabric":
@@ -46,7 +50,7 @@ def main(topology: str, *names: str) -> int:
     return sum(
         _tell(
             name,
-            [rank[name] for rank in run_ranks(TOPOLOGIES[topology][0], run, [name], topology, timeout_s=120)],
+            [rank[name] for rank in on_ranks(TOPOLOGIES[topology][0], run, [name], topology, timeout_s=120)],
             expected[name],
             stages=is_pipelined(topology),
         )

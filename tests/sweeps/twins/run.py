@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -205,7 +206,7 @@ def prepared(
     if topology is not None:
         options |= {"strategy": ShardedStrategy(**arguments, timeout_s=30), "plugins": [ShardCkptIO()]}
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator="cuda" if _on_gpus() else "cpu",
         devices=devices,
         callbacks=[*options.pop("callbacks", list)(), *extra],
         enable_progress_bar=False,
@@ -215,6 +216,11 @@ def prepared(
         **options,
     )
     return trainer, module
+
+
+def _on_gpus() -> bool:
+    """Return whether the ranks are those of `run_on_gpus`."""
+    return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
 def _run(case: Case, topology: str | None, path: Path | None, resume: bool) -> Found:
@@ -239,5 +245,5 @@ def _whole(module: pl.LightningModule) -> dict[str, Tensor]:
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor):
             value = value.detach()
-            found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).to("cpu", copy=True)
     return found
