@@ -1,7 +1,7 @@
 """List what is in a checkpoint and read parts of it, without a process group; names and shapes without torch.
 
 Tensors of the model have their own names; others begin with ``optimizer/`` or ``trainer/``, as in
-``optimizer/0/head.weight/exp_avg``. So do values that are stored in documents, see ``state.document_entries``; those
+``optimizer/0/head.weight/exp_avg``. So do values that are stored in documents, see ``state.documents``; those
 that only one rank knew begin with ``rank/<rank>/``.
 """
 
@@ -24,8 +24,7 @@ from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
 from lightning_shardckpt.sources.paths import files_of
-from lightning_shardckpt.state.document_entries import DocumentEntry, ValueInfo, entries_of
-from lightning_shardckpt.state.documents import document_of
+from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, document_of, entries_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.system.pending_saves import drain_all

@@ -24,8 +24,8 @@ from lightning_shardckpt.checkpoint.load_job import LoadJob
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.replica_reads import ReplicaReads, is_high_latency
+from lightning_shardckpt.checkpoint.save_agreement import Agreement
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
-from lightning_shardckpt.checkpoint.save_values import Agreement
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.open_source import opened

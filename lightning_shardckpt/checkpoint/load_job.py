@@ -9,21 +9,19 @@ from typing import Any, TypedDict
 import torch
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets, Skips, note_of_skipped
 from lightning_shardckpt.checkpoint.model_match import ModelMatch
-from lightning_shardckpt.checkpoint.parts import Skips, note_of_skipped
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.casting import CastingSource
 from lightning_shardckpt.sources.equal_tensors import are_equal
 from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.sources.source_view import CastingSource
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.load_code import ForCode
 from lightning_shardckpt.state.model import Differences
-from lightning_shardckpt.state.optimizer_load import OptimizerLoad
-from lightning_shardckpt.state.partial_optimizer import Leaving
+from lightning_shardckpt.state.optimizer_load import Leaving, OptimizerLoad
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like

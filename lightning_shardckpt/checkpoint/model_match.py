@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
-from lightning_shardckpt.checkpoint.parts import Skips
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets, Skips
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.casting import converts
 from lightning_shardckpt.sources.equal_tensors import are_equal
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source_view import converts
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.load_code import NO_CODE
 from lightning_shardckpt.state.model import Differences, match_model, names_of, same_tensor

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
-from lightning_shardckpt.checkpoint.parts import PARTS, checked_patterns, listed
+from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, checked_patterns, listed
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
@@ -21,9 +20,9 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.as_objects import AsObjects, dicts_for, trainer_of
 from lightning_shardckpt.sources.as_values import AsValues, places_of
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.matched_source import fitted_to
-from lightning_shardckpt.sources.renamed import RenamedSource, model_names, parameters_of
+from lightning_shardckpt.sources.match import fitted_to
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source_view import RenamedSource, model_names, parameters_of
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.key_paths import KEYS, Path, key_of

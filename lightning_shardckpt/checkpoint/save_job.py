@@ -16,11 +16,20 @@ import torch
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, only_model, plan_mirror
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
-from lightning_shardckpt.checkpoint.pipeline_groups import group_text, joined_groups, table_of
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.checkpoint.rank_files import RankWriter
-from lightning_shardckpt.checkpoint.save_agreement import differ, groups_of, refuse_differing
-from lightning_shardckpt.checkpoint.save_values import Agreement, GroupTable, SaveWish, Written
+from lightning_shardckpt.checkpoint.save_agreement import (
+    Agreement,
+    GroupTable,
+    SaveWish,
+    Written,
+    differ,
+    group_text,
+    groups_of,
+    joined_groups,
+    refuse_differing,
+    table_of,
+)
 from lightning_shardckpt.checkpoint.staging import (
     BackgroundCopies,
     HostMemory,

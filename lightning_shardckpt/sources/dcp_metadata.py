@@ -22,8 +22,7 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 from lightning_shardckpt.sources.safe_unpickler import Called, Known, Record, ordered, record, text, unpickle
-from lightning_shardckpt.sources.torch_pickle import KNOWN_DTYPES
-from lightning_shardckpt.sources.torch_zip import FilePart
+from lightning_shardckpt.sources.torch_pickle import KNOWN_DTYPES, FilePart
 
 MAX_BYTES = 1 << 29
 Path = tuple[str | int, ...]

@@ -79,7 +79,7 @@ def _are_booster_ranks(path: str) -> bool:
 
 
 def _open_booster_ranks(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.booster_ranks import open_ranks
+    from lightning_shardckpt.sources.booster_optimizer import open_ranks
 
     return open_ranks(path)
 

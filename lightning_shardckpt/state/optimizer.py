@@ -22,8 +22,8 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
 from lightning_shardckpt.state.json_tree import encode_small
-from lightning_shardckpt.state.optimizer_merge import add_value
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.stored_optimizer import add_value
 from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
 
 _OF_TORCH = ("state", "param_groups")

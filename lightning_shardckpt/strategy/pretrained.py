@@ -16,13 +16,12 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.as_objects import with_objects
-from lightning_shardckpt.sources.casting import CastingSource, converts
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, fit, limited, report
-from lightning_shardckpt.sources.matched_source import MatchedSource
+from lightning_shardckpt.sources.match import Match, MatchedSource, fit, limited, report
 from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.sources.source_view import CastingSource, converts
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_code import ForCode, LoadCode, Scopes
 from lightning_shardckpt.state.model import Differences, WholeNames, is_value, model_leaves, names_of, tied_names

@@ -25,8 +25,14 @@ from lightning_shardckpt.compat.lightning_loops import (
     train_loaders,
 )
 from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics
-from lightning_shardckpt.state.data_position import ResumableLoader, Resumption, batches_done, batches_of_loader
-from lightning_shardckpt.state.global_batches import EpochPosition, GlobalBatches
+from lightning_shardckpt.state.data_position import (
+    EpochPosition,
+    GlobalBatches,
+    ResumableLoader,
+    Resumption,
+    batches_done,
+    batches_of_loader,
+)
 from lightning_shardckpt.state.loader_random import set_own_states, set_seed
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, restore, resume
 from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw

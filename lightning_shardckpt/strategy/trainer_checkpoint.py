@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_shardckpt.checkpoint.lightning_save import RANK_STATE
-from lightning_shardckpt.checkpoint.parts import PARTS
+from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.module_state import live_state_dict
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper

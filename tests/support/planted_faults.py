@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
-from lightning_shardckpt.checkpoint.parts import PARTS
+from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.recording import RunRecorder
 from lightning_shardckpt.tools.prove_resume import difference_text
 from lightning_shardckpt.tools.run_comparison import compare_runs

@@ -12,6 +12,7 @@ from typing import Literal
 from uuid import uuid4
 
 from lightning_shardckpt.storage.local import leftovers
+from lightning_shardckpt.storage.local.leftovers import check_name
 from lightning_shardckpt.storage.local.posix import (
     EXCHANGE,
     NO_REPLACE,
@@ -22,7 +23,6 @@ from lightning_shardckpt.storage.local.posix import (
     naming,
     sync_directory,
 )
-from lightning_shardckpt.storage.local.replaceable import check_name
 from lightning_shardckpt.storage.protocol import Contents, NewFile
 
 

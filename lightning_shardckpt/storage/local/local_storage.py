@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local import leftovers
+from lightning_shardckpt.storage.local.leftovers import check_replaceable
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import (
     EXCHANGE,
@@ -31,7 +32,6 @@ from lightning_shardckpt.storage.local.posix import (
     write_durably,
     write_parts,
 )
-from lightning_shardckpt.storage.local.replaceable import check_replaceable
 from lightning_shardckpt.storage.other_programs import other_program
 from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.system.tuning import TUNING, Tuning

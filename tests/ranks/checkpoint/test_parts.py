@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO, load, save
-from lightning_shardckpt.checkpoint.parts import PARTS
+from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from tests.support import tiny

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.checkpoint import checkpoint, replica_exchange, replica_reads
+from lightning_shardckpt.checkpoint import checkpoint, replica_reads
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.replica_reads import PlannedReads, choose, deal, split_tensor
@@ -350,7 +350,7 @@ def test_pieces_cover_a_tensor_in_contiguous_runs_and_are_dealt_evenly(seed: int
 def _cannot_share() -> list[bool]:
     """Whether replicas of a mesh with this process group share tensors in host memory."""
     tensors = placed("replicated on 2", drawn)
-    return [replica_exchange.group_of(tensor) is not None for tensor in tensors.values()]
+    return [replica_reads.group_of(tensor) is not None for tensor in tensors.values()]
 
 
 def test_only_contiguous_dtensors_with_elements_are_shared() -> None:
@@ -370,7 +370,7 @@ def _of_the_other_device() -> None:
     mesh = init_device_mesh("cpu", (world,))
     tensor = DTensor.from_local(torch.zeros(4), mesh, [Replicate()], run_check=False)
     assert tensor.to_local().device.type == "cpu"
-    assert replica_exchange.group_of(tensor) is None
+    assert replica_reads.group_of(tensor) is None
 
 
 def test_tensors_in_host_memory_are_not_shared_over_groups_of_another_device() -> None:

@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.sources.dcp_keys import layout_of
+from lightning_shardckpt.sources.dcp import layout_of
 from lightning_shardckpt.sources.safe_unpickler import unpickle
-from lightning_shardckpt.sources.torch_pickle import tensor_in, value_in
-from lightning_shardckpt.sources.torch_zip import CoalescedReads, FilePart, ZipArchive
+from lightning_shardckpt.sources.torch_pickle import CoalescedReads, FilePart, ZipArchive, tensor_in, value_in
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from tests.support import tiny
 from tests.support.pool import ROOT

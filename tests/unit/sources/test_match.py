@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.sources.casting import CastingSource
 from lightning_shardckpt.sources.foreign_source import ForeignSource
 from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
 from lightning_shardckpt.sources.hf_conversion import (
@@ -26,9 +25,9 @@ from lightning_shardckpt.sources.hf_conversion import (
 )
 from lightning_shardckpt.sources.huggingface import open_file
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, fit, report
-from lightning_shardckpt.sources.matched_source import MatchedSource
+from lightning_shardckpt.sources.match import Match, MatchedSource, fit, report
 from lightning_shardckpt.sources.source import ReadTarget
+from lightning_shardckpt.sources.source_view import CastingSource
 from lightning_shardckpt.state.model import WholeNames, tied_names
 
 

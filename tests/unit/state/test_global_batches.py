@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_shardckpt.state.global_batches import GlobalBatches
+from lightning_shardckpt.state.data_position import GlobalBatches
 
 CASES = [
     GlobalBatches(*case) for case in itertools.product((1, 2, 3, 5), (1, 2, 3, 4), (False, True), (False, True))

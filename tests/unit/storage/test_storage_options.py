@@ -86,7 +86,8 @@ def test_every_tool_takes_them(
 
 def test_values_are_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Any]()
-    monkeypatch.setattr("lightning_shardckpt.tools.inspect.show", lambda *args, **more: seen.append(more) or "")
+    monkeypatch.setattr("lightning_shardckpt.tools.inspect.inspect", lambda *args, **more: seen.append(more) or {})
+    monkeypatch.setattr("lightning_shardckpt.tools.inspect.render", lambda *args, **more: "")
     arguments = ["anon=true", "key=AKIA07", 'config_kwargs={"read_timeout": 5}']
     assert main(["inspect", "s3://b/a", *(f"--storage_options.{one}" for one in arguments)]) == 0
     expected = {"anon": True, "key": "AKIA07", "config_kwargs": {"read_timeout": 5}}
