@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.compat.module_class import child_slots, compiled_call, has_forward_hooks
+from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
@@ -133,7 +134,7 @@ class StagedModule:
         for name, old in whole.items():
             names.setdefault(old, clean_fqn(name))
         places = [(name, here.get(old), self.weights.get(id(old))) for old, name in names.items()]
-        return AbsentParameters(places, self.meshes.pipeline_words_group)
+        return AbsentParameters(places, host_group(self.meshes.pipeline_group))
 
     def pipeline(
         self,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
 from lightning_shardckpt.parallel.pipeline.agree import (
@@ -86,8 +87,8 @@ class Pipeline:
         self.absent = absent
         self._keeps = keep_gathered
         self._kept = KeptGathers()
-        self._group, self._device = meshes.pipeline_words_group, device
-        self._data_group = meshes.data_parallel_words_group if meshes.topology.data_parallel > 1 else None
+        self._group, self._device = host_group(meshes.pipeline_group), device
+        self._data_group = host_group(meshes.data_parallel_group) if meshes.topology.data_parallel > 1 else None
         self._rank = meshes.pipeline_rank
         transport = Transport(schedule, meshes.pipeline_group, self._group, self._rank, device)
         transport.warm_up()

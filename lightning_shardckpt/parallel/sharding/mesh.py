@@ -5,7 +5,6 @@ Knows numbers and process groups; nothing about models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -75,15 +74,11 @@ class Meshes:
         root: axes pipeline, replicate, shard, tensor.
         user: axes data_parallel, tensor_parallel over the same ranks, as Lightning's ModelParallelStrategy names
             them. A mesh of its own: slicing a flattened axis out of ``root`` is deprecated in torch 2.13.
-        pipeline_words_group: the ranks of the pipeline, on gloo, for numbers of the host; if there are pipelines.
-        data_parallel_words_group: those of ``data_parallel_group``, likewise.
     """
 
     topology: Topology
     root: DeviceMesh
     user: DeviceMesh
-    pipeline_words_group: dist.ProcessGroup
-    data_parallel_words_group: dist.ProcessGroup
 
     def __deepcopy__(self, memo: dict[int, object]) -> Meshes:
         """The same: a copy of a module, as StochasticWeightAveraging makes it, is of the same processes."""
@@ -128,15 +123,4 @@ def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_T
     build_peers(root, min(timeout_s, READ_TIMEOUT_S))
     plain = (topology.pipeline, topology.data_parallel, topology.tensor)
     named = init_device_mesh(device_type, plain, mesh_dim_names=("pipeline", "data_parallel", "tensor_parallel"))
-    user = named["data_parallel", "tensor_parallel"]
-    own, pipelines = root.get_group("pipeline"), root.mesh.flatten(1).T
-    data, parts = user.get_group("data_parallel"), named.mesh.transpose(1, 2).flatten(0, 1)
-    if topology.pipeline > 1 and device_type != "cpu":
-        own, data = _on_gloo(pipelines.tolist()), _on_gloo(parts.tolist())
-    return Meshes(topology, root, user, own, data)
-
-
-def _on_gloo(rows: Sequence[list[int]]) -> dist.ProcessGroup:
-    """Return the group of this rank's row; every rank is in one."""
-    groups: list[dist.ProcessGroup] = [dist.new_group(row, backend="gloo") for row in rows]
-    return next(group for row, group in zip(rows, groups, strict=True) if dist.get_rank() in row)
+    return Meshes(topology, root, named["data_parallel", "tensor_parallel"])
