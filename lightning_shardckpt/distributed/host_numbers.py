@@ -6,6 +6,7 @@ gets one of the same ranks beside it. Only the main thread communicates here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -86,11 +87,17 @@ def highest(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return numbers
 
 
-def on_device(numbers: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def on_device(numbers: Sequence[complex], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of these numbers; on a GPU, for which the host does not wait."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Let everything that was copied until now be there, on a GPU: one wait for all that is read next."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class Copied:

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_shardckpt.distributed.host_numbers import Copied, on_device, wait_for_copies
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
@@ -43,7 +44,7 @@ class PipelinedSteps:
             make_step = partial(LightningStep, module, pipeline)
         self._make_step = make_step
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._assumed_scale = torch.ones((), device=device)
+        self._assumed_scale = torch.ones(())
         self._received_scales: list[Tensor] = []
 
     def training_step(
@@ -89,7 +90,9 @@ class PipelinedSteps:
         if not self._pipeline.backward_early:
             self._pipeline.backward(scale)
             return
-        rtol = 1e-2 if scale.dtype.itemsize < 4 else 1e-5
+        copied = Copied(scale)
+        wait_for_copies(self._device)
+        rtol, scale = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copied.read()
         if not torch.allclose(scale.double(), self._assumed_scale.double(), rtol=rtol):
             raise TopologyError(
                 f"the gradient of the loss is {scale.item():g}, but this pipeline_schedule has run its backward passes "
@@ -115,7 +118,8 @@ class PipelinedSteps:
         step = self._make_step(name, context, args, kwargs)
         if scale is not None:
             self._assumed_scale = scale
-        report = self._pipeline.forward(step, None if scale is None else scale.to(self._device))
+        given = None if scale is None else on_device([float(scale)], scale.dtype, self._device)[0]
+        report = self._pipeline.forward(step, given)
         return step.settle(report, self._device, source=self._pipeline.has_last_stage)
 
     @contextmanager

@@ -1,22 +1,27 @@
 """How often the host waits for the device in a step. Oracle: a step of Lightning's own strategies.
 
-The batch, which the host copies, is one wait; Lightning's ModelParallelStrategy reads a flag of its own besides.
+The batch, which the host copies, is one wait; Lightning's ModelParallelStrategy reads a flag of its own besides. In a
+pipeline the host reads once what the last stage reports, and the scale of the loss if backward passes ran before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
+from tests.accelerator.test_pipelines import by
 from tests.accelerator.test_training import HSDP, REPLICAS, TENSOR_PARALLEL
 from tests.support.tiny import TinyLM, loader, trainer
 
@@ -50,7 +55,7 @@ class _Waits(pl.Callback):
         self.seen.append(device.counts()["host_waits"])
 
     def of_steps(self) -> list[int]:
-        return [after - before for before, after in zip(self.seen, self.seen[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.seen)]
 
 
 def _ours(strategy: Mapping[str, Any], options: Mapping[str, Any]) -> list[int]:
@@ -89,3 +94,30 @@ def test_a_step_waits_for_the_copy_of_its_batch_alone(name: str) -> None:
 def test_lightnings_own_strategy_waits_as_often_or_more() -> None:
     for waits in run_on_gpus(2, _theirs):
         assert min(waits) >= COPY_OF_THE_BATCH
+
+
+def _distance(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def _by_torch() -> list[int]:
+    """Train two stages by a schedule of torch."""
+    rank, cuda = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    stage = PipelineStage(nn.Linear(8, 8).to(cuda), rank, 2, cuda)
+    schedule = Schedule1F1B(stage, 4, loss_fn=_distance)
+    optimizer, seen = torch.optim.AdamW(stage.submod.parameters()), []
+    for _ in range(STEPS):
+        seen.append(device.counts()["host_waits"])
+        batch = torch.ones(8, 8).to(cuda)
+        schedule.step(batch) if rank == 0 else schedule.step(target=batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [after - before for before, after in pairwise(seen)][1:]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("schedule", "more"), [("gpipe", 1), ("1f1b", 2)])
+def test_a_step_of_a_pipeline_waits_once_or_twice_more_than_one_of_torch(schedule: str, more: int) -> None:
+    ours = run_on_gpus(2, _ours, by(schedule), {"gradient_clip_val": 0.1})
+    for waits, torchs in zip(ours, run_on_gpus(2, _by_torch), strict=True):
+        assert max(waits) == min(torchs) + more

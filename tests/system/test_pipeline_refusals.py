@@ -897,7 +897,7 @@ CASES = {
     "all_reduce": Case(Reduces, ("all_reduce", *COLLECTIVE)),
     "barrier": Case(Waits, ("barrier", *COLLECTIVE)),
     "all_gather with gradients": Case(Gathers, ("all_gather", *COLLECTIVE)),
-    "barrier of the strategy": Case(StrategyWaits, ("barrier", *COLLECTIVE)),
+    "barrier of the strategy": Case(StrategyWaits, ("all_reduce", *COLLECTIVE)),
     "broadcast of the strategy": Case(StrategyBroadcasts, ("broadcast_object_list", *COLLECTIVE)),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", *UNKNOWN)),
     "u-net": Case(UNet, ("layer layers.3 depends on", *UNKNOWN), {"pipeline_split": ["layers.2"]}),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.compat.pipelining import pickled, unpickled
+from lightning_shardckpt.distributed.host_numbers import wait_for
 from lightning_shardckpt.errors import RankError, TopologyError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
@@ -87,17 +88,17 @@ def agree_on_numbers(
 
 
 def agree_on_report(
-    what: str, work: Callable[[], Packed | None], source: int, group: dist.ProcessGroup
-) -> Any:
-    """Do ``work``, and return the object that it packed on the rank ``source`` of ``group``; as `agree`."""
-    own, every = _met(what, work, _inline, 1 + _INLINE, group)
-    row = every[source]
+    what: str, work: Callable[[], tuple[Packed | None, int]], source: int, group: dist.ProcessGroup
+) -> tuple[Any, list[int]]:
+    """Do ``work``, and return the object that it packed on the rank ``source``, and each rank's number; as `agree`."""
+    (own, _), every = _met(what, work, _inline, 2 + _INLINE, group)
+    numbers, row = [int(row[0]) for row in every], every[source][1:]
     count = int(row[0])
     content = row[1:].view(torch.uint8)
     if count > content.numel():
         content = torch.empty(count, dtype=torch.uint8) if own is None else own[0]
         dist.broadcast(content, group=group, group_src=source)
-    return unpickled(content, torch.tensor([count]), group)
+    return unpickled(content, torch.tensor([count]), group), numbers
 
 
 def _met(
@@ -153,16 +154,18 @@ def packed(value: Any, group: dist.ProcessGroup) -> Packed:
         ) from error
 
 
-def _inline(value: Packed | None) -> Tensor:
-    """Return the number of bytes, and the bytes if they are few; nothing where there is no report."""
+def _inline(result: tuple[Packed | None, int]) -> Tensor:
+    """Return a rank's number, and, where there is a report, how many bytes it has, and the bytes if they are few."""
+    value, number = result
+    first = torch.tensor([number])
     if value is None:
-        return torch.zeros(0, dtype=torch.int64)
+        return first
     content, count = value[0], value[1].view(1)
     if content.numel() > _INLINE * count.itemsize:
-        return count
+        return torch.cat([first, count])
     words = torch.zeros(_INLINE, dtype=torch.int64)
     words.view(torch.uint8)[: content.numel()] = content
-    return torch.cat([count, words])
+    return torch.cat([first, count, words])
 
 
 def gathered(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
@@ -174,6 +177,5 @@ def _gathered(own: Tensor, group: dist.ProcessGroup, meanwhile: Callable[[], Non
     found = [torch.zeros_like(own) for _ in range(group.size())]
     sent = dist.all_gather(found, own, group=group, async_op=True)
     meanwhile()
-    assert sent is not None
-    sent.wait()
+    wait_for(sent)
     return found

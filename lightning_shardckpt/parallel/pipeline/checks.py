@@ -21,6 +21,7 @@ from lightning_shardckpt.compat.module_class import any_global_hook, compiled_ca
 from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
 from lightning_shardckpt.compat.pipelining import watched_collectives
 from lightning_shardckpt.compat.tensor_subclass import replaced_hooks, version_of, without_torch_function
+from lightning_shardckpt.distributed.host_numbers import Copied
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import guarded_hook
@@ -28,7 +29,7 @@ from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttribut
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
-from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
+from lightning_shardckpt.system.tensor_digest import bit_digest
 
 _UNUSED = "appears to not have been used in the graph"  # torch's words
 _grad: Any = Tensor.grad  # that of a sharded parameter reduces what has accumulated
@@ -45,6 +46,7 @@ class StepChecks:
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
         self._root, self._marks = root, list[Tensor]()
+        self._changed: list[tuple[list[int], Copied]] = []  # places among this rank's parameters, by device
         self._own: list[tuple[str, nn.Parameter]] = []
         self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers = [
@@ -189,8 +191,19 @@ class StepChecks:
         """Note marks of this rank's parameters, which change when values do, however they are written."""
         self._marks = self._parameter_marks()
 
+    def compare_parameters(self) -> None:
+        """Compare parameters with what was marked before, without a wait for a device; call it after the passes."""
+        places: dict[torch.device, list[int]] = {}
+        for place, mark in enumerate(self._marks):
+            places.setdefault(mark.device, []).append(place)
+        now = self._parameter_marks()
+        self._changed = [
+            (of, Copied(torch.stack([self._marks[k] for k in of]) != torch.stack([now[k] for k in of])))
+            for of in places.values()
+        ]
+
     def check_parameters(self, state: StepState) -> None:
-        """Check after the passes what was marked before.
+        """Check what `compare_parameters` found.
 
         Raises:
             TopologyError: for a parameter that the step itself changes.
@@ -200,10 +213,10 @@ class StepChecks:
             raise _changes(state, name)
 
     def changed_parameter(self) -> str | None:
-        """Return the name of a parameter that has changed since it was marked."""
-        found = numbers([*self._marks, *self._parameter_marks()])
-        before, now = found[: len(self._marks)], found[len(self._marks) :]
-        return next((name for (name, _), a, b in zip(self._own, before, now, strict=True) if a != b), None)
+        """Return the name of a parameter that had changed since it was marked when `compare_parameters` was called."""
+        found = [pair for of, are_other in self._changed for pair in zip(of, are_other.read().tolist(), strict=True)]
+        changed = min((place for place, is_other in found if is_other), default=None)
+        return None if changed is None else self._own[changed][0]
 
     def _parameter_marks(self) -> list[Tensor]:
         return [bit_digest(local_tensor(parameter)) for _, parameter in self._own]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt.distributed.host_numbers import host_group
+from lightning_shardckpt.distributed.host_numbers import Copied, host_group, wait_for_copies
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
 from lightning_shardckpt.parallel.pipeline.agree import (
@@ -39,7 +39,7 @@ from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
-from lightning_shardckpt.parallel.sharding.consistency import fingerprint
+from lightning_shardckpt.parallel.sharding.consistency import marks_of
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
@@ -133,28 +133,30 @@ class Pipeline:
             self._check_microbatches(state)
         early = step.train and self.backward_early
 
-        def work() -> Packed | None:
+        def work() -> tuple[Packed | None, int]:
             notes = self._checks.notes()
             failure = self._look(state)
             before = self._checks.buffer_marks()
             with self._gathering(), state.hooks.put_off() if early else nullcontext():
                 self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
                 self._checks.check_buffers(state, before)
-                self._checks.check_parameters(state)
-                if not self.has_last_stage:
-                    if not early:
-                        self._checks.check_notes(state, notes)
-                    return None
-                if not state.whole_steps:
+                self._checks.compare_parameters()
+                if self.has_last_stage and not state.whole_steps:
                     self._finish(state)
+                report = step.report(state.outputs) if self.has_last_stage else None
+                wait_for_copies(self._device)
+                self._checks.check_parameters(state)
                 if not early:
                     self._checks.check_notes(state, notes)
-                return packed(step.report(state.outputs), self._group)
+                digest = 0 if state.batch_digest is None else int(state.batch_digest.read())
+                return packed(report, self._group) if self.has_last_stage else None, digest
 
         source = self._schedule.rank_of(self._last)
         with kept_rng(), guarded_hooks():  # each run starts from a seed of its own
-            report = agree_on_report(f"running {step.name}", work, source, self._group)
+            report, digests = agree_on_report(f"running {step.name}", work, source, self._group)
         self._stages.flush()
+        if len(set(digests)) > 1:
+            raise self._other_batches(step, digests)
         self._state = state if step.train and not early else None
         return report
 
@@ -226,12 +228,15 @@ class Pipeline:
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
         own = self._checks.begin()
 
+        digest: list[Copied | None] = [None]
+
         def measure() -> tuple[int, int, int]:
             self.absent.check_own()
             self._checks.check_calls()
             most = self._microbatches
             wanted = min(most, samples_in(step.batch)) if most > 1 else 1
-            return wanted, fingerprint(step.batch), draw_seed()
+            known, digest[0] = marks_of(step.batch)
+            return wanted, known, draw_seed()
 
         mark = self._checks.mark_parameters
         every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group, meanwhile=mark)
@@ -243,17 +248,19 @@ class Pipeline:
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._data_group)
             count = int(fewest)
         if count == 0:
-            raise TopologyError(
-                f"the ranks of a pipeline got different batches for {step.name}. Those of "
-                f"{dist.get_process_group_ranks(self._group)} have these microbatches and checksums: "
-                f"{[one[:2] for one in every]}. Every rank of a pipeline must load the same samples: use "
-                "strategy.distributed_sampler_kwargs (Lightning does for samplers that it adds), and seed random "
-                "augmentations by the data-parallel rank."
-            )
+            raise self._other_batches(step, [one[:2] for one in every])
 
         whole_steps = self._loss_of == "microbatch" and step.train
         hooks = ParameterHooks(dict(own))
-        return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks)
+        return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks, batch_digest=digest[0])
+
+    def _other_batches(self, step: UserStep, marks: Sequence[Any]) -> TopologyError:
+        return TopologyError(
+            f"the ranks of a pipeline got different batches for {step.name}. Those of "
+            f"{dist.get_process_group_ranks(self._group)} have these microbatches or checksums: {marks}. Every rank of "
+            "a pipeline must load the same samples: use strategy.distributed_sampler_kwargs (Lightning does for "
+            "samplers that it adds), and seed random augmentations by the data-parallel rank."
+        )
 
     def _check_microbatches(self, state: StepState) -> None:
         """Raise a TopologyError, on all ranks, if layers compute something else of parts of a batch."""
@@ -263,6 +270,7 @@ class Pipeline:
         def work() -> tuple[int, ...]:
             with self._gradients.no_sync(), KeptGathers().used() if self._keeps else nullcontext():
                 found = self._microbatch_check.look(state, self._probe, attributes)
+            self._checks.compare_parameters()
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
 
         try:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_shardckpt.distributed.host_numbers import Copied
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks
@@ -67,6 +68,7 @@ class StepState:
         outputs: what whole runs of the step returned, with their shares.
         results: of the layers, for the rest of the step.
         gradients: of these, per microbatch.
+        batch_digest: of its batch's tensors on a GPU, on its way.
     """
 
     step: UserStep
@@ -86,6 +88,7 @@ class StepState:
     loss: Tensor | None = None
     results: Results | None = None
     gradients: list[list[Tensor | None]] = field(default_factory=list)
+    batch_digest: Copied | None = None
 
     def watched(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Return what surrounds the forward of a stage on a microbatch."""

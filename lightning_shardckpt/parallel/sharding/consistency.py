@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.distributed.host_numbers import any_rank, gathered
+from lightning_shardckpt.distributed.host_numbers import Copied, any_rank, gathered
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
@@ -27,6 +27,7 @@ _SPREAD = 0.02  # relative; replicas that compute the same thing agree to the pr
 _GRADIENT_SPREAD = 0.05  # of a gradient's norm: the difference of two that have nothing in common is larger than it
 _PROJECTIONS = 4  # on so many directions
 _PIECE = 1 << 18  # elements that are looked at together
+_STEP = 0x1E3779B97F4A7C15  # odd
 _LOSS_SPREAD = 1e-4  # of losses in float32
 
 
@@ -80,6 +81,19 @@ def fingerprint(batch: Any) -> int:
 
 
 @torch.no_grad()
+def marks_of(batch: Any) -> tuple[int, Copied | None]:
+    """What `fingerprint` tells without a wait for a device, and a number of the tensors on a GPU, on its way."""
+    contents = list(_contents(batch))
+    far = [item for item in contents if _is_far(item)]
+    known = fingerprint([tuple(item.shape) if _is_far(item) else item for item in contents])
+    digest = torch.zeros((), dtype=torch.int64, device=far[0].device) if far else None
+    for item in far:
+        assert digest is not None
+        digest = digest * _STEP + bit_digest(item).to(digest.device)
+    return known, None if digest is None else Copied(digest)
+
+
+@torch.no_grad()
 def check_gradients(root: nn.Module, group: dist.ProcessGroup) -> None:
     """Compare the gradients of the parameters of ``root`` that ``group`` replicates.
 
@@ -118,6 +132,10 @@ def _projections(gradient: Tensor) -> Tensor:
         scale = float(torch.rand((), generator=generator, device="cpu")) + 0.5  # since pieces may change places
         found += torch.cat([piece.square().sum()[None], scale * (directions[:, : len(piece)] @ piece)])
     return torch.cat([found[:1].sqrt(), found[1:]])
+
+
+def _is_far(item: Any) -> bool:
+    return isinstance(item, Tensor) and not item.is_cpu
 
 
 def _contents(tree: Any) -> Iterator[Any]:

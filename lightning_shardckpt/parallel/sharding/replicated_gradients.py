@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shardckpt.compat.autograd_backward import after_backward, returns_gradient_of
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
-from lightning_shardckpt.distributed.host_numbers import on_device
+from lightning_shardckpt.distributed.host_numbers import gathered, on_device
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
@@ -199,17 +199,20 @@ def _all_reduce(
     device: torch.device | None,
 ) -> None:
     parts = [_flat_gradient(parameter) for parameter in parameters]
-    flat = torch.cat([on_device(marks + hooked, parts[0].dtype, parts[0].device), *parts])
+    flat = torch.cat([on_device(marks, parts[0].dtype, parts[0].device), *parts])
     flat = flat if device is None else flat.to(device)
     dist.all_reduce(flat, group=group)
-    flat[len(marks) + len(hooked) :].mul_(scale)
-    anywhere, hooks, *sums = torch.split(flat, [len(marks), len(hooked), *(part.numel() for part in parts)])
-    if hooked and bool(((anywhere.abs() > 1) & (hooks != 0)).any()):
+    flat[len(marks) :].mul_(scale)
+    anywhere, *sums = torch.split(flat, [len(marks), *(part.numel() for part in parts)])
+    hooks = torch.zeros(len(marks))
+    if hooked:  # by pipeline stages, which often differ
+        anywhere, hooks = gathered(torch.tensor([marks, hooked]), group).sum(0)
+    if hooked and bool(((anywhere > 1) & (hooks > 0)).any()):
         raise TopologyError(
             "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, of which "
             "each of them has a part. Change the gradient in on_before_optimizer_step, or use pipeline_parallel_size=1."
         )
-    exist = marks if all(marks) else (anywhere != 0).tolist()  # tolist waits for the device
+    exist = marks if all(marks) else (anywhere != 0).tolist()  # on a GPU, waits for the device
     for parameter, exists, total in zip(parameters, exist, sums, strict=True):
         if exists:
             if parameter.grad is None:
