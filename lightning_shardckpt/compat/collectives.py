@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup |
     Returns:
         The work to wait for, with ``async_op``; else None.
     """
-    return getattr(dist, _ALL_GATHER)(output, own, group=group, async_op=async_op)
+    return getattr(dist, _ALL_GATHER)(_bytes(output), _bytes(own), group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
@@ -45,4 +46,11 @@ def reduce_scatter_single(
     Returns:
         The work to wait for, with ``async_op``; else None.
     """
+    if output.is_complex():  # which NCCL lacks
+        output, all_parts = torch.view_as_real(output), torch.view_as_real(all_parts)
     return getattr(dist, _REDUCE_SCATTER)(output, all_parts, group=group, async_op=async_op)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor as it travels: NCCL lacks complex and short dtypes, gloo others."""
+    return tensor.view(-1).view(torch.uint8)

@@ -13,6 +13,8 @@ from torch.distributed import P2POp, batch_isend_irecv
 
 from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
+from tests.ranks.compat.test_collectives import gathered_and_reduced
+from tests.support.pool import run_ranks
 
 DEADLOCK = 86
 
@@ -56,6 +58,10 @@ def _refused() -> None:
 
 def test_tensors_of_the_cpu_and_some_dtypes_are_refused() -> None:
     run_on_gpus(2, _refused, backend="nccl")
+
+
+def test_collectives_of_the_package_have_dtypes_that_nccl_lacks() -> None:
+    assert run_on_gpus(2, gathered_and_reduced, "cuda") == run_ranks(2, gathered_and_reduced, "cpu")
 
 
 def _late_rank() -> None:

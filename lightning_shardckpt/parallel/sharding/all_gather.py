@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.distributed.host_numbers import gathered
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched
@@ -22,9 +23,9 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         tensor = tensor.detach().contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(parts, tensor, group=group)
-        return torch.stack(parts)
+        parts = tensor.new_empty(group.size(), *tensor.shape)
+        all_gather_single(parts, tensor, group=group)
+        return parts
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

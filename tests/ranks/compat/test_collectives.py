@@ -23,3 +23,27 @@ def both() -> list[bool]:
 
 def test_each_rank_has_what_the_simpler_collectives_give() -> None:
     assert run_ranks(2, both) == [[True] * 3] * 2
+
+
+def gathered_and_reduced(device: str) -> list[object]:
+    found = list[object]()
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.bfloat16):
+        own = (torch.arange(6) + dist.get_rank()).to(device, dtype).view(2, 3)
+        every = own.new_empty(2, 2, 3)
+        all_gather_single(every, own, group=None)
+        found.append(every.tolist())
+    for dtype in (torch.complex64, torch.float32):
+        parts = (torch.arange(6) + dist.get_rank()).to(device, dtype)
+        part = parts.new_empty(3)
+        reduce_scatter_single(part, parts, group=None)
+        found.append(part.tolist())
+    return found
+
+
+def test_dtypes_that_backends_lack_travel_too() -> None:
+    own = [torch.arange(6).view(2, 3) + rank for rank in range(2)]
+    for rank, found in enumerate(run_ranks(2, gathered_and_reduced, "cpu")):
+        for dtype, every in zip((torch.int16, torch.bool, torch.complex64, torch.bfloat16), found[:4], strict=True):
+            assert every == [each.to(dtype).tolist() for each in own]
+        total = (own[0] + own[1]).view(-1)[3 * rank : 3 * rank + 3]
+        assert found[4:] == [total.to(torch.complex64).tolist(), total.float().tolist()]

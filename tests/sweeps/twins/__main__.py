@@ -3,7 +3,7 @@
 ``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved;
 ``python -m tests.sweeps.twins proved TOPOLOGY [NAME …]`` proves that each case resumes as if it had not stopped, and
 ``… proved plain NAME …`` does so without this package. ``python -m tests.sweeps.twins fabric TOPOLOGY [NAME …]`` runs
-the scripts of Fabric, ``… gpu TOPOLOGY [NAME …]`` on the pretend device, beside twins on the CPU.
+the scripts of Fabric, ``… gpu TOPOLOGY [NAME …]`` cases on the pretend device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -35,10 +36,18 @@ from tests.sweeps.twins.run import (
 )
 
 
-def main(topology: str, *names: str, on_ranks: Callable[..., list[Any]] = run_ranks) -> int:
+_ALONE = partial(run_ranks, init_process_group=False)
+
+
+def main(
+    topology: str,
+    *names: str,
+    alone: Callable[..., list[Any]] = _ALONE,
+    on_ranks: Callable[..., list[Any]] = run_ranks,
+) -> int:
     """The number of cases that differ from their twins, or end with an error."""
     if topology == "gpu":
-        return main(*names, on_ranks=run_on_gpus)
+        return main(*names, alone=run_on_gpus, on_ranks=run_on_gpus)
     if topology == "proved":
         return _prove(*names)
     if topology == "fabric":
@@ -46,7 +55,7 @@ def main(topology: str, *names: str, on_ranks: Callable[..., list[Any]] = run_ra
     if topology == "resumed":
         return sum(_tell(name, *_resumed(name)) for name in names or CASES)
     chosen = [name for name in names or CASES if fits(CASES[name], topology)]
-    (expected,) = run_ranks(1, twins, chosen, init_process_group=False, timeout_s=600)
+    (expected,) = alone(1, twins, chosen, timeout_s=600)
     return sum(
         _tell(
             name,
