@@ -35,7 +35,6 @@ from tests.sweeps.twins.run import (
     twins_resumed,
 )
 
-
 _ALONE = partial(run_ranks, init_process_group=False)
 
 
