@@ -68,17 +68,53 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """The content that a rank writes: values of pieces, live or copied, by the piece's id; documents by file name."""
+class Described:
+    """The state of a rank, and what it tells the others of it.
 
+    Attributes:
+        snapshot: of the live state.
+        tables: of its tensors, as if every rank had the same.
+        replicas: digests of what several ranks hold.
+    """
+
+    snapshot: Snapshot
+    tables: Tables
+    replicas: Digests
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content that a rank writes.
+
+    Attributes:
+        save_id: of the save.
+        plan: of this rank.
+        tensors: values of pieces, live or copied, by the piece's id.
+        documents: by file name.
+        leaves: of live values, the tensors that they are parts of.
+        frozen: keys of parameters for which no gradient is computed, by component.
+        mirror: the model a second time, if that is asked for.
+        shared: digests of tensors that other groups of ranks hold, too.
+    """
+
+    save_id: str
+    plan: SavePlan
     tensors: dict[int, torch.Tensor]
     documents: dict[str, bytes]
-    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of live values, the tensors that they are parts of."""
+    leaves: dict[int, torch.Tensor]
+    frozen: dict[str, frozenset[str]]
+    mirror: HFMirror | None
+    shared: Digests
 
 
 class SaveJob:
-    """One save on one rank: what it knows at each step."""
+    """One save on one rank: described, agreed, staged or live, written, committed.
+
+    Attributes:
+        path: of the checkpoint.
+        notes: sentences for the user.
+        copies: that are made in the background, if ``stage`` began some.
+    """
 
     def __init__(
         self,
@@ -91,36 +127,34 @@ class SaveJob:
         history: SaveHistory,
     ) -> None:
         self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
-        self._options, self._plans, self._digests = options, plans, Digests()
+        self._options, self._plans = options, plans
         self._writer = RankWriter(path, ranks.rank, options, storage, history)
-        self._frozen: dict[str, frozenset[str]] = {}
-        self._mirroring: HFMirror | None = None
-        self._draft: Draft | None = None
+        self._described: Described
+        self._content: Content | None = None
+        self._trainer: Any = None  # of all groups, on rank 0
+        self._draft: Draft | None = None  # on rank 0
         self.notes: list[str] = []
-        self._save_id = ""
-        self._plan = SavePlan()
-        self._trainer: Any = None
-        self._staged: Staged | None = None
         self.copies: BackgroundCopies | None = None
 
     def prepare(self, describe: Callable[[], Snapshot]) -> SaveWish:
         """Return what this rank wants to save, as a digest. Runs on every rank."""
-        self._snapshot = _pinned(describe()) if self._options.replicas == "first" else describe()
-        everyone = ((0, self._ranks.world),)
-        self._own_tables: Tables = {
+        snapshot = _pinned(describe()) if self._options.replicas == "first" else describe()
+        everyone, replicas = ((0, self._ranks.world),), Digests()
+        tables: Tables = {
             name: Component(specs_of(name, leaves, everyone), leaves.aliases)
-            for name, leaves in self._snapshot.leaves.items()
+            for name, leaves in snapshot.leaves.items()
         }
-        tables = self._plans.digest.of(self._own_tables, lambda: table_digest(self._own_tables))
-        documents = [self._snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
-        digest = checksum((tables + "".join(json.dumps(sorted(document or ())) for document in documents)).encode())
+        text = self._plans.digest.of(tables, lambda: table_digest(tables))
+        documents = [snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
+        digest = checksum((text + "".join(json.dumps(sorted(document or ())) for document in documents)).encode())
         if self._ranks.world > 1 and self._options.replicas == "same":
-            self._digests = replica_digests(self._snapshot, self._own_tables, this_rank(), digest)
+            replicas = replica_digests(snapshot, tables, this_rank(), digest)
+        self._described = Described(snapshot, tables, replicas)
         return {
             "path": str(self.path),
             "step": self._about.step,
             "digest": digest,
-            "replicas": combined(self._digests),
+            "replicas": combined(replicas),
         }
 
     def agree(self, wishes: list[SaveWish]) -> Agreement | None:
@@ -128,27 +162,27 @@ class SaveJob:
 
         None if replicas differ.
         """
-        self._groups = groups_of(wishes)
+        groups, documents = groups_of(wishes), self._described.snapshot.documents
         if differ([wish["replicas"] for wish in wishes]):
             return None
         mirror = {}
         if self._options.also is not None:
-            if "peft" in self._snapshot.documents:
+            if "peft" in documents:
                 raise StateError(
                     f"also={self._options.also!r} cannot write a model with adapters of PEFT: transformers would not "
                     "find its weights under their names. Leave it out, and make a folder for PEFT of the checkpoint "
                     "with `python -m lightning_shardckpt.consolidate DIR --format peft`."
                 )
-            document = self._snapshot.documents.get("huggingface")
-            mirror = {k: v for k, v in only_model(document).recorded.items() if k != "files"}
-        ranges = [[list(held) for held in as_holders(group)] for group in self._groups]  # short: each rank gets it
+            recorded = only_model(documents.get("huggingface")).recorded
+            mirror = {k: v for k, v in recorded.items() if k != "files"}
+        ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short: each rank gets it
         save_id = uuid.uuid4().hex
         self._begin(save_id)
         return {"save_id": save_id, "groups": ranges, "mirror": mirror, "tables": ""}
 
     def digests(self) -> Digests:
         """Return what this rank has, as digests. Runs on every rank, if replicas differ."""
-        return self._digests
+        return self._described.replicas
 
     def blame(self, reports: list[Digests]) -> None:
         """Say what differs. Runs on rank 0.
@@ -167,8 +201,8 @@ class SaveJob:
         if group is None:
             return None
         holders = tuple((start, stop) for start, stop in group)
-        text = group_text(self._own_tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
-        return {"tables": text, "trainer": self._snapshot.documents.get("trainer")}
+        text = group_text(self._described.tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
+        return {"tables": text, "trainer": self._described.snapshot.documents.get("trainer")}
 
     def join(self, reports: list[GroupTable | None]) -> str:
         """Join the tables of all groups, and the trainer's state, to which other groups may add. Runs on rank 0.
@@ -186,14 +220,14 @@ class SaveJob:
         texts: dict[str, bytes] = {}
         if self._ranks.rank == 0:
             floating = (tensor.dtype for tensor in wanted[0] if tensor.dtype in CONFIG_DTYPES)
-            texts = only_model(self._snapshot.documents.get("huggingface")).files(next(floating, None), False)
+            texts = only_model(self._described.snapshot.documents.get("huggingface")).files(next(floating, None), False)
         return HFMirror(files, texts)
 
     def _own_specs(self) -> dict[str, TensorSpec]:
         holders = ((self._ranks.rank, self._ranks.rank + 1),)
         return {
             key: TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, holders, True)
-            for key, tensor in self._snapshot.own.items()
+            for key, tensor in self._described.snapshot.own.items()
         }
 
     def stage(self, agreed: Agreement, memory: HostMemory, *, overlap: bool) -> None:
@@ -204,74 +238,75 @@ class SaveJob:
         """
         live = self._live(agreed)
         copies = dict(zip(live.tensors, memory.room(list(live.tensors.values())), strict=True))
-        owned = parameters_of(self._snapshot.documents.get("optimizer") or {})
-        later = unchanged_until_a_step(self._plan, live.leaves, owned) if overlap else {}
+        owned = parameters_of(self._described.snapshot.documents.get("optimizer") or {})
+        later = unchanged_until_a_step(live.plan, live.leaves, owned) if overlap else {}
         now = live.tensors.keys() - later.keys()
         if later:
             watched = [(name, tensor) for of, name in later.items() for tensor in versioned(live.leaves[of])]
             self.copies = BackgroundCopies([live.tensors[of] for of in later], [copies[of] for of in later], watched)
         copy_all([live.tensors[of] for of in now], [copies[of] for of in now])
-        self._staged = Staged(copies, live.documents)
-        del self._snapshot
+        self._content = replace(live, tensors=copies, leaves={})
+        del self._described
 
-    def _live(self, agreed: Agreement) -> Staged:
-        """Return what this rank writes, with views of the live tensors."""
-        rank, self._save_id = self._ranks.rank, agreed["save_id"]
-        tables = self._own_tables
+    def _live(self, agreed: Agreement) -> Content:
+        """Return the content that this rank writes, with views of the live tensors."""
+        rank, snapshot = self._ranks.rank, self._described.snapshot
+        tables, shared = self._described.tables, Digests()
         if agreed["tables"]:
             tables = root_from_json(agreed["tables"].encode(), "joined table").components
             if self._options.replicas == "same":
                 group = next(of for of in agreed["groups"] if any(start <= rank < stop for start, stop in of))
                 size = sum(stop - start for start, stop in group)
-                self._digests = digests_over_groups(self._snapshot, tables, this_rank(), size)
-        elif rank == 0 and self._snapshot.own:
+                shared = digests_over_groups(snapshot, tables, this_rank(), size)
+        elif rank == 0 and snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
         about = tables, rank, self._ranks.world, self._options.size_per_shard
-        self._plan = self._plans.plan.of(about, lambda: plan_rank(*about))
-        self._frozen = {name: leaves.frozen for name, leaves in self._snapshot.leaves.items()}
+        plan, mirror = self._plans.plan.of(about, lambda: plan_rank(*about)), None
         if self._options.also is not None:
-            self._mirroring = self._mirror(table_of(tables, "model"), agreed["mirror"])
+            mirror = self._mirror(table_of(tables, "model"), agreed["mirror"])
         tensors: dict[int, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
-        for component, files in self._plan.files.items():
+        for component, files in plan.files.items():
             stored_as = tables[component].aliases
-            leaves = self._snapshot.leaves.get(component, Leaves())
+            leaves = snapshot.leaves.get(component, Leaves())
             live = {stored_as.get(key, key): tensor for key, tensor in leaves.tensors.items()}
             if component == "trainer":
-                live |= self._snapshot.own
+                live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
                 found[id(piece)] = leaf = live[piece.key]
                 tensors[id(piece)] = view_at(local_tensor(leaf), piece.part.local)
-        return Staged(tensors, dict(self._documents(agreed)), found)
+        frozen = {name: leaves.frozen for name, leaves in snapshot.leaves.items()}
+        documents = dict(self._documents(agreed))
+        return Content(agreed["save_id"], plan, tensors, documents, found, frozen, mirror, shared)
 
     def write(self, agreed: Agreement) -> Written:
         """Write this rank's shard files, indexes and documents; return their sizes and checksums.
 
         Runs on every rank.
         """
-        staged = self._staged or self._live(agreed)
+        content = self._content = self._content or self._live(agreed)
         if self.copies is not None:
             self.copies.check()
-        save_id = agreed["save_id"]
+        plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
-        windows = HostWindows(staged.tensors)
-        written = self._writer.write(draft, self._plan, self._frozen, lambda p: windows.bytes_of(id(p)), save_id)
+        windows = HostWindows(content.tensors)
+        written = self._writer.write(draft, plan, content.frozen, lambda p: windows.bytes_of(id(p)), save_id)
         documents = []
-        for name, content in staged.documents.items():
-            draft.write(name, [content])
-            documents.append(_info_to_json(FileInfo(name, len(content), checksum(content))))
-        if self._mirroring is not None:
-            pieces = [piece for file in self._plan.files.get("model", ()) for piece in file.pieces]
-            self._mirroring.write(draft, pieces, lambda p: windows.bytes_of(id(p)))
+        for name, text in content.documents.items():
+            draft.write(name, [text])
+            documents.append(_info_to_json(FileInfo(name, len(text), checksum(text))))
+        if content.mirror is not None:
+            pieces = [piece for file in plan.files.get("model", ()) for piece in file.pieces]
+            content.mirror.write(draft, pieces, lambda p: windows.bytes_of(id(p)))
         if self.copies is not None:
             self.copies.check()
             self.copies.forget()
         return {
             "indexes": {name: _info_to_json(info) for name, info in written.indexes.items()},
             "documents": documents,
-            "shared": self._digests if agreed["tables"] else {},
-            "elements": self._plan.elements,
+            "shared": content.shared,
+            "elements": plan.elements,
             "shard_bytes": written.nbytes,
             "linked_bytes": written.linked_nbytes,
             "notes": [] if draft is self._draft else draft.notes,
@@ -282,7 +317,7 @@ class SaveJob:
         self._writer.completed()
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
-        rank, found = self._ranks.rank, dict(self._snapshot.documents)
+        rank, found = self._ranks.rank, dict(self._described.snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
             names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
@@ -309,18 +344,18 @@ class SaveJob:
         shared = [report["shared"] for report in reports]
         if differing(dict(enumerate(shared))):
             refuse_differing(self.path, shared)
-        components = {}
-        for name, table in self._plan.tables.items():
+        assert self._draft is not None and self._content is not None
+        plan, mirror, components = self._content.plan, self._content.mirror, {}
+        for name, table in plan.tables.items():
             wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}
             indexes = {rank: FileInfo(*infos[name]) for rank, infos in wrote.items()}
             components[name] = Component(table.tensors, table.aliases, indexes)
-        written, expected = sum(report["elements"] for report in reports), self._plan.all_elements
+        written, expected = sum(report["elements"] for report in reports), plan.all_elements
         if written != expected:
             raise FormatError(f"the ranks wrote {written} elements, expected {expected}: a bug of lightning-shardckpt")
         documents = [FileInfo(*info) for report in reports for info in report["documents"]]
-        assert self._draft is not None
         root = RootIndex(
-            save_id=self._save_id,
+            save_id=self._content.save_id,
             world_size=self._ranks.world,
             components={n: c for n, c in components.items() if c.tensors},
             documents={info.name: info for info in documents},
@@ -328,10 +363,10 @@ class SaveJob:
             epoch=self._about.epoch,
             topology=self._about.topology,
             software=_software(),
-            mirror={} if self._mirroring is None else self._mirroring.finish(self._draft),
+            mirror={} if mirror is None else mirror.finish(self._draft),
             prefix=self._draft.prefix,
         )
-        content = root_to_json(root, self._plan.text)
+        content = root_to_json(root, plan.text)
         check_new_parts(root)
         self._draft.write(ROOT_NAME, [content])
         self._draft.publish()

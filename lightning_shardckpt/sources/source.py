@@ -48,7 +48,9 @@ _NO_BYTES = memoryview(b"")
 
 @dataclass(slots=True, eq=False)  # not frozen, which takes longer than all else: there is one for each tensor
 class ReadTarget:
-    """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``. Nobody changes it.
+    """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``.
+
+    Nobody changes it, and it is equal to itself alone.
 
     ``fresh``: nobody minds what is in it if the load fails, as it was allocated for this load. ``region``: of the
     local tensor, if that is to be filled alone; ``local`` is its memory then. ``box``: of the stored tensor, if a plain
@@ -127,7 +129,7 @@ class ShardedSource:
         self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
         self._weights_only = weights_only
         self._planned: dict[str, _ComponentReads] = {}
-        self._held: dict[int, memoryview] = {}  # by id of the target
+        self._held: dict[ReadTarget, memoryview] = {}
         self._rest: list[tuple[torch.Tensor, list[Request]]] = []  # to be read again
 
     @property
@@ -188,7 +190,7 @@ class ShardedSource:
         self._hold([target for target in targets if not target.fresh])
         wanted, once = list[tuple[torch.Tensor, list[Request]]](), 0
         for target in targets:
-            local, held = target.local, self._held.get(id(target))
+            local, held = target.local, self._held.get(target)
             is_here = held is not None or is_host_memory(local)
             memory = held if held is not None else bytes_of(local) if is_here else _NO_BYTES
             requests, elsewhere = self._reads(target.component).requests(target, memory), _NOTHING if is_here else local
@@ -216,8 +218,8 @@ class ShardedSource:
     def fill(self, targets: list[ReadTarget]) -> None:
         """Straight into the tensors' memory."""
         for target in targets if self._held else ():
-            if id(target) in self._held:
-                _put(self._held.pop(id(target)), target.local)
+            if target in self._held:
+                _put(self._held.pop(target), target.local)
         rest, self._rest = self._rest, []
         if rest:
             fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
@@ -352,10 +354,11 @@ def _put(data: memoryview, local: torch.Tensor) -> None:
         local.copy_(host)
 
 
-def _spare_memory(targets: list[ReadTarget], room: int) -> dict[int, memoryview]:
-    """Memory for as many targets as there is room for, the smallest first, by their ids."""
-    sizes = sorted((target.local.nbytes, id(target)) for target in targets)
-    ends = list(accumulate(size for size, _ in sizes))
+def _spare_memory(targets: list[ReadTarget], room: int) -> dict[ReadTarget, memoryview]:
+    """Return memory for as many targets as there is room for, the smallest first."""
+    ordered = sorted(targets, key=lambda target: target.local.nbytes)
+    ends = list(accumulate(target.local.nbytes for target in ordered))
     count = bisect(ends, room)
     memory = memoryview(pages(ends[count - 1] if count else 0))
-    return {of: memory[end - size : end] for (size, of), end in zip(sizes[:count], ends[:count], strict=True)}
+    pairs = zip(ordered[:count], ends[:count], strict=True)
+    return {target: memory[end - target.local.nbytes : end] for target, end in pairs}

@@ -35,7 +35,7 @@ class SourceView:
 
     def __init__(self, source: Source) -> None:
         self.path, self._source = source.path, source
-        self._stored_targets: dict[int, tuple[ReadTarget, ReadTarget]] = {}  # by id, with what has it
+        self._stored_targets: dict[ReadTarget, ReadTarget] = {}
 
     @property
     def source(self) -> Source:
@@ -78,7 +78,7 @@ class SourceView:
         """Fill the targets, as the source does; nothing is remembered of them afterwards, so that memory is bounded."""
         found = [self._stored_target(target) for target in targets]
         for target in targets:
-            self._stored_targets.pop(id(target), None)
+            self._stored_targets.pop(target, None)
         self._source.fill(found)
 
     def _stored_target(self, target: ReadTarget) -> ReadTarget:
@@ -88,9 +88,9 @@ class SourceView:
             return target
         if target.fresh:  # a window that is filled at once; known by nobody
             return target.renamed(*where)
-        if id(target) not in self._stored_targets:
-            self._stored_targets[id(target)] = target, target.renamed(*where)
-        return self._stored_targets[id(target)][1]
+        if target not in self._stored_targets:
+            self._stored_targets[target] = target.renamed(*where)
+        return self._stored_targets[target]
 
 
 # ── other dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,8 +143,8 @@ class CastingSource(SourceView):
         converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
         if not converted:  # as nearly always
             return targets, []
-        found = {id(target) for target in converted}
-        return [target for target in targets if id(target) not in found], converted
+        apart = {*converted}
+        return [target for target in targets if target not in apart], converted
 
     def _batches(self, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
         """Windows of the targets, with memory of the stored dtype, not much of it at a time."""

@@ -6,7 +6,7 @@ them, for datasets with indices), and continues with the second. What else drew 
 first batch has no effect. What worker processes drew for themselves is not restored.
 
 Where the order of all ranks together is known (a DistributedSampler), a position in it is a number of samples. Another
-number of ranks, or another batch size, goes on from there: ``state.global_batches``.
+number of ranks, or another batch size, goes on from there: ``GlobalBatches``.
 """
 
 from __future__ import annotations
