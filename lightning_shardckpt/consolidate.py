@@ -85,8 +85,8 @@ def consolidate(
         split: "one_file", "one_file_per_tensor" or "chunks", several files with an index. For transformers "chunks",
             which are one file if all fits; else "one_file".
         size_per_shard: limit of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor is a file of its own.
-        optimizer: whether optimizers are in the output; by default for torch alone. With safetensors, what is not
-            tensors goes to ``optimizer.json``.
+        optimizer: whether optimizers are in the output; by default for torch alone. With safetensors, the rest
+            of their state goes to ``optimizer.json``.
         dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
         include: patterns (``*``, ``?``, ``[…]``); only tensors whose name matches one are taken.
         exclude: patterns of names that are not taken.
@@ -104,9 +104,9 @@ def consolidate(
     Raises:
         ValueError: for options that do not go together, names that collide, patterns that match nothing, or an output
             inside a checkpoint.
-        CheckpointNotFoundError: if the folder is no checkpoint; says what it is instead.
+        CheckpointNotFoundError: if the folder is no checkpoint; names what it is.
         FileExistsError: if the output exists.
-        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+        CorruptionError: naming file, tensor and rank of corrupted data.
     """
     options = make_options(
         format=format,
@@ -138,7 +138,7 @@ def consolidate_as(
     storage_options: Mapping[str, Any] | None = None,
     tuning: Tuning = TUNING,
 ) -> Path | str:
-    """Do what ``consolidate`` does, with options that were made sense of; the other arguments are the same."""
+    """Do the work of ``consolidate``, with checked options; the other arguments are the same."""
     drain_all()
     storage = StorageRouter(storage_options=storage_options)
     where = file_path(checkpoint_folder)
@@ -153,7 +153,7 @@ def consolidate_as(
     if output_file is not None and _is_inside_a_checkpoint(outputs, output):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
     source = None if is_url(where) else folder
-    if (folder / ROOT_NAME).exists():  # else what is wrong with the folder is said first
+    if (folder / ROOT_NAME).exists():  # else the error about the folder comes first
         _check_output(outputs, output, source, options)
     if options.format == "peft":
         export_adapters(where, output, storage_options=storage_options)
@@ -167,7 +167,7 @@ def consolidate_as(
     return output if is_url(output) else Path(output)
 
 
-# ── what is read ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -213,12 +213,12 @@ def _opened_with_torch(storage: StorageRouter, where: str, given: str | os.PathL
         yield source
 
 
-# ── what is written ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _is_inside_a_checkpoint(outputs: Outputs, output: str) -> bool:
     parent = os.path.dirname(output.rstrip("/") if is_url(output) else os.path.abspath(output))
-    is_bucket = is_url(output) and parent.endswith(":/")  # whose parent is nothing
+    is_bucket = is_url(output) and parent.endswith(":/")  # a bucket has no parent
     return not is_bucket and outputs.kind(f"{parent}/{ROOT_NAME}") is not None
 
 
@@ -272,7 +272,7 @@ def _export(stored: ExportSource, outputs: Outputs, output: str, options: Option
 
 
 def _what_is_wrong(folder: Path) -> str:
-    """Say why a folder is no checkpoint of ours: Lightning's sentences, and what we can tell beyond them."""
+    """Say why a folder is no checkpoint of ours: Lightning's sentence, and a hint."""
     said, hint = described(folder), did_you_mean(folder, READABLE)
     if not folder.exists():
         return f"The provided checkpoint folder does not exist: {folder}{hint}"

@@ -25,9 +25,9 @@ class Naming:
     Attributes:
         include: patterns (``*``, ``?``, ``[…]``), one of which a name must match; none means all.
         exclude: patterns that it must not match.
-        strip_prefix: what is taken away from the names that begin with it.
-        mapping: old names to new ones; what it leaves out is not taken.
-        add_prefix: what is put before every name.
+        strip_prefix: removed from the names that begin with it.
+        mapping: old names to new ones; a name that it leaves out is not taken.
+        add_prefix: put before every name.
     """
 
     include: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Naming:
 
 
 def unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
-    """New name → old name, of ``(old name, new name, what has it)``.
+    """New name → old name, of ``(old name, new name, the tensor that has it)``.
 
     Raises:
         ValueError: naming two tensors that would have the same name.
@@ -143,21 +143,21 @@ def make_options(
     """Return the options of ``consolidate``, with the defaults of the format.
 
     Args:
-        format: what to write.
+        format: of the output.
         split: how safetensors are split into files; by default "chunks" for Hugging Face, else one file.
         size_per_shard: limit of a file in MB (2^20 bytes), with "chunks".
         optimizer: whether the optimizer's state is written, too; by default with "torch" alone.
-        dtype: what floating tensors are converted to, such as "bfloat16"; None leaves them.
+        dtype: the target dtype of floating tensors, such as "bfloat16"; None leaves them.
         include: patterns of names, of which one must match; without any, all do.
         exclude: patterns of names that are left out.
         key_mapping: from stored to new names.
-        strip_prefix: what is taken from the beginning of names, before they are mapped.
-        add_prefix: what is put before them, after that.
+        strip_prefix: removed from the beginning of names, before they are mapped.
+        add_prefix: put before them, after that.
         optimizer_keys: whether the state of a parameter is under its name or its number.
-        overwrite: whether what is at the path may be replaced.
+        overwrite: whether an earlier export at the path may be replaced.
 
     Raises:
-        ValueError: saying which do not go together, or what a value may be.
+        ValueError: for options that do not go together, or an unknown value.
     """
     for name, value, known in (
         ("format", format, get_args(Format)),

@@ -53,7 +53,7 @@ def export_adapters(
         CheckpointNotFoundError: if the folder is no checkpoint.
         FormatError: if it has no such adapter, or not all of one.
         FileExistsError: if there is something at ``output``.
-        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+        CorruptionError: naming file, tensor and rank of corrupted data.
     """
     folder, output = file_path(checkpoint_folder), file_path(output)
     storage = StorageRouter(storage_options=storage_options)

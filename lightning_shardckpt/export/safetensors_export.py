@@ -75,7 +75,7 @@ class ShardedCheckpoint:
 
 @dataclass(slots=True)
 class Export:
-    """The plan of an export: containers with their stems' indexes, other files, and what a user should know."""
+    """The plan of an export: containers with their stems' indexes, other files, and notes for the user."""
 
     containers: list[OutputFile]
     files: dict[str, bytes] = field(default_factory=dict)
@@ -83,10 +83,10 @@ class Export:
 
 
 def plan_export(stored: ExportSource, options: Options) -> Export:
-    """Plan the files of an export, and what is in them.
+    """Plan the files of an export, and their contents.
 
     Raises:
-        ValueError: if names collide, an option names what is not there, or leaves nothing.
+        ValueError: if names collide, an option matches nothing, or leaves nothing.
         FormatError: naming a tensor that safetensors cannot hold.
     """
     export = Export([])
@@ -99,7 +99,7 @@ def plan_export(stored: ExportSource, options: Options) -> Export:
     return export
 
 
-# ── what is taken, and under what names ───────────────────────────────────────────────────────────────────────────
+# ── tensors and their names ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
@@ -139,7 +139,7 @@ def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tu
 def _for_hugging_face(
     taken: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
-    """The tensors as ``from_pretrained`` takes them; and the config and what belongs to it."""
+    """The tensors as ``from_pretrained`` takes them; and the config and its companion files."""
     naming = replace(options.naming, include=(), exclude=(), strip_prefix="")
     own: dict[str, list[str]] = {}
     for name, key in taken.items():
@@ -278,9 +278,9 @@ def file_nbytes(export: Export) -> int:
 
 
 def _regions(stored: ExportSource, batch: Sequence[OutputFile], files: Sequence[File]) -> list[Region]:
-    """Return what goes where in some files, by their number.
+    """Return the regions of some files, by number.
 
-    What is written in parts is read once where it can be written anywhere; for a stream by parts, in its order.
+    A tensor that is written in parts is read once where the files can be written anywhere; for a stream part by part.
     """
     regions: list[Region] = []
     apart: dict[tuple[str, str], list[tuple[OutputTensor, int, int]]] = {}
@@ -339,7 +339,7 @@ def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[OutputTensor, in
 
 
 def is_replaceable(contents: Contents) -> bool:
-    """Return whether a directory holds nothing but what an export may have written; code may be the user's."""
+    """Return whether a directory holds nothing but files that an export may have written; code may be the user's."""
     if ROOT_NAME in contents.names or any(name.endswith(".py") for name in contents.names):
         return False
     if not all(is_companion(name) or name.endswith(_WRITTEN) for name in contents.names):

@@ -75,7 +75,7 @@ def pickle_of(value: Any) -> tuple[bytes, list[ArchivedTensor]]:
     """Return the pickle that ``torch.save`` writes of a value, and its tensors, by the number of their storage.
 
     Args:
-        value: made of what ``Plain`` returns: a pickler writes anything, ``torch.load`` refuses most of it.
+        value: returned by ``Plain.of``: a pickler writes anything, ``torch.load`` refuses most of it.
 
     Raises:
         StateError: for a tensor that is not dense.
@@ -110,13 +110,13 @@ class _Pickler(pickle.Pickler):
         numel = value.nbytes if legacy is None else prod(value.shape)
         storage = _Storage(("storage", kind, str(len(self.records)), "cpu", numel))
         self.records.append(value)
-        shape = (*value.shape,)  # each its own, since a pickle refers to what was in it before
+        shape = (*value.shape,)  # each its own, since a pickle refers to an object that it already has
         return rebuilding(storage, shape, strides_of(shape), getattr(torch, value.dtype) if legacy is None else None)
 
 
 def _record_of(tensor: torch.Tensor) -> ArchivedTensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        dtype_name(tensor, "beside the model and the optimizers")  # says what is wrong
+        dtype_name(tensor, "beside the model and the optimizers")  # raises the error
     content = host_bytes(tensor)
     return ArchivedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), len(content), content)
 
@@ -140,7 +140,7 @@ class TorchFileLayout:
     """The layout of the file that ``torch.save(value, file)`` writes: ``regions`` to fill, their heads, and the end.
 
     Args:
-        value: made of what ``Plain`` returns, else ``torch.load`` refuses the file.
+        value: returned by ``Plain.of``, else ``torch.load`` refuses the file.
         zip64_bytes: a record of so many bytes gets the fields of zip64.
     """
 
@@ -149,7 +149,7 @@ class TorchFileLayout:
         self._zip64_bytes = zip64_bytes
         self._records: list[zipfile.ZipInfo] = []
         pickled, tensors = pickle_of(value)
-        # without .format_version, torch.load looks offsets up instead of deriving them from what torch.save writes
+        # without .format_version, torch.load looks offsets up instead of deriving them from torch.save's order
         self._add("data.pkl", memoryview(pickled))
         self._add("byteorder", memoryview(sys.byteorder.encode()))
         for number, tensor in enumerate(tensors):
@@ -174,7 +174,7 @@ class TorchFileLayout:
         return info.FileHeader(zip64=info.file_size >= self._zip64_bytes)
 
     def end(self) -> Region:
-        """Return what follows the regions when they are filled: the central directory."""
+        """Return the region after all others, once they are filled: the central directory."""
         begin, file = self.regions[-1].end, _FileTail()
         file.begin = begin
         with zipfile.ZipFile(file, "w") as archive:
@@ -199,7 +199,7 @@ class _FileTail(io.BytesIO):
 
 
 def _padding(position: int) -> bytes:
-    """An extra field of a zip header, so that what follows at ``position`` without it is aligned."""
+    """An extra field of a zip header, so that the data, which would begin at ``position`` without it, is aligned."""
     length = -(position + 4) % _ALIGNMENT
     return struct.pack("<2sH", b"FB", length) + bytes(length)
 
@@ -208,7 +208,7 @@ def _padding(position: int) -> bytes:
 
 
 class Plain:
-    """Turns values into what ``torch.load`` reads by default; ``changed`` lists what had to become something else."""
+    """Turns values into types that ``torch.load`` reads by default; ``changed`` lists the values that had to change."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -217,7 +217,7 @@ class Plain:
         """``value`` of types that ``weights_only=True`` allows.
 
         A path, a date, a range and the like become text; a frozenset a set, a deque a list, a namespace a dict; numpy
-        arrays become tensors. What the checkpoint does not hold is left out, in a list None stands for it.
+        arrays become tensors. A value that the checkpoint lacks is left out; in a list, None stands for it.
         """
         if type(value) in _LOADABLE or isinstance(value, _OF_TORCH):
             return value

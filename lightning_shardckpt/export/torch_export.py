@@ -37,7 +37,7 @@ _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """The plan of a torch file; ``changed``: what of the checkpoint had to become something else."""
+    """The plan of a torch file; ``changed``: the values that had to become something else."""
 
     archive: TorchFileLayout
     regions: list[Region]
@@ -45,7 +45,7 @@ class TorchFile:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that there are to write, but for what zip adds."""
+        """The bytes to write, without those that zip adds."""
         return sum(region.nbytes for region in self.regions)
 
     @property
@@ -58,7 +58,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_
     """A file that ``torch.load`` reads by default; records of ``zip64_bytes`` get the fields of zip64.
 
     Raises:
-        ValueError: if names collide, or an option names what is not there.
+        ValueError: if names collide, or an option matches nothing.
         FormatError: for a tensor of a dtype of which torch has none.
     """
     components = source.components()
@@ -120,7 +120,7 @@ def _as_saved(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
 
 
 def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
-    """Leave out what the filters do not take, and change the names of the rest."""
+    """Leave out the tensors that the filters do not take, and rename the rest."""
     state: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if not naming.changes_something:
         return
@@ -162,7 +162,7 @@ def _numbered(optimizer: dict[str, Any], staged: bool) -> dict[str, Any]:
 
 
 def in_order_of_layers(params: list[str]) -> list[str]:
-    """Return what pipeline stages stored one after the other in the model's order: its layers ascend where they are.
+    """Return names that pipeline stages stored one after the other in the model's order: layers ascend in their places.
 
     >>> in_order_of_layers(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "layers.3.w", "head"])
     ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head']

@@ -30,14 +30,14 @@ class Command:
     run: Callable[[Namespace], int]
     arguments: Namespace
     trouble_status: int = 1
-    """The exit status for a problem: 2 for tools whose 1 is a result."""
+    """The exit status for a problem: 2 for tools that return 1 as a result."""
 
 
 def run_process(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> NoReturn:
     """Run a command as this process, which ends with its exit status."""
-    signal.signal(signal.SIGTERM, _terminated)  # so that what is unfinished is removed
+    signal.signal(signal.SIGTERM, _terminated)  # so that unfinished files are removed
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have what a terminal does not
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have characters that a terminal lacks
     sys.exit(main(arguments))
 
 
@@ -62,11 +62,11 @@ def add_storage_options(parser: ArgumentParser) -> None:
 def _status(command: Command) -> int:
     try:
         status = command.run(command.arguments)
-        if sys.stdout is not None:  # it may have been closed by who started this
+        if sys.stdout is not None:  # the parent process may have closed it
             sys.stdout.flush()
         return status
     except BrokenPipeError:  # such as `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer would fail at exit
         return 1
     except (ShardCkptError, OSError, ValueError) as error:
         return _failed(command, str(error))

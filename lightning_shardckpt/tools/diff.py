@@ -26,7 +26,7 @@ from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.tensor_windows import TensorWindows
 from lightning_shardckpt.transfer.whole_tensors import StoredBox, WholeTensors
 
-_WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again for what must be scattered
+_WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again to scatter boxes
 _LISTED = 20
 _ABSENT = "–"
 _TRAINER, _OPTIMIZER = "trainer-state.json", "optimizer-state-dist-"
@@ -46,7 +46,7 @@ def diff(
     expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what differs between two checkpoints, as values that JSON can hold.
+    """Return the differences of two checkpoints, as values that JSON can hold.
 
     Args:
         a: a checkpoint.
@@ -59,8 +59,8 @@ def diff(
         storage_options: for URLs, of both; see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there instead.
-        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+        CheckpointNotFoundError: if there is none; says what is there.
+        CorruptionError: naming file, tensor and rank of corrupted data.
         ValueError: if no name matches ``tensors``.
     """
     with (
@@ -166,7 +166,7 @@ def _judged(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compar
 # ── whether they are equal ────────────────────────────────────────────────────────────────────────────────────────
 
 _Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any]]]
-"""From component, keys and what both have in common: "same", "different" or "undecided", and what there is to say."""
+"""From component, keys and the common spec to "same", "different" or "undecided", and the numbers of the difference."""
 
 
 def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
@@ -223,7 +223,7 @@ def _windows(spec: TensorSpec, boxes: list[StoredBox], source: ShardReader) -> I
         yield window[1]
 
 
-# ── hyper-parameters ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── hyper-parameters ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def hyper_parameters(checkpoint: Checkpoint) -> dict[str, str]:
@@ -232,7 +232,7 @@ def hyper_parameters(checkpoint: Checkpoint) -> dict[str, str]:
     They are JSON with tags, which ``state/json_tree.py`` writes; tags are only shown, nothing is built from them.
 
     Raises:
-        CorruptionError: if a document is not what was saved.
+        CorruptionError: if a document is corrupted.
         FormatError: if it is no JSON that this package writes.
     """
     found: dict[str, set[str]] = {}

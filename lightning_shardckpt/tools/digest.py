@@ -34,7 +34,7 @@ from lightning_shardckpt.transfer.tensor_windows import TensorWindows, windows
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
 Names = Literal["stored", "huggingface"]
-"""Whose names of tensors: those that are stored, or those of a Hugging Face export."""
+"""Names of tensors: as stored, or as in a Hugging Face export."""
 _WINDOW_BYTES = MAX_BLOCK_BYTES
 _LISTED = 20
 _DIGESTED = ("model", "optimizer")  # the trainer's tensors are of random streams and callbacks, partly of one rank
@@ -52,7 +52,7 @@ class NamedDigest:
 
 
 def component_digest(tensors: Iterable[NamedDigest]) -> str:
-    """Return the digest of a component, of whose tensors each is given under each of its names."""
+    """Return the digest of a component; each tensor is given once under each of its names."""
     return checksum(*(_line([of.name, of.dtype, of.shape, of.digest]) for of in sorted(tensors)))
 
 
@@ -83,7 +83,7 @@ def digest(
 
     They are equal for equal state: on any topology, and in any format that is read (DCP, Lightning, a file of
     ``torch.save``, Hugging Face). ``components`` has those of ``model`` and ``optimizer``, each of all its tensors
-    under all their names; ``optimizer_values`` is of what optimizers have besides tensors (steps, param groups);
+    under all their names; ``optimizer_values`` is of the rest of the optimizers' state (steps, param groups);
     ``whole`` is of these three, whatever ``tensors`` selects.
 
     Args:
@@ -95,8 +95,8 @@ def digest(
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there instead.
-        CorruptionError: naming file, tensor and rank of data that is not what was saved.
+        CheckpointNotFoundError: if there is none; says what is there.
+        CorruptionError: naming file, tensor and rank of corrupted data.
         ValueError: for Hugging Face names of a checkpoint that does not tell of such a model, or if no name matches
             ``tensors``.
     """
@@ -131,7 +131,7 @@ def digest(
         }
 
 
-# ── what is opened ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Stored(Protocol):
@@ -173,7 +173,7 @@ def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[_S
         yield stack.enter_context(opened(path, ranks=Ranks.alone(), storage=StorageRouter()))
 
 
-# ── what is listed ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── listing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _named(described: Component, digests: Mapping[str, str]) -> list[NamedDigest]:
@@ -188,7 +188,7 @@ def _as_json(component: str, row: NamedDigest) -> dict[str, Any]:
     return about | {"digest": row.digest}
 
 
-# ── what is computed ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── computing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Reading:
@@ -211,7 +211,7 @@ class _Reading:
         return found.hexdigest()
 
     def parts(self, component: str, key: str, parts: list[OutputTensor]) -> list[NamedDigest]:
-        """Return the digests of what an export makes of a stored tensor, which is read once."""
+        """Return the digests of the tensors that an export makes of a stored one, which is read once."""
         from lightning_shardckpt.transfer.strided_copy import gather
 
         spec = self._stored.spec(component, key)
@@ -237,7 +237,7 @@ class _Reading:
 
 
 def _hugging_face_parts(stored: _Stored, component: Component) -> dict[str, list[OutputTensor]]:
-    """Return what an export makes of each tensor of the model, by the tensor's key."""
+    """Return the tensors that an export makes of each tensor of the model, by key."""
     model = hf_directory.pick(stored.document("huggingface"), "")
     if model is None:
         raise ValueError("the checkpoint does not tell of a model of transformers, so it has no names of Hugging Face")
@@ -248,7 +248,7 @@ def _hugging_face_parts(stored: _Stored, component: Component) -> dict[str, list
 
 
 def _of_values(document: Mapping[str, Any]) -> str:
-    """Return the digest of what optimizers have besides tensors: each value, under its parameter's name."""
+    """Return the digest of the optimizers' state that is not tensors: each value, under its parameter's name."""
     found = list[tuple[Any, ...]]()
     for number, of in document.items():
         for group in of["groups"].values():

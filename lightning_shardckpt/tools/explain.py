@@ -43,12 +43,12 @@ def explain(
     storage_options: Mapping[str, Any] | None = None,
     tuning: Tuning = TUNING,
 ) -> dict[str, Any]:
-    """Return what each rank of a target topology would need and read, as values that JSON can hold.
+    """Return the bytes that each rank of a target topology would need and read, as values that JSON can hold.
 
     Each item of ``ranks`` has the bytes that the rank ``needs``; those it ``reads`` and verifies, which are whole
     checksum blocks and small gaps between them; the numbers of ``calls`` and ``files``; and the ranks of the checkpoint
     ``from`` which it reads, with the bytes needed of each. This holds for a resume where every rank reads for itself,
-    into host memory. Fabric, functions and ``verify="first"`` read what is live once more.
+    into host memory. Fabric, functions and ``verify="first"`` read live tensors once more.
 
     Args:
         path: the checkpoint.
@@ -59,7 +59,7 @@ def explain(
         tuning: sizes of the load.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there instead.
+        CheckpointNotFoundError: if there is none; says what is there.
         TopologyError: if the target fits neither itself nor the checkpoint.
     """
     text = onto if isinstance(onto, str) else ",".join(f"{axis}={size}" for axis, size in onto.items())
@@ -108,14 +108,14 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _PlannedReads:
-    """The requests of a load, made as ``sources.source`` makes them; what is alike is planned once."""
+    """The requests of a load, made as ``sources.source`` makes them; equal ones are planned once."""
 
     checkpoint: Checkpoint
     tuning: Tuning
     _overlaps: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = field(default_factory=dict)
 
     def cost(self, rank: int, layouts: Mapping[str, Mapping[str, TargetLayout]]) -> dict[str, Any]:
-        """Return what a rank needs and reads."""
+        """Return the bytes that a rank needs and reads."""
         wanted = [
             self._wanted(name, key, target, rank)
             for name, component in layouts.items()
@@ -139,7 +139,7 @@ class _PlannedReads:
         }
 
     def _index_bytes(self, sources: Iterable[tuple[str, int]]) -> int:
-        """Return the bytes of the root index and of the rank indexes of those who wrote what is needed."""
+        """Return the bytes of the root index and of the rank indexes of the ranks that wrote the needed boxes."""
         components = self.checkpoint.root.components
         ranks = (components[name].indexes[writer].nbytes for name, writer in sources)
         return self.checkpoint.reader.size(ROOT_NAME) + sum(ranks)
@@ -172,11 +172,11 @@ def _local_shape(spec: TensorSpec, parts: tuple[Part, ...]) -> Shape:
     return tuple(max(ends) for ends in zip(*(part.local.stop for part in parts), strict=True))
 
 
-# ── what goes on ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── continuation ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
-    """Return sentences on what a resume there would not continue exactly; the guide's page "Resume" explains them."""
+    """Return sentences about everything that a resume there would not continue exactly; see "Resume" in the guide."""
     before = {axis: root.topology.get(axis, 1) for axis in sizes}
     data_before, data = before["replicate"] * before["shard"], sizes["replicate"] * sizes["shard"]
     if not root.topology:

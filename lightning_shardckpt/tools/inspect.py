@@ -31,7 +31,7 @@ def inspect(
     ranks: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a checkpoint holds, as values that JSON can hold.
+    """Return the contents of a checkpoint, as values that JSON can hold.
 
     Args:
         path: the checkpoint.
@@ -41,7 +41,7 @@ def inspect(
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there instead.
+        CheckpointNotFoundError: if there is none; says what is there.
     """
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         root = checkpoint.root
@@ -102,7 +102,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
 
 
 def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield every file with its size according to the indexes; what cannot be read is noted in ``problems``.
+    """Yield every file with its size according to the indexes; an index that cannot be read goes to ``problems``.
 
     A file of an earlier save, which this one linked or had copied, is listed with the id of that.
     """
@@ -131,7 +131,7 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
 def _by_rank(
     checkpoint: Checkpoint, listed: list[dict[str, Any]], files: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield for each rank what it holds and wrote of the tensors that are listed, and its files."""
+    """Yield for each rank its boxes of the listed tensors, held and written, and its files."""
     root = checkpoint.root
     names = [name for name in root.components if any(t["component"] == name for t in listed)]
     held_by, written_by = dict[str, dict[int, Owned]](), dict[str, dict[int, Owned]]()
@@ -315,12 +315,12 @@ def _ranges_text(ranges: list[list[int]]) -> str:
     return ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in ranges)
 
 
-# ── the tree of modules ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the tree of modules ───────────────────────────────────────────────────────────────────────────────────────────
 
 # Names alone decide: ``a.b.c`` lies in ``a.b``, as ``a/b`` lies in ``a``. Layers that are alike become one node.
 
 _TOKEN = re.compile(r"[^./]*[./]|[^./]+")
-_DEPTH = 40  # what lies deeper is one name: hostile ones have a million dots
+_DEPTH = 40  # deeper levels are one name: hostile ones have a million dots
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class Node:
         tensors: number of tensors.
         nbytes: their bytes.
         kind: of a tensor, its leaf's ``kind``; empty for modules.
-        children: what is below it.
+        children: the nodes below it.
     """
 
     label: str

@@ -31,10 +31,10 @@ def long_table(
 
     Args:
         header: the names of the columns.
-        items: what the rows are of.
+        items: one for each row.
         row: makes the cells of one item; called for those that are shown.
         limit: number of rows; None for all.
-        noun: what an item is, in the singular.
+        noun: the name of an item, in the singular.
         hint: how to see the others.
         right: the columns that are aligned to the right.
     """

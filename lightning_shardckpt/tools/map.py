@@ -59,7 +59,7 @@ def write_map(
         The path of the page.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there instead.
+        CheckpointNotFoundError: if there is none; says what is there.
         TopologyError: if ``onto`` fits neither itself nor the checkpoint.
         ValueError: if the page would lie inside a checkpoint.
     """
@@ -164,7 +164,7 @@ def _describe_component(checkpoint: Checkpoint, name: str, tables: _Tables) -> d
 
 
 def _describe_kind(spec: TensorSpec) -> dict[str, Any]:
-    """Return what tensors of one dtype, shape and layout have in common; ``down`` is the dim drawn downwards."""
+    """Return the description of all tensors of one dtype, shape and layout; ``down`` is the dim drawn downwards."""
     cut = {cut.dim for cut in spec.layout.cuts if spec.layout.axes[cut.axis].size > 1}
     all_but_last = range(len(spec.shape) - 1)
     down = next((dim for dim in all_but_last if dim in cut), 0 if all_but_last else -1)

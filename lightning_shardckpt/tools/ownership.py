@@ -42,7 +42,7 @@ class OwnedBox:
     holders: Sequence[int]
 
     def as_overlap(self) -> Overlap:
-        """Return the whole box as what a load may ask for."""
+        """Return the whole box as the overlap of a load."""
         return Overlap(self.writer, self.box, self.box, self.box)
 
 
@@ -69,7 +69,7 @@ def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
 
 
 def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
-    """Return what every rank holds of the tensors, by rank; every replica counts."""
+    """Return the share of the tensors that every rank holds, by rank; every replica counts."""
     total: dict[int, Owned] = {}
     for spec, count in Counter(tensors.values()).items():
         found: dict[int, Owned] = {}
@@ -81,7 +81,7 @@ def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
 
 
 def written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
-    """Return what every rank wrote of the tensors, by rank.
+    """Return the share of the tensors that every rank wrote, by rank.
 
     Args:
         tensors: of one component.

@@ -1,7 +1,7 @@
 """Layouts of a checkpoint's tensors on another topology, told by names alone. No model, no torch.
 
-FSDP shards dim 0 of every parameter. What tensor parallelism shards is in a plan, or follows from the layouts of the
-checkpoint itself; the pipeline stage of a tensor is estimated from its name. What is assumed is noted.
+FSDP shards dim 0 of every parameter. Tensor parallelism shards by a plan, or as the layouts of the checkpoint
+itself show; the pipeline stage of a tensor is estimated from its name. Assumptions are noted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TENSOR_AXES = ("tensor", "tensor_parallel", "tp")  # of the strategy, of Lightn
 _NOT_FLOATING = ("I", "U", "BOOL")
 
 
-# ── topologies and plans as the command line writes them ──────────────────────────────────────────────────────────────
+# ── topologies and plans as the command line writes them ──────────────────────────────────────────────────────────
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the strategy's mesh, outermost first; ranks are laid out row-major."""
@@ -56,7 +56,7 @@ STYLES: dict[str, ShardedDims] = {
     "replicate": WHOLE,
     "replicated_with_grad_allreduce": WHOLE,
 }
-"""What each style of a tensor-parallel plan shards."""
+"""The dims that each style of a tensor-parallel plan shards."""
 
 
 def parse_topology(text: str) -> dict[str, int]:
@@ -107,7 +107,7 @@ def topology_text(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
 
 
-# ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,9 @@ class TargetTopology:
     Args:
         root: the root index of the checkpoint.
         sizes: of the target, by axis.
-        plan: styles by module pattern; by default tensor parallelism shards what it sharded in the checkpoint.
+        plan: styles by module pattern; by default tensor parallelism shards the dims that it sharded in the checkpoint.
         layers: patterns that name the layers of a pipeline.
-        notes: takes sentences that say what is assumed.
+        notes: takes sentences about assumptions.
 
     Raises:
         TopologyError: if the plan or the layers do not fit the checkpoint.
@@ -165,7 +165,7 @@ class TargetTopology:
     def _like_weight(
         self, component: str, key: str, spec: TensorSpec, model: Mapping[str, TargetLayout]
     ) -> TargetLayout:
-        """Return the layout of the weight of that name and shape, for optimizer state and for what callbacks keep."""
+        """Return the layout of the weight of that name and shape, for optimizer state and the tensors of callbacks."""
         everywhere, is_optimizer = TargetLayout(REPLICATED, ((0, self.world),)), component == "optimizer"
         name = key.partition("/")[2].rpartition("/")[0] if is_optimizer else key.rpartition("/")[2]
         while name and not spec.pinned:
@@ -188,7 +188,7 @@ class TargetTopology:
         if by_tensor_axis is not None and self.sizes["tensor"] > 1:
             cuts.append(DimShard(names.index("tensor"), *by_tensor_axis))
         if self.sizes["shard"] > 1:
-            cuts.append(DimShard(names.index("shard"), 0))  # FSDP shards what tensor parallelism left
+            cuts.append(DimShard(names.index("shard"), 0))  # FSDP shards the shards of tensor parallelism
         return TargetLayout(Layout(axes, tuple(cuts)), holders)
 
     def _is_parameter(self, spec: TensorSpec) -> bool:
@@ -207,7 +207,7 @@ class TargetTopology:
         return next(((c.dim, c.blocks) for c in cuts), None)
 
     def _planned_dims(self) -> dict[str, ShardedDims]:
-        """Return what the plan shards, by module."""
+        """Return the dims that the plan shards, by module."""
         modules, found = modules_of([*self._model.tensors, *self._model.aliases]), dict[str, ShardedDims]()
         for pattern, style in self.plan.items():
             named = matching_fqns(modules, pattern)
@@ -259,7 +259,7 @@ class TargetTopology:
             self.notes.append("The mesh that saved does not number its ranks in order; the target's is taken to do so.")
 
 
-# ── pipeline stages, estimated from names as the strategy divides layers by default ───────────────────────────────────
+# ── pipeline stages, estimated from names as the strategy divides layers by default ───────────────────────────────
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
@@ -304,7 +304,7 @@ def estimate_stages(
 
 @dataclass(frozen=True, slots=True)
 class EstimatedStages:
-    """The stage of each layer, and what else decides the stages of a tensor."""
+    """The stage of each layer, and the order of modules, which decides the stages of the other tensors."""
 
     count: int
     stage_of: Mapping[str, int]

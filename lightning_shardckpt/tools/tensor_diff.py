@@ -79,7 +79,7 @@ class TensorDistance:
     """The distance of two tensors of one dtype, summed over windows.
 
     Attributes:
-        elements: number of elements whose bits differ.
+        elements: number of elements with different bits.
         not_finite: how many of these are infinite or NaN on either side; the magnitudes are those of the others.
         max_abs: the largest difference.
     """

@@ -60,7 +60,7 @@ def verify(
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there instead.
+        CheckpointNotFoundError: if there is none; says what is there.
     """
     try:
         checkpoint = open_checkpoint(path, storage_options=storage_options)
@@ -84,7 +84,7 @@ def verify(
 
 
 class _Verification:
-    """One run: what is known of the checkpoint so far, and what was found."""
+    """One run: the names and indexes known so far, and the findings."""
 
     def __init__(self, checkpoint: Checkpoint, quick: bool) -> None:
         self._checkpoint, self._root, self._quick = checkpoint, checkpoint.root, quick
@@ -149,7 +149,7 @@ class _Verification:
         return expected
 
     def _compare(self, index: RankIndex, expected: Boxes, rank: int) -> Iterator[str]:
-        """The tensors whose boxes differ from what the rank should have written."""
+        """Yield the tensors with other boxes than the rank should have written."""
         file = self._root.components[index.component].indexes[rank].name
         found: Boxes = {}
         for key, entries in index.shards.items():
@@ -171,7 +171,7 @@ class _Verification:
             yield key
 
     def _check_cover(self, name: str, suspects: set[str], indexes: dict[int, RankIndex]) -> None:
-        """Check what the boxes that differ from the plan mean for the tensor as a whole."""
+        """Check whether boxes that differ from the plan still tile their tensors."""
         for key in sorted(suspects):
             spec = self._root.components[name].tensors.get(key)
             boxes = [entry.box for index in indexes.values() for entry in index.shards.get(key, ())]
@@ -202,7 +202,7 @@ class _Verification:
                 of_files[number] = list(check_shard_file(reader, shard_file, self._quick, told))
             finally:
                 reader.close()
-            told(left)  # its header, and what could not be read
+            told(left)  # its header, and unreadable data
 
         numbers = range(len(self.files))
         run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")
@@ -227,7 +227,7 @@ class _Verification:
                 self._find(name, _short(error, name))
 
     def check_names(self) -> None:
-        """Files that no index names; those of a rank whose index cannot be read are not judged."""
+        """Find files that no index names; files of a rank with an unreadable index are not judged."""
         for name in self._checkpoint.reader.names():
             if name not in self.known and name.partition("-shard-")[0] not in self._unknown_shards:
                 self._find(name, "extra: no index of this checkpoint names it; left by another save, or put here later")

@@ -75,7 +75,7 @@ def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Call
 
     Args:
         reader: reads the file.
-        file: what it should be.
+        file: its description.
         quick: does not look at the data.
         advance: told of the bytes of data as they are read.
     """
@@ -95,7 +95,7 @@ def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Call
 
 
 def _lost(file: ShardFile, size: int) -> str:
-    """Name the tensors whose data does not end within ``size`` bytes."""
+    """Name the tensors with data beyond ``size`` bytes."""
     lost = sorted(key for key, entry in file.entries.items() if entry.nbytes and entry.begin + entry.nbytes > size)
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     return f"; it held data of {', '.join(map(repr, lost[:_NAMED]))}{more}" if lost else ""
@@ -127,7 +127,7 @@ def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
 
 
 def _corners(metadata: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return what the header tells torch of each tensor's position."""
+    """Return each tensor's position in the header's entry for torch."""
     try:
         info = parse_json(metadata["DCP_SHARDING_INFO"].encode(), "header")
         return {key: value["saved_offsets"] for key, value in info.items()}
@@ -180,7 +180,7 @@ def _check_data(
         yield file.finding(f"corrupted data, bytes {bad[0][0]} to {bad[0][1]}{more}", key)
 
 
-# ── the mirror for transformers ───────────────────────────────────────────────────────────────────────────────────────
+# ── the mirror for transformers ───────────────────────────────────────────────────────────────────────────────────
 
 
 def check_mirror(checkpoint: Checkpoint, *, quick: bool) -> Iterator[Finding]:

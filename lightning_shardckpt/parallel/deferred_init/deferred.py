@@ -2,14 +2,14 @@
 
 Under :class:`DeferredInit` construction runs eagerly, so values read, shapes and the random stream are those of
 ordinary construction. Two things differ: every operation is logged, and ``nn.Parameter(tensor)`` becomes a *mirror*, a
-meta tensor that names a storage in the log. The mirrors' real memory is a bounded cache; what was evicted is computed
+meta tensor that names a storage in the log. The mirrors' real memory is a bounded cache; an evicted one is computed
 again from the log. :meth:`DeferredInit.replay` gives the finished parameters, one at a time.
 
 The log speaks of storages, not of tensors: two tensors alias each other exactly when they share a storage, views
 included, and ``x.data = y`` just points x at another one. A storage is *tracked* when logged operations alone made its
 bytes. All others are *foreign* (``torch.from_numpy``, a loaded file, a tensor made earlier): operations on them run as
 usual, and their values enter the log where a tracked storage reads them. A parameter over foreign memory stays real,
-as does everything that is not a parameter. So what cannot be logged costs memory, and is never wrong.
+as does everything that is not a parameter. So an operation that cannot be logged costs memory, and is never wrong.
 
 This module knows nothing of meshes: whatever ``torch.distributed`` does to a mirror happens to a plain meta tensor.
 The same idea with another execution: torchdistx ``deferred_init`` (records autograd-free ops, fake CPU tensors).
@@ -41,7 +41,7 @@ from lightning_shardckpt.parallel.deferred_init.recorder import Facade, Recorder
 from lightning_shardckpt.parallel.sharding.references import replace_in_attributes
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
-_LARGEST = 10_000  # items in a container whose tensors are looked for
+_LARGEST = 10_000  # items of a container that is searched for tensors
 _FOREIGN = "is on the meta device, but was not made by this deferred context"
 
 
@@ -66,20 +66,20 @@ class DeferredInit:
     >>> [(name, tuple(full.shape)) for module, name, full in deferred.replay(layer)]
     [('weight', (3, 2)), ('bias', (3,))]
 
-    Real memory used inside: 64 MiB, or three times the largest tensor, beyond what the code itself holds.
+    Real memory used inside: 64 MiB, or three times the largest tensor, beyond the memory of the code itself.
     It can be entered again, but not inside itself. Only the entering thread is affected, except that
     ``nn.Parameter.__new__`` and ``nn.Module.__setstate__`` are wrapped for all, and pass other threads on.
 
     Args:
         tuning: has the sizes.
-        follows: until `settle`, let parameters act afterwards as they do inside, and log what is done to them.
+        follows: until `settle`, let parameters act afterwards as they do inside, and log operations on them.
     """
 
     def __init__(self, tuning: Tuning = TUNING, *, follows: bool = False) -> None:
         self._log = Log(tuning)
         self._follows, self._is_entered = follows, False
         self.random_digest = 0
-        """Of the states of random generators of what was done to parameters after the context."""
+        """A digest of the random generators' states at each operation on parameters after the context."""
         self._parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
         self._registered: WeakKeyDictionary[nn.Module, dict[str, _Registered]] = WeakKeyDictionary()
         self._base: set[FrameType] = set()
@@ -108,7 +108,7 @@ class DeferredInit:
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        """Log what is done to a parameter after the context."""
+        """Log operations on parameters after the context."""
         if self._is_entered:
             yield
             return
@@ -155,7 +155,7 @@ class DeferredInit:
             return max(version_of(tensor), noted.writes if noted is not None else 0)
 
     def constant(self, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """Return what computes a tensor on the meta device that was made of a constant inside, and not written to."""
+        """Return a function that computes a meta tensor, if it was made of a constant inside and not written to."""
         noted = self._log.find_meta(tensor)
         return noted.value if noted is not None and not noted.writes else None
 
@@ -175,12 +175,12 @@ class DeferredInit:
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Compute (owner, name, full real tensor) for each meta parameter of ``root``; make its buffers real at once.
 
-        What to compute is decided by this call, and each tensor is computed when the iteration comes to it: ``root``
+        This call decides which tensors to compute, and each is computed when the iteration comes to it: ``root``
         may be parallelised before, between or after. Tied parameters follow each other, with the same tensor object.
         The order is that of ``root.named_parameters``. A tensor is freed once the caller drops it.
 
         Args:
-            root: the module, or a part of what was built.
+            root: the module that was built, or a part of it.
             skip: (id of the module, name) of parameters that are not computed.
 
         Raises:
@@ -239,7 +239,7 @@ class DeferredInit:
             del full
 
     def _origin(self, module: nn.Module, name: str, parameter: Tensor) -> TrackedView | str:
-        """Return what the meta ``parameter`` stands for, or why that is not known."""
+        """Return the view that the meta ``parameter`` stands for, or the reason why it is unknown."""
         known = self._registered.get(module, {}).get(name)
         if known is not None and version_of(known.parameter) != known.version and not self._follows:
             return "was changed in place after the deferred context ended"
@@ -283,7 +283,7 @@ class DeferredInit:
         return False
 
     def _mirrored(self, data: Any) -> Any:
-        """Return what a parameter is made of in place of ``data``: a mirror, if only logged operations made it."""
+        """Return a mirror in place of a parameter's ``data``, if only logged operations made it; else ``data``."""
         if type(data) not in (Tensor, nn.Parameter):
             return data
         with below_modes():
@@ -313,11 +313,11 @@ def _meta_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.
 
 Recording = Callable[[], AbstractContextManager[None]]
 _PLACE = "_outside"
-"""The attribute of a tensor with what records operations on it, and the log."""
+"""The attribute of a tensor with the context that records operations on it, and the log."""
 
 
 def _release(tensors: Iterable[Tensor], recording: Recording, log: Log) -> None:
-    """Have what is done to deferred tensors from now on happen inside ``recording()``; the same for what is derived."""
+    """Run operations on deferred tensors, and on tensors derived from them, inside ``recording()`` from now on."""
     for tensor in tensors:
         tensor.__dict__[_PLACE] = recording, log
         tensor.__class__ = _OutsideParameter if isinstance(tensor, nn.Parameter) else _OutsideTensor

@@ -1,9 +1,9 @@
-"""First values of what was built on the meta device: the modules' own methods, run before anything is sharded.
+"""First values of modules built on the meta device: their own methods, run before anything is sharded.
 
 That a method exists does not mean that it fills everything. So the methods write to stand-ins of uninitialised memory,
 under `DeferredInit`, which knows of every element whether it still depends on that memory. Models of transformers run
-``initialize_weights``, as ``from_pretrained`` does for what is not in its files; others ``reset_parameters``, children
-first.
+``initialize_weights``, as ``from_pretrained`` does for tensors that its files lack; others
+``reset_parameters``, children first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.sharding.references import REGISTRIES
 
 _LISTED = 20
-_LARGEST = 10_000  # items in a list whose tensors are looked for
+_LARGEST = 10_000  # items of a container that is searched for tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class _Place:
 
     Attributes:
         slots: the module's parameters, its buffers, or its other attributes.
-        wanted: whether the tensor has no value, and nobody else will fill it.
+        wanted: whether the tensor has no value, and nothing else will fill it.
         follows: whether it gets the value of another place, to which it is tied.
         writes: how often constructors wrote to it.
-        constant: computes what they made it of, if they did not write to it.
+        constant: computes the constant that they made it of, if they did not write to it.
     """
 
     fqn: str
@@ -57,16 +57,16 @@ class _Place:
 def initialize_meta(
     root: nn.Module, deferred: DeferredInit, loaded: Collection[str], restores: Callable[[], bool] = lambda: False
 ) -> None:
-    """Let modules fill what they have on the meta device: buffers now, parameters when ``deferred`` replays them.
+    """Let modules fill their tensors on the meta device: buffers now, parameters when ``deferred`` replays them.
 
     Args:
         root: before it is sharded, unless the user did that.
         deferred: gives the values of the parameters that were made in it; from now on those of all others, too.
-        loaded: clean FQNs of what somebody else fills.
+        loaded: clean FQNs of tensors that the caller fills.
         restores: asked where methods leave something unfilled, whether a checkpoint will fill the whole state dict.
 
     Raises:
-        TopologyError: naming what no method fills.
+        TopologyError: naming the tensors that no method fills.
     """
     places = list(_places(root, deferred, loaded))
     owners = {place.module for place in places if place.wanted}
@@ -155,7 +155,7 @@ def _calls(
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters"):  # the latter of nn.MultiheadAttention and nn.Transformer
-        if name in vars(module) or hasattr(type(module), name):  # PEFT would pass on what it has not
+        if name in vars(module) or hasattr(type(module), name):  # PEFT's wrappers would find it in the wrapped module
             found: Callable[[], object] = getattr(module, name)
             return found
     return None
@@ -201,7 +201,7 @@ def _initialize(
 
 
 def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_Place, Tensor]]:
-    """Put back what was there, but for wanted buffers and attributes; return what took the wanted places."""
+    """Put the tensors back, except wanted buffers and attributes; return the tensors that took the wanted places."""
     found = [(place, new) for place in places if place.wanted and (new := place.slots.get(place.name)) is not None]
     values = {id(place.tensor): new for place, new in found}
     for place in places:
@@ -216,7 +216,7 @@ def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_
 def _unfilled(
     root: nn.Module, deferred: DeferredInit, found: Sequence[tuple[_Place, Tensor]], stand_ins: dict[int, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """The FQN and a description of what was not filled, or otherwise by constructors than by the methods."""
+    """Yield FQN and description of each tensor that was not filled, or that constructors filled in another way."""
     models, adapters = _inside_models(root), _adapters(root)
     for place, new in found:
         filled = deferred.writes(new)

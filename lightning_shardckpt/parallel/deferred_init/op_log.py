@@ -4,7 +4,7 @@ It speaks of storages, not of tensors. Nothing here intercepts anything: ``recor
 
 - An operation names the storages that it reads and writes (``touched``), and those that it creates.
 - A storage knows its writers, so the bytes of one are computed by the operations that matter to it alone, in order.
-- The mirrors' real memory is a cache: what was evicted is computed again when an operation reads it.
+- The mirrors' real memory is a cache: an evicted one is computed again when an operation reads it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Operation:
     default_dtype: torch.dtype
 
     def run(self, memory: dict[TrackedStorage, torch.UntypedStorage], fill: int = 0) -> None:
-        """Compute on ``memory``, and add what this creates; every byte that nothing initialised is ``fill``."""
+        """Compute on ``memory``, and add created storages; every byte that nothing initialised is ``fill``."""
 
         def given(x: object) -> object:
             if isinstance(x, TrackedView):
@@ -133,12 +133,12 @@ class Operation:
 
 @dataclass(slots=True)
 class MetaStorage:
-    """What constructors did to a storage that the user made on the meta device.
+    """The history of a storage that the user made on the meta device.
 
     Attributes:
         weak: pins the id of the storage.
         writes: how often it was written to.
-        value: computes what it was made of, if that is a constant.
+        value: computes the constant that it was made of, if it was.
     """
 
     weak: StorageWeakRef
@@ -175,13 +175,13 @@ class Log:
         self.by_id[storage_id(memory)] = storage
 
     def append(self, operation: Operation, writes: set[TrackedStorage]) -> None:
-        """Log an operation that wrote to ``writes``, besides what it created."""
+        """Log an operation that wrote to ``writes``, besides the storages that it created."""
         for storage in writes.union(storage for _, storage in operation.created):
             storage.writers.append(len(self.operations))
         self.operations.append(operation)
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, whose memory nobody else has, after logging its value as an operation that creates it."""
+        """Log the value of ``tensor``, which owns its memory, as an operation that creates it; return it."""
         storage = TrackedStorage(tensor.untyped_storage().nbytes(), [])
         inputs, spec = tree_flatten(((Constant(tensor.detach().clone(), None),), {}))
         created = ((0, storage),)
@@ -199,7 +199,7 @@ class Log:
             storage.writes += made_by is None
 
     def find_meta(self, tensor: torch.Tensor) -> MetaStorage | None:
-        """What is known of the storage of the user's ``tensor`` on the meta device."""
+        """Return the history of the storage of the user's ``tensor`` on the meta device."""
         if tensor.device.type != "meta" or dispatches(type(tensor)):
             return None
         return self.on_meta.get(storage_id(tensor.untyped_storage()))
@@ -235,7 +235,7 @@ class Log:
         return TrackedView.of(tensor, storage).on(memory)
 
     def keep(self, storage: TrackedStorage, memory: torch.UntypedStorage) -> None:
-        """Cache ``memory``, at the expense of what was used longest ago."""
+        """Cache ``memory``, and evict the least recently used ones."""
         self.cache[storage] = memory
         self.cache.move_to_end(storage)
         sizes = [memory.nbytes() for memory in self.cache.values()]
@@ -312,7 +312,7 @@ class Log:
 
 
 def _return_freed_memory() -> None:
-    """Give freed memory back: glibc keeps freed blocks below 32 MiB, and splits them for what stays.
+    """Give freed memory back: glibc keeps freed blocks below 32 MiB, and splits them for later allocations.
 
     Without this, a model of 400 MB in parameters of 16 MB left 4 GB unused (glibc 2.36, ``trunc_normal_``).
     """

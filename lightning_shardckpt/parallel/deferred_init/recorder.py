@@ -1,6 +1,6 @@
 """Two modes of torch that run operations on deferred tensors in real memory, and log them.
 
-`Recorder` sees every operation that is dispatched. `Facade` sees what never is: attributes such as ``device``, and
+`Recorder` sees every operation that is dispatched. `Facade` sees the rest: attributes such as ``device``, and
 methods that leave torch, such as ``numpy``.
 """
 
@@ -211,7 +211,7 @@ _ESCAPES: set[Any] = _TO_NUMPY | {
 
 
 def _makes_tensors(index: Any) -> bool:
-    """Return whether torch makes tensors of an index, as of lists and arrays, on the device of what is indexed."""
+    """Return whether torch makes tensors of an index, as of lists and arrays, on the device of the indexed tensor."""
     parts = index if isinstance(index, tuple) else (index,)
     return not all(isinstance(part, int | slice | torch.Tensor | type(None) | type(...)) for part in parts)
 
