@@ -12,9 +12,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -42,9 +42,6 @@ from lightning_shardckpt.system.text import progress
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
 from lightning_shardckpt.transfer.reader import Checkpoint
-
-if TYPE_CHECKING:
-    from lightning_shardckpt.sources.source import Source
 
 _log = logging.getLogger(__name__)
 _LISTED = 10
@@ -159,7 +156,7 @@ def consolidate_as(
         export_adapters(where, output, storage_options=storage_options)
         return output if is_url(output) else Path(output)
     with ExitStack() as stack:
-        stored = stack.enter_context(_opened(storage, where, checkpoint_folder))
+        stored = stack.enter_context(_open(storage, where, checkpoint_folder))
         _check_output(outputs, output, source, options)
         write = _write_torch if options.format == "torch" else _export
         write(stored, outputs, output, options, tuning)
@@ -171,45 +168,22 @@ def consolidate_as(
 
 
 @contextmanager
-def _opened(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
-    """The checkpoint in a folder or at a URL, without torch if it is one of ours."""
-    checkpoint = None
-    with suppress(CheckpointNotFoundError):
-        if is_url(where) or recognised(where) is None:
-            checkpoint = Checkpoint(storage, where)
-    if checkpoint is None:
-        with _opened_with_torch(storage, where, given) as source:
-            yield source
-    else:
-        with checkpoint:
-            yield ShardedCheckpoint(checkpoint)
-
-
-@contextmanager
-def _opened_with_torch(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[Source]:
-    """The checkpoint in a folder or at a URL, of any format."""
-    ours = True
-    try:
-        if not os.path.isdir(where) or recognised(where) is None:
-            storage.open(where).close()
-    except CheckpointNotFoundError:
-        ours = False
-        if is_url(where):
-            raise
-        if not os.path.isdir(where):
-            raise CheckpointNotFoundError(_what_is_wrong(Path(given))) from None
-    from lightning_shardckpt.distributed.ranks import Ranks
-    from lightning_shardckpt.sources.open_source import (
-        opened,  # torch takes two seconds, which a mistyped path should not
-    )
-
-    with ExitStack() as stack:
+def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
+    """Open the checkpoint in a folder or at a URL; without torch if it is one of ours."""
+    if is_url(where) or not os.path.isdir(where) or recognised(where) is None:
         try:
-            source = stack.enter_context(opened(where, ranks=Ranks.alone(), storage=storage))
+            checkpoint = Checkpoint(storage, where)
         except CheckpointNotFoundError:
-            if ours:
+            if is_url(where):
                 raise
             raise CheckpointNotFoundError(_what_is_wrong(Path(given))) from None
+        with checkpoint:
+            yield ShardedCheckpoint(checkpoint)
+        return
+    from lightning_shardckpt.distributed.ranks import Ranks
+    from lightning_shardckpt.sources.open_source import opened  # torch
+
+    with opened(where, ranks=Ranks.alone(), storage=storage) as source:
         yield source
 
 
