@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shardckpt.compat.tensor_subclass import NO_TORCH_FUNCTION, mark_as_parameter
+from lightning_shardckpt.compat.autograd import in_backward
+from lightning_shardckpt.compat.tensor_subclass import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
+from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
+from lightning_shardckpt.parallel.tensors.sharded import ANSWER_FIRST, Function, mapped
+from lightning_shardckpt.parallel.tensors.views import on_wholes
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
@@ -134,6 +138,69 @@ class GatheredPart(_StandsForLeaf, DTensor):
         self.__dict__["_touched"] = True
 
 
+class _Outlives(_StandsForLeaf):
+    """A gathered parameter that user code keeps after the forward: functions of it are functions of the sharded one."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = mapped(tuple(args), sharded_for), mapped(kwargs or {}, sharded_for)
+        if in_backward() and kind_of(func) is Kind.ELEMENTWISE:  # for autograd, from hooks that saved it
+            return on_wholes(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter takes part in a backward."""
+        return leaf_of(self).requires_grad  # type: ignore[no-any-return]  # of a Tensor
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        leaf_of(self).requires_grad = value
+
+    def __hash__(self) -> int:
+        raise TopologyError(
+            f"a parameter of shape {tuple(leaf_of(self).shape)}, which a forward kept or returned in an object, is a "
+            "key, in a set or in an optimizer: there it is another tensor than the module's. Take it from the module "
+            "(module.weight)."
+        )
+
+
+class OutlivingCopy(_Outlives, Tensor):
+    """See `_Outlives`; was a `GatheredCopy`."""
+
+
+class OutlivingPart(_Outlives, DTensor):
+    """See `_Outlives`; was a `GatheredPart`."""
+
+    __slots__: list[str] = []
+
+
+ANSWER_FIRST.update((OutlivingCopy, OutlivingPart))
+_AFTER_FORWARD: dict[type, type] = {GatheredCopy: OutlivingCopy, GatheredPart: OutlivingPart}
+_IN_FORWARD = {after: within for within, after in _AFTER_FORWARD.items()}
+
+
+def begin_forward(wholes: Sequence[Tensor]) -> None:
+    """Let gathered parameters be tensors of their own; those that are kept for several passes were not meanwhile."""
+    for whole in wholes:
+        whole.__class__ = _IN_FORWARD.get(type(whole), type(whole))
+
+
+def end_forward(wholes: Sequence[Tensor]) -> None:
+    """Let gathered parameters, where user code still has them, be the sharded ones from now on."""
+    for whole in wholes:
+        whole.__class__ = _AFTER_FORWARD.get(type(whole), type(whole))
+
+
+def sharded_for(value: Any) -> Any:
+    """Return the parameter for one that was gathered for a forward that is over, and anything else itself."""
+    return leaf_of(value) if isinstance(value, _Outlives) else value
+
+
 def leaf_of(whole: Any) -> Any:
     """Return the parameter that a gathered one stands for."""
     return whole.__dict__["_leaf"]
@@ -173,11 +240,12 @@ class KeptGathers:
         """Give the gradients of all passes to the sharded parameters. Collective: every rank that has a shard."""
         found, self._found = self._found, {}
         for wholes, copies in found.values():
-            heads = [(whole, copy) for whole, copy in zip(wholes, copies, strict=True) if whole.requires_grad]
+            with without_torch_function():
+                gradients = [_grad.__get__(copy) for copy in copies]
             given = [
                 (whole, no_gradient(whole) if gradient is None else gradient)
-                for whole, gradient in ((whole, _grad.__get__(copy)) for whole, copy in heads)
-                if gradient is not None or is_gathered(whole)
+                for whole, gradient in zip(wholes, gradients, strict=True)
+                if whole.requires_grad and (gradient is not None or is_gathered(whole))
             ]
             if given:
                 torch.autograd.backward([whole for whole, _ in given], [gradient for _, gradient in given])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning_shardckpt.compat.custom_functions import change_arguments
 from lightning_shardckpt.compat.dtensor import look_for_anomalies_in_rows
 from lightning_shardckpt.compat.parameter_copies import on_deepcopy
+from lightning_shardckpt.parallel.sharding.gathered_parameters import sharded_for
 from lightning_shardckpt.parallel.sharding.replicated_gradients import average_copy
 from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments
 
@@ -21,10 +23,14 @@ def replace_functions() -> None:
     * ``detect_anomaly`` on a DTensor: looks at this rank's rows.
     """
     if not _put_back:
-        _put_back.extend([change_arguments(whole_arguments), on_deepcopy(average_copy), look_for_anomalies_in_rows()])
+        _put_back.extend([change_arguments(_whole_arguments), on_deepcopy(average_copy), look_for_anomalies_in_rows()])
 
 
 def put_back_functions() -> None:
     """Put torch's own functions back. Modules that are still sharded can be read and saved, not trained, after it."""
     while _put_back:
         _put_back.pop()()
+
+
+def _whole_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return whole_arguments(function, tuple(map(sharded_for, args)))

@@ -35,6 +35,8 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     KeptGathers,
     as_gathered,
+    begin_forward,
+    end_forward,
     show_to_compiler,
     values_of,
     views_of,
@@ -140,6 +142,7 @@ class UnitForward:
 
 def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     compiler = set_frame_callback(None)  # it is for what the forward does
+    wholes: list[Tensor] = []
     try:
         slots = _slots(module)
         leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
@@ -149,6 +152,7 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
                 return forward(*args, **kwargs)
         _refuse_kept_views(unit.name, leaves)
         wholes = _gathered(module, unit, leaves)
+        begin_forward(wholes)
         if compiler is not None or _is_compiled(module):
             show_to_compiler(wholes)
         versions = [version_of(whole) for whole in wholes]
@@ -172,6 +176,7 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
             saved.end()
         return _handed_out(found, leaves, wholes)
     finally:
+        end_forward(wholes)
         set_frame_callback(compiler)
 
 

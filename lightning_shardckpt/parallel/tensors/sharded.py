@@ -48,6 +48,9 @@ Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Kind, Handler] = {}
 """What functions of torch do with sharded tensors, by what they need of them; filled by `operations`."""
 
+ANSWER_FIRST: set[type] = {Placeholder}
+"""Classes whose ``__torch_function__`` answers for sharded tensors, too: values of other pipeline stages, and tensors
+that stand for sharded ones."""
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
@@ -63,7 +66,7 @@ class ShardedTensor(DTensor):
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if Placeholder in types:  # a value of another pipeline stage, which answers for both
+        if not ANSWER_FIRST.isdisjoint(types):
             return NotImplemented
         kwargs = kwargs or {}
         if not args and "tensor" in kwargs:  # so torch.nn.init does it

@@ -15,9 +15,9 @@ from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.tensor_subclass import memory_id, version_of, without_torch_function
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import (
+    ANSWER_FIRST,
     Function,
     is_sharded,
     like,
@@ -41,7 +41,7 @@ class ShardView(Tensor):
         if kind_of(func) in (Kind.METADATA, Kind.AUTOGRAD, Kind.HOOK):
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
-        if Placeholder in types:  # a value of another pipeline stage, which answers for both
+        if not ANSWER_FIRST.isdisjoint(types):
             return NotImplemented
         return on_wholes(func, tuple(args), kwargs or {})
 

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_shardckpt.errors import TopologyError
 from tests.support import tiny
 from tests.support.nets import full_state
 from tests.support.pool import run_ranks
@@ -172,3 +173,97 @@ def test_what_a_module_returns_keeps_its_class_and_its_gradients(topology: str, 
     for classes, state in run_ranks(world, train, strategy):
         assert classes == alone[0]
         torch.testing.assert_close(state, alone[1], rtol=0, atol=1e-10)
+
+
+class Plain:
+    """A class that pytree does not know."""
+
+    def __init__(self, x: Tensor, w: Tensor, at_work: Any = None) -> None:
+        self.x, self.w, self.at_work = x, w, at_work
+
+
+class ByContext(torch.autograd.Function):
+    """Keeps the weight as an attribute of its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient @ ctx.weight, gradient.t() @ ctx.x
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.linear.register_forward_hook(self.keep)
+        self.kept: list[Tensor] = []
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept[:] = [module.weight, module.bias]
+
+    def forward(self, x: Tensor) -> Plain:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 1.0):
+            y = x + torch.tanh(self.linear(x))
+        weight = self.linear.weight
+        y = y + torch.tanh(ByContext.apply(y, weight))  # type: ignore[no-untyped-call]  # torch's
+        return Plain(y, weight, lambda x: x @ weight)
+
+
+class UsesWhatIsReturned(Natural):
+    """What is read of weights that a forward returned, and what is done to them, in the step, in hooks and after it."""
+
+    def build(self) -> None:
+        self.layers, self.head = nn.ModuleList([Keeps(), Keeps()]), nn.Linear(6, CLASSES)
+        self.refused = ""
+
+    @property
+    def layer(self) -> Any:
+        return self.layers[1]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.found = found = self.layer(self.layers[0](batch[0]).x)
+        if len(self.seen) == 0:
+            found.w.register_hook(lambda g: self.seen.append(float(g.norm())))
+            found.w.note = "seen"
+        penalty = found.w.square().mean() + 0.1 * (self.layer.linear.weight * found.w).sum() + found.w[0].sum()
+        again = ByContext.apply(found.x, found.w)  # type: ignore[no-untyped-call]  # torch's
+        return F.cross_entropy(self.head(found.at_work(found.x) + again), batch[1]) + 0.1 * penalty
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        weight, (kept, bias) = self.found.w, self.layer.kept
+        self.seen += [float(weight.detach().sum()), float(weight.grad.norm()), float(bias.data.sum())]
+        with torch.no_grad():
+            weight.mul_(0.9)
+            kept.data[0] += 0.1
+            bias.data.clamp_(min=-0.1)
+            kept.copy_(kept * 2 - weight)
+        weight.grad.mul_(0.5)
+        weight.data = weight.data * 0.99
+        bias.requires_grad_(False)
+        self.seen += [self.layer.linear.weight.detach().sum().item(), float(self.layer.linear.bias.requires_grad)]
+        bias.requires_grad = True
+        assert self.layer.linear.weight.note == "seen" and torch.equal(kept, self.layer.linear.weight)
+        try:
+            torch.optim.SGD([weight])
+        except TopologyError as error:
+            self.refused = str(error)
+
+
+def use(strategy: dict[str, Any] | str) -> tuple[list[float], dict[str, Tensor], str]:
+    pl.seed_everything(3, verbose=False)
+    module = UsesWhatIsReturned()
+    tiny.trainer(strategy, max_epochs=1, precision="64-true", use_distributed_sampler=False).fit(module)
+    return module.seen, full_state(module), module.refused
+
+
+@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != "one"])
+def test_a_parameter_in_an_object_that_a_forward_returns_is_the_parameter(topology: str) -> None:
+    ((seen, state, _),) = run_ranks(1, use, "auto", init_process_group=False)
+    world, strategy = TOPOLOGIES[topology]
+    for found in run_ranks(world, use, strategy):
+        torch.testing.assert_close(found[:2], (seen, state), rtol=0, atol=1e-10)
+        assert ("is a key, in a set or in an optimizer" in found[2]) == (topology != "replicas")  # there it is the same
