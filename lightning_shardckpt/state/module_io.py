@@ -120,7 +120,7 @@ def load_rest(
     whole = whole or WholeNames()
     edited = _edited(live, now, copies, whole)
     left_out = for_code.absent | for_code.kept
-    removed = [name for name in live if name not in now and clean_fqn(name) not in left_out]
+    removed = [name for name in live if name not in now and name not in copies and clean_fqn(name) not in left_out]
     if removed and not strict:
         raise StateError(
             f"on_load_checkpoint took {removed[:_LISTED]} out of the state dict, but they are loaded already. To keep "
@@ -141,8 +141,9 @@ def load_rest(
     lines = [f"{name}  in model only" for name in missing if name in live and name not in quiet]
     strangers = (name for name in unexpected if name not in there and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in strangers]
-    if not strict:  # what is not stored has been told
+    if not strict:  # what is not stored has been told, and what a hook took out is meant
         known = for_code.absent | {name for name, value in for_code.entries.items() if _is_meta(value)}
+        known |= {clean_fqn(name) for name in copies if name not in now}
         return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in known]
     if lines:
         count = count_text(len(lines), "difference")

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_shardckpt.checkpoint.lightning_save import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
-from lightning_shardckpt.compat.module_state import live_state_dict
+from lightning_shardckpt.compat.module_state import copied_state_dict, live_state_dict
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.load_code import ForCode
@@ -120,7 +121,7 @@ class RankState:
 
 
 class LoadedModule(NamedTuple):
-    """A module of which a checkpoint has filled tensors in place: its live state dict, and what is left to its code."""
+    """A module whose state dict, live or copied, a checkpoint has filled, and what is left to its code."""
 
     path: str
     live: dict[str, Any]
@@ -168,13 +169,15 @@ def load_checkpoint(
         weights_only: for a file of ``torch.save``, as in ``torch.load``; None is True.
 
     Returns:
-        Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, for hooks to see, and what code of the
-        modules is to load; the state of the saving rank that stood in this one's place, None if there is none; and
-        what of the model is loaded already.
+        Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, and what code of the modules is to
+        load; for a module with ``on_load_checkpoint`` it holds copies, which are not in the module yet; the state of
+        the saving rank that stood in this one's place, None if there is none; and what of the model is loaded already.
     """
     module = trainer.lightning_module
     with gc_paused():
         state_dict = live_state_dict(module)
+    if is_overridden("on_load_checkpoint", module, pl.LightningModule):  # it may look at the module as it was
+        state_dict = copied_state_dict(state_dict)
     fitting = trainer.state.fn == TrainerFn.FITTING
     parts = io.resume if fitting else frozenset(PARTS)
     optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None

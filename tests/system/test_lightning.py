@@ -279,6 +279,40 @@ def test_what_hooks_change_in_the_state_dict_counts(ranks: int, tmp_path: Path) 
         assert torch.equal(found["model/gate"], torch.ones(2, 16))
 
 
+class KeepsItsOwn(tiny.TinyLM):
+    """Its hook puts values of the module, as they are before the load, into the state dict, and takes one out."""
+
+    strict_loading = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        stored, own = checkpoint["state_dict"], self.state_dict()
+        stored["head.weight"] = own["head.weight"]
+        stored["blocks.0.up.weight"] = 0.5 * (stored["blocks.0.up.weight"] + self.blocks[0].up.weight.detach())
+        stored["blocks.0.up.bias"] = own["blocks.0.up.bias"].clone()
+        del stored["blocks.0.down.bias"]
+
+
+def resume_and_keep(strategy: Any, path: str, seed: int) -> dict[str, Any]:
+    pl.seed_everything(seed, verbose=False)
+    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0)
+    run.fit(module := KeepsItsOwn(), tiny.loader(), ckpt_path=path if seed > 1 else None)
+    if seed == 1:
+        run.save_checkpoint(path)
+    return tiny.full_state(module, [])
+
+
+def test_a_hook_that_keeps_values_of_the_module_sees_those_from_before_the_load(tmp_path: Path) -> None:
+    """Oracle: Lightning on one process, which loads into the module after the hook."""
+    path = str(tmp_path / "a.ckpt")
+    saved = run_ranks(2, resume_and_keep, {}, path, 1)[0]
+    (expected,) = run_ranks(1, resume_and_keep, "auto", path, 2, init_process_group=False)
+    kept = [f"model/blocks.0.{name}" for name in ("down.bias", "up.bias", "up.weight")]
+    assert tiny.differences(saved, expected) == [*kept, "model/head.weight"]
+    for strategy in ({}, TP2):
+        for found in run_ranks(2, resume_and_keep, strategy, path, 2):
+            assert tiny.differences(expected, found) == []
+
+
 def test_what_is_no_checkpoint_or_cannot_be_removed_stays_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "foreign.ckpt").mkdir()
     (tmp_path / "foreign.ckpt" / "precious").touch()

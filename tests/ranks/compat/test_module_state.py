@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.module_state import live_state_dict
+from lightning_shardckpt.compat.module_state import copied_state_dict, live_state_dict
 from tests.support.pool import run_ranks
 
 
@@ -86,8 +86,24 @@ def check_hooks_see_what_torch_shows_them() -> None:
     assert "added" in live_state_dict(module) and seen == [False]
 
 
-@pytest.mark.parametrize("check", [check_is_as_torch_makes_it, check_hooks_see_what_torch_shows_them])
-def test_the_live_state_dict_is_what_torch_gives(check: Any) -> None:
+def check_copies_are_equal_and_share_no_memory() -> None:
+    module = sharded_module()
+    live = module.state_dict()
+    found = copied_state_dict(live)
+    assert list(found) == list(live) and found._metadata == live._metadata  # type: ignore[attr-defined]
+    for name, value in live.items():
+        if isinstance(value, torch.Tensor):
+            assert type(found[name]) is type(value) and torch.equal(local_tensor(found[name]), local_tensor(value))
+            assert local_tensor(found[name]).data_ptr() != local_tensor(value).data_ptr()
+    local_tensor(found["tied"]).zero_()
+    assert not local_tensor(found["0.weight"]).any() and local_tensor(module[0].weight).any()
+
+
+CHECKS = [check_is_as_torch_makes_it, check_hooks_see_what_torch_shows_them, check_copies_are_equal_and_share_no_memory]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_state_dicts_are_those_of_torch(check: Any) -> None:
     run_ranks(2, check)
 
 
