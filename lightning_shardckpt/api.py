@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.background import Background, CopyBarrier
 from lightning_shardckpt.checkpoint.checkpoint_options import (
     AsyncOptions,
     ExtraFormat,
@@ -29,7 +29,6 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     Replicas,
     SaveOptions,
 )
-from lightning_shardckpt.checkpoint.copy_barrier import CopyBarrier
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, checked_state
 from lightning_shardckpt.distributed.ranks import Ranks

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.copy_barrier import CopyBarrier
+from lightning_shardckpt.checkpoint.background import Background, CopyBarrier
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo

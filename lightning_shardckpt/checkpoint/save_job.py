@@ -15,19 +15,23 @@ import torch
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, only_model, plan_mirror
-from lightning_shardckpt.checkpoint.incremental import SaveHistory
+from lightning_shardckpt.checkpoint.incremental import RankWriter, SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
-from lightning_shardckpt.checkpoint.rank_files import RankWriter
 from lightning_shardckpt.checkpoint.save_agreement import (
     Agreement,
+    Digests,
     GroupTable,
     SaveWish,
     Written,
+    combined,
     differ,
+    differing,
+    digests_over_groups,
     group_text,
     groups_of,
     joined_groups,
     refuse_differing,
+    replica_digests,
     table_of,
 )
 from lightning_shardckpt.checkpoint.staging import (
@@ -51,7 +55,6 @@ from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
-from lightning_shardckpt.state.replica_digests import Digests, combined, differing, digests_over_groups, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage

@@ -12,10 +12,9 @@ from typing import TypeVar
 
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.background import Background, CopyBarrier
 from lightning_shardckpt.checkpoint.checkpoint import save, save_async
 from lightning_shardckpt.checkpoint.checkpoint_options import AsyncOptions, SaveOptions
-from lightning_shardckpt.checkpoint.copy_barrier import CopyBarrier
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSaves
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache

@@ -26,11 +26,12 @@ from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_file_name, check_shape, check_text, shown
-from lightning_shardckpt.sources.foreign_source import ForeignSource, closed_on_error
-from lightning_shardckpt.sources.foreign_tensors import (
+from lightning_shardckpt.sources.foreign_source import (
     ForeignBox,
+    ForeignSource,
     ForeignTensor,
     ForeignTensors,
+    closed_on_error,
     metadata_of,
     tensors_of,
 )

@@ -23,8 +23,7 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources import dcp_metadata
-from lightning_shardckpt.sources.foreign_source import ForeignSource
-from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.paths import DCP_NAME, dcp_place
 from lightning_shardckpt.sources.torch_pickle import CoalescedReads, loaded, tensor_in, value_in
 from lightning_shardckpt.state.json_tree import encode_small, tensor_from_bytes

@@ -4,18 +4,186 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_unpacked
-from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
+from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.format.box import Box, Shape, uncovered
+from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
+from lightning_shardckpt.format.layout import REPLICATED, Part
+from lightning_shardckpt.format.plan import Overlap
+from lightning_shardckpt.format.safetensors_header import MAX_HEADER_BYTES, HeaderLengthError, parse_header, read_header
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked
 from lightning_shardckpt.sources.source import ReadTarget, fetch_into
 from lightning_shardckpt.state.dtensor_layout import this_rank
 from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.read_plan import Request, single_run
+from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
+
+# ── tensors in files of other programs ────────────────────────────────────────────────────────────────────────────────
+# Tensors of another format: boxes of bytes in files that tile each of them. No torch.
+#
+# A whole tensor in a file of safetensors is one box; a shard of torch's distributed checkpoint is another; a tensor
+# that is put together from several stored ones has a box for each. Such files have no checksums that could be compared.
+
+
+# ── of safetensors ────────────────────────────────────────────────────────────────────────────────────────────────────
+# Tensors in safetensors files that any program wrote.
+
+
+def tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor]:
+    """The tensors of a file by name, from its header; ``where`` is the path of its directory, for messages.
+
+    Raises:
+        FormatError: if the header is none, or says what cannot be.
+        CorruptionError: if the file is missing, or ends before its header does.
+    """
+    found = parse_header(_header(reader, name, where), f"{where!r}, file {name}", needs_metadata=False)
+    return {key: ForeignTensor(t.dtype, t.shape, _one_box(t.shape, name, t.begin)) for key, t in found.tensors.items()}
+
+
+def metadata_of(reader: Reader, name: str, where: str) -> dict[str, Any]:
+    """Return what the header of a file says beside its tensors; arguments and errors are those of ``tensors_of``."""
+    return parse_header(_header(reader, name, where), f"{where!r}, file {name}", needs_metadata=False).metadata
+
+
+def _header(reader: Reader, name: str, where: str) -> bytes:
+    where = f"{where!r}, file {name}"
+    try:
+        return read_header(partial(reader.read_into, name), reader.size(name))
+    except FileNotFoundError:
+        raise CorruptionError(f"{where}: the file is missing") from None
+    except EOFError as error:
+        raise CorruptionError(f"{where}: no file of safetensors: {error}") from None
+    except HeaderLengthError as error:
+        if error.length <= MAX_HEADER_BYTES:
+            raise CorruptionError(f"{where}: {error}; was it cut off?") from None
+        raise FormatError(
+            f"{where}: no file of safetensors: its header would have {error.length} bytes, more than {MAX_HEADER_BYTES}"
+        ) from None
+
+
+def _one_box(shape: tuple[int, ...], name: str, begin: int) -> tuple[ForeignBox, ...]:
+    return (ForeignBox(Box.whole(shape), name, begin),)
+
+
+_STEP_BYTES = 1 << 20  # of reading a box that has no checksum blocks
+
+
+class ForeignBox(NamedTuple):
+    """A region of a tensor and where its bytes begin: row-major, in one piece."""
+
+    box: Box
+    file: str
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """A tensor of another format; its dtype is named as in safetensors."""
+
+    dtype: str
+    shape: Shape
+    boxes: tuple[ForeignBox, ...]
+
+
+class ForeignTensors:
+    """The tensors of a checkpoint of another format: ``StoredTensors``, and what a rank needs of them.
+
+    Args:
+        path: of the checkpoint, for messages.
+        reader: of its files.
+        tensors: by component ("model", "optimizer", "trainer") and key, as in a checkpoint of this package.
+        aliases: by component, further names of tensors.
+
+    Raises:
+        FormatError: if the boxes of a tensor do not tile it.
+        CorruptionError: if a file is too short for a box, or missing.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        reader: Reader,
+        tensors: Mapping[str, Mapping[str, ForeignTensor]],
+        aliases: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self.path, self.reader = path, reader
+        self._tensors = {name: dict(found) for name, found in tensors.items()}
+        sizes: dict[str, int] = {}
+        for found in self._tensors.values():
+            for key, tensor in found.items():
+                self._check(key, tensor, sizes)
+        specs = {name: {k: _spec(t) for k, t in found.items()} for name, found in self._tensors.items()}
+        also = aliases or {}
+        self.components = {name: Component(found, dict(also.get(name, {}))) for name, found in specs.items()}
+
+    def _check(self, key: str, tensor: ForeignTensor, sizes: dict[str, int]) -> None:
+        wrong = uncovered(tensor.shape, (box for box, _, _ in tensor.boxes))
+        if wrong is not None:
+            raise FormatError(f"{self.path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {wrong}")
+        for box, file, begin in tensor.boxes:
+            if file not in sizes:
+                sizes[file] = self._size(file)
+            end = begin + bytes_in(box.shape, tensor.dtype)
+            if not 0 <= begin <= end <= sizes[file]:
+                where = f"{self.path!r}, file {file}"
+                raise CorruptionError(f"{where}: {key!r} is to be at bytes {begin} to {end} of {sizes[file]}")
+
+    def _size(self, file: str) -> int:
+        try:
+            return self.reader.size(file)
+        except FileNotFoundError:
+            raise CorruptionError(f"{self.path!r}, file {file}: the file is missing") from None
+
+    def spec(self, component: str, key: str) -> TensorSpec:
+        """Return a tensor's dtype and shape."""
+        return self.components[component].tensors[key]
+
+    def _readable(self, component: str, key: str) -> ForeignTensor:
+        tensor = self._tensors[component][key]
+        check_unpacked(tensor.dtype, f"{self.path!r}: {key!r}")
+        return tensor
+
+    def tensor(self, component: str, key: str) -> ForeignTensor:
+        """Return the tensor as it was described, to describe others with."""
+        return self._tensors[component][key]
+
+    def boxes(self, component: str, key: str) -> list[StoredBox]:
+        """Return a tensor's boxes, in the order in which they begin in it."""
+        tensor, found = self._readable(component, key), list[StoredBox]()
+        for one in tensor.boxes:
+            if one.box.numel:
+                entry = _entry(tensor, one)
+                runs = list(islice(one.box.runs(tensor.shape), 2))
+                begin = runs[0][0] * DTYPE_BYTES[tensor.dtype]
+                overlap = Overlap(0, one.box, one.box, one.box)
+                found.append(StoredBox(key, BoxRuns(overlap, begin, entry.nbytes, len(runs) == 1), entry))
+        return sorted(found, key=lambda stored: stored.place.begin)
+
+    def meeting(self, component: str, key: str, wanted: tuple[Part, ...]) -> Iterator[tuple[Overlap, ShardEntry]]:
+        """The boxes that meet the wanted parts of a tensor."""
+        tensor = self._readable(component, key)
+        for one in tensor.boxes:
+            for want in wanted:
+                common = one.box.intersect(want.box)
+                if common is not None and common.numel:
+                    local = common.within(want.box).shift(want.at)
+                    yield Overlap(0, one.box, common, local), _entry(tensor, one)
+
+
+def _spec(tensor: ForeignTensor) -> TensorSpec:
+    return TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
+
+
+def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
+    nbytes = one.box.numel * DTYPE_BYTES[tensor.dtype]
+    return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, nbytes, "")
 
 
 @contextmanager

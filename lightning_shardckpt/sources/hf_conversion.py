@@ -18,7 +18,7 @@ from lightning_shardckpt.compat.transformers import Conversion, conversions_of
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor
+from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor
 
 Pieces = dict[str, list[ForeignTensor]]
 """Tensors by the pattern of their names."""

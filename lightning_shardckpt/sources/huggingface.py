@@ -13,8 +13,13 @@ from typing import Any
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import check_file_name, check_text, shown
-from lightning_shardckpt.sources.foreign_source import ForeignSource, closed_on_error
-from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors, tensors_of
+from lightning_shardckpt.sources.foreign_source import (
+    ForeignSource,
+    ForeignTensor,
+    ForeignTensors,
+    closed_on_error,
+    tensors_of,
+)
 from lightning_shardckpt.sources.paths import BIN, HUB_WEIGHTS, INDEX, SAFE, WEIGHTS, only_index
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource

@@ -19,9 +19,7 @@ from lightning_shardckpt.compat.transformers import patterns_that_may_be_missing
 from lightning_shardckpt.errors import FormatError, MismatchError
 from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.equal_tensors import are_equal
-from lightning_shardckpt.sources.foreign_source import ForeignSource
-from lightning_shardckpt.sources.foreign_tensors import ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.hf_conversion import (
     Conversions,
     JoinedSource,
@@ -30,7 +28,7 @@ from lightning_shardckpt.sources.hf_conversion import (
     joined,
 )
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.source import ReadTarget, ShardedSource, Source
+from lightning_shardckpt.sources.source import ReadTarget, ShardedSource, Source, are_equal
 from lightning_shardckpt.sources.source_view import SourceView, origin_of
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.module_versions import renamed_versions

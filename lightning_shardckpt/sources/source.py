@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.dtensor import spec_of
+from lightning_shardckpt.compat.dtensor import shape_of, spec_of
 from lightning_shardckpt.distributed.liveness import local_ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
@@ -28,15 +28,54 @@ from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.json_tree import decode
 from lightning_shardckpt.state.json_values import Pickled, lost_values
-from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
 from lightning_shardckpt.system.page_memory import pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.fetch import fetch
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.tensor_windows import windows
 from lightning_shardckpt.transfer.verified_reads import Files
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
+
+# ── whether stored tensors are equal ──────────────────────────────────────────────────────────────────────────────────
+# Compare stored tensors with each other: names of one tensor may be stored apart.
+
+
+_WINDOW_BYTES = 8 << 20  # of each of two tensors
+
+
+def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.Tensor | None = None) -> bool:
+    """Return whether stored tensors have the same dtype, shape and bytes.
+
+    Args:
+        source: where they are stored.
+        component: which they are of.
+        keys: their keys.
+        like: a live tensor; if they have its shape, they are compared where this rank has a slice of it.
+
+    Raises:
+        CorruptionError: naming file, tensor and rank, where the format has checksums.
+    """
+    specs = [source.components()[component].tensors[key] for key in keys]
+    if any((spec.dtype, spec.shape) != (specs[0].dtype, specs[0].shape) for spec in specs):
+        return False
+    dtype = TORCH_DTYPES[specs[0].dtype]
+    if like is None or tuple(shape_of(like)) != specs[0].shape:
+        like = torch.empty(specs[0].shape, device="meta")
+    for window in windows(tuple(local_tensor(like).shape), _WINDOW_BYTES // dtype.itemsize):
+        first: memoryview | None = None
+        for key in keys:
+            target = ReadTarget(component, key, like, fresh=True, region=window, dtype=dtype)
+            source.verify([target])
+            source.fill([target])
+            found = bytes_of(target.local)
+            if first is not None and first != found:
+                return False
+            first = found
+    return True
+
 
 _HIGH_LATENCY_HELD_SHARE = 2  # so as to read nothing twice: one in so many bytes of a rank's part of the free memory
 _BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own

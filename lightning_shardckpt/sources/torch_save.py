@@ -19,8 +19,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.sources.foreign_source import ForeignSource
-from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.dtensor_layout import this_rank, view_at

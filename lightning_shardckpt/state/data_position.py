@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.dataloader import IndexedLoader, IndexSource
@@ -30,17 +32,71 @@ from lightning_shardckpt.compat.distributed_sampler import (
     wrapped_sampler,
 )
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.state.loader_random import (
-    OTHER_ORDER,
-    checksum_of,
-    own_states,
-    random_state,
-    sampler_of,
-    seed_of,
-    set_own_states,
-    set_random_state,
-)
 from lightning_shardckpt.system.random_generators import get_rng_state, seeded, set_rng_state
+
+# ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
+# What the order of a loader is drawn from: random states of the process and of its own generators, and seeds.
+
+
+OTHER_ORDER = (
+    "{sampler} drew another order for this epoch than in the run that was interrupted: in the rest of this epoch "
+    "samples come twice or not at all. Only what it draws from torch's, numpy's and python's generators, or from its "
+    "own `generator`, is known here. Resume from the end of an epoch, or draw from one of these."
+)
+
+
+def checksum_of(order: list[Any]) -> int | None:
+    """Return a checksum of an order; None of one that is not made of numbers."""
+    try:
+        return zlib.crc32(array("q", order))
+    except TypeError:
+        return None
+
+
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that draws a loader's order: that of its batch sampler, if it makes batches; or None."""
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+
+
+def random_state(loader: Any) -> dict[str, Any]:
+    """Return random states of this process and of the loader's own generators."""
+    return {"process": get_rng_state(), "own": own_states(loader)}
+
+
+def set_random_state(loader: Any, state: dict[str, Any]) -> None:
+    """Continue from what ``random_state`` gave."""
+    set_rng_state(state["process"])
+    set_own_states(loader, state["own"])
+
+
+def own_states(loader: Any) -> list[torch.Tensor]:
+    """Return the states of the loader's own generators."""
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def set_own_states(loader: Any, states: list[torch.Tensor]) -> None:
+    """Continue the loader's own generators."""
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+def seed_of(loader: Any) -> int | None:
+    """Return the seed of a DistributedSampler, or of another sampler that has one."""
+    return getattr(sampler_of(loader), "seed", None)
+
+
+def set_seed(loader: Any, seed: int | None) -> None:
+    """Let a DistributedSampler shuffle as in the interrupted run, whatever this one was seeded with."""
+    sampler = sampler_of(loader)
+    if seed is not None and hasattr(sampler, "seed"):
+        sampler.seed = seed
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    sampler = sampler_of(loader)
+    found = [getattr(loader, "generator", None), getattr(sampler, "generator", None), own_generator(sampler)]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
 
 # ── batches of all ranks ──────────────────────────────────────────────────────────────────────────────────────────────
 # Deal an epoch's order of samples to data-parallel ranks, so that after every step its first samples are used.

@@ -6,10 +6,11 @@ The document was written when the model was at hand, see ``state.hf_document``; 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box
@@ -17,7 +18,59 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.state.documents import unpacked
 from lightning_shardckpt.state.dtype_names import TORCH_NAMES
-from lightning_shardckpt.state.name_patterns import applied, pattern_of
+
+# ── patterns of names ─────────────────────────────────────────────────────────────────────────────────────────────────
+# Let one rule stand for the names of all layers, which differ in numbers alone. No torch.
+
+
+NamedBoxes: TypeAlias = "list[list[Any]]"
+"""Of one entry of a state dict: name, start and stop of the box, shape, of each tensor that it becomes."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+
+
+def pattern_of(name: str) -> str:
+    """The name with ``#`` for each number between dots.
+
+    >>> pattern_of("layers.7.conv1.0.w")
+    'layers.#.conv1.#.w'
+    """
+    return _NUMBER.sub("#", name)
+
+
+def general(name: str, found: NamedBoxes) -> NamedBoxes:
+    """The parts of a name with ``#`` for the numbers that the name has, in its order."""
+    numbers = _NUMBER.findall(name)
+    alike: NamedBoxes = []
+    for to, *box in found:
+        left = list(numbers)
+
+        def replaced(match: re.Match[str], left: list[str] = left) -> str:
+            return "#" if left and left.pop(0) == match[0] else match[0]
+
+        text = _NUMBER.sub(replaced, to)
+        alike.append([text, *box])
+    return alike
+
+
+def applied(pattern: str, parts: NamedBoxes, name: str) -> NamedBoxes | None:
+    """The parts of ``name``, if the pattern, a name with ``#`` for numbers, is one of it.
+
+    >>> applied("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")
+    [['layers.7.0.w', [0], [2], [2]]]
+    """
+    if "#" not in pattern:
+        return parts if pattern == name else None
+    numbers = _NUMBER.findall(name)
+    if pattern_of(name) != pattern:
+        return None
+    return [[_filled(to, numbers), *box] for to, *box in parts]
+
+
+def _filled(text: str, numbers: list[str]) -> str:
+    pieces = text.split("#")
+    return "".join(a + b for a, b in zip(pieces, [*numbers, *[""] * len(pieces)], strict=False))
+
 
 CONFIG_DTYPES = {name: TORCH_NAMES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")}
 """Floating dtypes by their names in safetensors, as a config has them."""

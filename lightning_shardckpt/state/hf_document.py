@@ -29,8 +29,8 @@ from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, check_json_size
 from lightning_shardckpt.state.documents import COMPANIONS, TEXT_BYTES, is_companion
+from lightning_shardckpt.state.hf_directory import NamedBoxes, applied, general, pattern_of
 from lightning_shardckpt.state.model import is_elsewhere
-from lightning_shardckpt.state.name_patterns import NamedBoxes, applied, general, pattern_of
 
 # ── names before conversion ───────────────────────────────────────────────────────────────────────────────────────────
 # The names of a model's weights in the files of ``from_pretrained``, where they differ from its state dict.

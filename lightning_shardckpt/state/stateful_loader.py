@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 from lightning_shardckpt.compat.distributed_sampler import draw_orders_within, drawn_order, wrapped_sampler
-from lightning_shardckpt.state.loader_random import (
+from lightning_shardckpt.state.data_position import (
     OTHER_ORDER,
     checksum_of,
     own_states,

@@ -17,8 +17,8 @@ from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.locks import one_per_machine
 from lightning_shardckpt.storage.local.posix import make_directories
 from lightning_shardckpt.storage.protocol import Draft, Outputs, Reader, Storage
-from lightning_shardckpt.storage.remote.cache import CachedReader, download_file
 from lightning_shardckpt.storage.remote.objects import ObjectStore
+from lightning_shardckpt.storage.remote.remote_reader import CachedReader, download_file
 from lightning_shardckpt.storage.remote.remote_storage import RemoteOutputs, RemoteStorage
 from lightning_shardckpt.storage.remote.retry import RetryPolicy
 from lightning_shardckpt.storage.remote.s3 import S3Objects, options_of

@@ -32,8 +32,9 @@ from lightning_shardckpt.state.data_position import (
     Resumption,
     batches_done,
     batches_of_loader,
+    set_own_states,
+    set_seed,
 )
-from lightning_shardckpt.state.loader_random import set_own_states, set_seed
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, restore, resume
 from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw
 from lightning_shardckpt.strategy.stop_position import plateau_monitors

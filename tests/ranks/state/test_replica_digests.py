@@ -20,10 +20,10 @@ from torchmetrics.classification import BinaryConfusionMatrix
 import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint_options import Replicas
+from lightning_shardckpt.checkpoint.save_agreement import differing, replica_digests
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.state.replica_digests import differing, replica_digests
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from tests.support import tiny
 from tests.support.pool import run_ranks

@@ -12,8 +12,7 @@ import torch
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.sources.foreign_source import ForeignSource
-from lightning_shardckpt.sources.foreign_tensors import ForeignBox, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.transfer.file_filler import fill

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.sources.foreign_source import ForeignSource
-from lightning_shardckpt.sources.foreign_tensors import ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignSource, ForeignTensors
 from lightning_shardckpt.sources.hf_conversion import (
     UnsupportedError,
     chunks,

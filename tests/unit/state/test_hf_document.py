@@ -16,8 +16,8 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.state.documents import checked, unpacked
+from lightning_shardckpt.state.hf_directory import applied
 from lightning_shardckpt.state.hf_document import HuggingFace, packed
-from lightning_shardckpt.state.name_patterns import applied
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
