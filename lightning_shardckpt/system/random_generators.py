@@ -101,6 +101,15 @@ def advance_rng() -> None:
     torch.rand(())
 
 
+def checksum_after(seed: int, advances: int) -> int:
+    """Return the `rng_checksum` after ``seed_rng`` and so many ``advance_rng``; the generators stay as they are."""
+    with kept_rng():
+        seed_rng(seed)
+        for _ in range(advances):
+            advance_rng()
+        return rng_checksum()
+
+
 def draw_seed() -> int:
     """Return a number from torch's generator of this process."""
     return int(torch.randint(1 << 31, ()))

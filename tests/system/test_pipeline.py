@@ -6,7 +6,7 @@ import ctypes
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from tests.support.nets import PLAN, full_state
@@ -360,7 +361,8 @@ class Selected:
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> Selected:
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return Selected([(item.callspec.params["group"], item.callspec.params["case"]) for item in items])
+    params = [item.callspec.params for item in items]
+    return Selected([(one["group"], one["case"]) for one in params if "group" in one])
 
 
 # ── the same numbers ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -549,3 +551,47 @@ def peak_mb() -> float:
 def test_no_rank_ever_builds_the_layers_of_other_stages() -> None:
     # its half of 128 MB, and few layers that are in the making: 68.6 MB were seen
     assert max(run_ranks(2, peak_of_construction, PIPELINE)) < 64 + 3 * 4
+
+
+# ── how often the step runs ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Counted(pl.LightningModule):
+    """Notes elsewhere how often its step runs: what a run of a part of a step changes in the module is undone."""
+
+    runs: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.runs[-1] += 1
+        return self.layers(batch[0]).square().mean()
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.runs.append(0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def count_runs(strategy: dict[str, Any]) -> list[int]:
+    Counted.runs.clear()
+    data = DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8)
+    trainer(strategy, max_epochs=1).fit(Counted(), data)
+    return Counted.runs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "later"),
+    [(PIPELINE, 8, [5, 5]), (PIPELINE | dict(ONE_F_ONE_B), 8, [5, 4])],
+    ids=["batch", "microbatch"],
+)
+def test_the_step_runs_once_for_each_microbatch_and_once_more(
+    strategy: dict[str, Any], first: int, later: list[int]
+) -> None:
+    """Rank 0 looks what crosses the stages; rank 1 runs the rest of the step, if the loss is the batch's."""
+    for rank, runs in enumerate(run_ranks(2, count_runs, strategy)):
+        assert max(runs[:1]) <= first
+        assert runs[1:] == [later[rank]] * 2

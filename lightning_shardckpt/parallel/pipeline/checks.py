@@ -29,6 +29,7 @@ from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttribut
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
+from lightning_shardckpt.parallel.sharding.sample_numbers import other_draws
 from lightning_shardckpt.system.tensor_digest import bit_digest
 
 _UNUSED = "appears to not have been used in the graph"  # torch's words
@@ -95,21 +96,28 @@ class StepChecks:
         """Check before the passes.
 
         Raises:
-            TopologyError: for random numbers that passes would draw differently, and for batch norms.
+            TopologyError: for hooks that see microbatches, and for batch norms.
         """
         self._check_hooks()
-        if len(state.batches) == 1:
-            return
-        if state.draws and not state.whole_steps:
+        if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
+            raise TopologyError(
+                f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
+                "norm, or pipeline_microbatches=1."
+            )
+
+    def check_draws(self, state: StepState) -> None:
+        """Check when it is known whether the step draws random numbers before its layers.
+
+        Raises:
+            TopologyError: if passes would draw different ones.
+        """
+        if state.draws and state.samples[0] is not None and state.samples[0].alone:
+            raise other_draws(state.step.name)
+        if state.draws and not state.whole_steps and len(state.batches) > 1:
             raise TopologyError(
                 f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
                 "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
                 'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
-            )
-        if state.step.train and any(module.training for _, module in self._norms):
-            raise TopologyError(
-                f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
-                "norm, or pipeline_microbatches=1."
             )
 
     def attributes(self, sizes: Sequence[int], device: torch.device, *, tried: bool = False) -> LayerAttributes:

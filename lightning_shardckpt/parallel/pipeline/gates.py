@@ -31,7 +31,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     leaked,
     placeholder_positions,
 )
-from lightning_shardckpt.system.random_generators import advance_rng, derived_rng, rng_checksum
+from lightning_shardckpt.system.random_generators import advance_rng, checksum_after, derived_rng, rng_checksum
 
 Forward = Callable[..., Any]
 _PLAIN = (int, float, str, bool, type(None))
@@ -47,20 +47,23 @@ class StageRun:
 
     Attributes:
         kind: "run" computes layers ``start`` to ``stop``; "probe" computes nothing, to see which arguments of layer
-            ``stop`` are unknown (of the last layer, if ``stop`` is the number of layers); "finish" computes what comes
-            after the layers, whose results are given.
+            ``stop`` are unknown; "finish" computes what comes after the layers, whose results are given.
         whole: a run that does not leave after its last layer, but runs the rest of the step.
-        carry: positions among the arguments (flattened) of the tensors that cross the boundary at ``stop``.
+        carry: positions among the arguments (flattened) of the tensors that cross the boundary at ``stop``; if the run
+            left after the last layer, of all tensors among that layer's arguments.
         incoming: for a run, what the stage before sent, by position among the arguments of layer ``start``.
-        results: for "finish", gives the unknown inputs of the last layer their values, and makes its outputs of what
-            the weightless copy gave.
+        results: for "finish", gives the unknown inputs of the last layer their values, by position, and makes its
+            outputs of what the weightless copy gave.
+        seed: for "finish", that with which it began.
         random: if that matters, the state of the random generators in which the stage before left its run.
         random_left: their state when this run left.
         entered: where the received tensors entered; None: without gradient.
-        outputs: the tensors that leave, then those that the last layer returned if the run left after it.
+        outputs: the tensors at ``carry``, then those that the last layer returned if the run left after it.
         returned: what the step returned, if it was not left.
         early: modules of the last stage that were called before the first layer.
         timely: modules of the first stage that were.
+        advances: how often gates have drawn a random number.
+        drew: for "finish", whether the step drew others before the last layer.
     """
 
     kind: Literal["run", "probe", "finish"]
@@ -69,7 +72,8 @@ class StageRun:
     whole: bool = False
     carry: tuple[int, ...] = ()
     incoming: Mapping[int, tuple[Tensor, bool]] = field(default_factory=dict)
-    results: Callable[[list[Placeholder], Any], Any] | None = None
+    results: Callable[[dict[int, Placeholder], Any], Any] | None = None
+    seed: int = 0
     random: tuple[int, ...] = ()
     random_left: int = 0
     entered: list[GraphEntry | None] = field(default_factory=list)
@@ -78,6 +82,8 @@ class StageRun:
     next: int = 0
     early: list[str] = field(default_factory=list)
     timely: set[str] = field(default_factory=set)
+    advances: int = 0
+    drew: bool = False
 
     def runs(self, where: Where) -> bool:
         """Return whether this run computes modules of that place."""
@@ -232,17 +238,20 @@ class Gate:
                 raise StageExit
             return self._by_shape(run, module, args, kwargs)
         if run.kind == "finish":
-            out = self._by_shape(run, module, args, kwargs)
             if index < last:
-                return out
+                return self._by_shape(run, module, args, kwargs)
+            run.drew = rng_checksum() != checksum_after(run.seed, run.advances)
+            out = self._by_shape(run, module, args, kwargs)
             assert run.results is not None
-            return run.results([leaves[position] for position in placeholder_positions(leaves)], out)
+            return run.results({position: leaves[position] for position in placeholder_positions(leaves)}, out)
         refuse_reentrant_checkpoint(self._fqn)
         if index < run.start:
             return self._by_shape(run, module, args, kwargs)
         if index == run.start:
             self._enter(run, leaves)
-        leaves_after = index == last and not run.whole
+        leaves_after = index == last < run.stop and not run.whole
+        if leaves_after:
+            run.carry = tuple(position for position, leaf in enumerate(leaves) if _is_plain_tensor(leaf))
         if index == run.stop or leaves_after:
             run.outputs = [self._checked(leaves[position]) for position in run.carry]
         if index == run.stop:
@@ -316,15 +325,24 @@ class Gate:
             return forward(*args, **kwargs)
         run = self._gates.running
         if run is None or run.kind != "probe":  # a probe looks for what is drawn outside of modules
-            advance_rng()
+            self._advance(run)
         # What a module draws must not shift what other stages draw outside modules.
         with derived_rng(self._fqn), no_other_draws(self._fqn):
             return forward(*args, **kwargs)
 
+    def _advance(self, run: StageRun | None) -> None:
+        advance_rng()
+        if run is not None:
+            run.advances += 1
+
     def _by_shape(self, run: StageRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module.training and run.kind != "probe":
-            advance_rng()  # as where the module is real, so that all stages draw alike after it
+            self._advance(run)  # as where the module is real, so that all stages draw alike after it
         return self._stub(args, kwargs, like=module if self._owned else None)
+
+
+def _is_plain_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | DTensor)
 
 
 def _misplaced(names: Sequence[str], place: Where, called: str, needed: Where) -> TopologyError:

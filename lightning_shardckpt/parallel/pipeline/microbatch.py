@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, leaked
 
 _PLAIN = (str, bytes, int, float, bool, complex)
 _WHOLE = (*_PLAIN, type(None), torch.dtype, torch.device)
@@ -193,16 +193,33 @@ class Results:
     """Arguments and results of the last layer for the whole batch, joined from microbatches.
 
     Args:
-        outputs: for each microbatch, the tensors that came from before the last layer, then those that it returned.
+        outputs: for each microbatch, the tensors among the arguments of the last layer, then those that it returned.
+        carries: for each microbatch, the positions of the former among its arguments.
         layer: its name.
     """
 
-    def __init__(self, outputs: Sequence[Sequence[Tensor]], layer: str) -> None:
-        self._outputs, self._layer = outputs, layer
+    def __init__(self, outputs: Sequence[Sequence[Tensor]], carries: Sequence[tuple[int, ...]], layer: str) -> None:
+        self._all, self._carries, self._layer = outputs, carries, layer
+        self._chosen: list[list[int]] = []
+        self._outputs: list[list[Tensor]] = []
         self._joined: list[tuple[JoinedTensor, GraphEntry | None] | None] = []
 
-    def give(self, placeholders: list[Placeholder], out: Any) -> Any:
-        """Give the layer's unknown inputs their values; returns its results, given those of its weightless copy."""
+    def give(self, unknown: Mapping[int, Placeholder], out: Any) -> Any:
+        """Give the layer's unknown inputs, by position, their values.
+
+        Returns:
+            Its results, given those of its weightless copy.
+
+        Raises:
+            TopologyError: for a layer whose results depend on values.
+        """
+        for outputs, carry in zip(self._all, self._carries, strict=True):
+            missing = next((position for position in unknown if position not in carry), None)
+            if missing is not None:
+                raise leaked(f"argument {missing} of layer {self._layer}", unknown[missing])
+            self._chosen.append([*map(carry.index, unknown), *range(len(carry), len(outputs))])
+        self._outputs = [[some[k] for k in chosen] for some, chosen in zip(self._all, self._chosen, strict=True)]
+        placeholders = [*unknown.values()]
         leaves, spec = tree_flatten(out)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         count = len(placeholders) + len(places)
@@ -247,6 +264,10 @@ class Results:
 
     def gradients(self) -> list[list[Tensor | None]]:
         """Return, after a backward, the gradients of each microbatch's tensors."""
-        nothing: list[Tensor | None] = [None] * len(self._outputs)
-        parts = [nothing if k is None or k[1] is None else k[0].split(k[1].grad) for k in self._joined]
-        return [list(one) for one in zip(*parts, strict=True)]
+        found: list[list[Tensor | None]] = [[None] * len(outputs) for outputs in self._all]
+        for place, joined in enumerate(self._joined):
+            if joined is not None and joined[1] is not None:
+                parts = joined[0].split(joined[1].grad)
+                for gradients, chosen, part in zip(found, self._chosen, parts, strict=True):
+                    gradients[chosen[place]] = part
+        return found

@@ -9,7 +9,7 @@ pass through the layers together and in two halves, without gradients and dropou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,15 +95,15 @@ class MicrobatchCheck:
         return self._steps[state.step.name] in _WHEN
 
     def look(
-        self, state: StepState, probe: Callable[[StepState], None], attributes: LayerAttributes | None
+        self, state: StepState, failure: Exception | None, attributes: LayerAttributes | None
     ) -> tuple[int, int, int]:
         """Run the layers; return what `differs` needs of each rank.
 
         Collective: every rank of the pipeline must call it.
 
         Args:
-            state: of the step, whose batch is not split yet.
-            probe: finds what crosses the boundaries of stages.
+            state: of the step, with what crosses the boundaries of stages.
+            failure: of this rank, of which the others are told.
             attributes: watches those of layers in parts of `SIZES`, if that is to be done.
 
         Raises:
@@ -111,14 +111,12 @@ class MicrobatchCheck:
         """
         step = _QuietStep(state.step, state.step.name, state.step.batch)
         trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
-        trial.samples, trial.carries, trial.stored = [None] * _PARTS, {}, {}
+        trial.samples, trial.stored = [None] * _PARTS, {}
         trial.attributes = attributes
         kept, precision = self._as_it_was(state), _Precision()
         with kept, kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
-            failure = None
             try:
                 trial.batches = whole_and_halves(state.step.batch, len(state.batches))
-                probe(trial)
             except Exception as error:
                 failure = error
             self._stages.run(trial, _PARTS, "forward", failure=failure)

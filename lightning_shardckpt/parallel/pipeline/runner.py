@@ -44,7 +44,7 @@ from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, other_draws, parts_of_running
+from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, parts_of_running
 from lightning_shardckpt.system.random_generators import draw_seed, kept_rng, rng_checksum, seed_rng
 
 LossOf = Literal["batch", "microbatch"]
@@ -129,13 +129,14 @@ class Pipeline:
     def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
+        notes = self._checks.notes()
+        with kept_rng(), guarded_hooks():
+            failure = self._look(state)
         if self._microbatch_check.is_due(state):
-            self._check_microbatches(state)
+            self._check_microbatches(state, failure)
         early = step.train and self.backward_early
 
         def work() -> tuple[Packed | None, int]:
-            notes = self._checks.notes()
-            failure = self._look(state)
             before = self._checks.buffer_marks()
             with self._gathering(), state.hooks.put_off() if early else nullcontext():
                 self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
@@ -262,14 +263,14 @@ class Pipeline:
             "samplers that it adds), and seed random augmentations by the data-parallel rank."
         )
 
-    def _check_microbatches(self, state: StepState) -> None:
+    def _check_microbatches(self, state: StepState, failure: Exception | None) -> None:
         """Raise a TopologyError, on all ranks, if layers compute something else of parts of a batch."""
 
         attributes = self._checks.attributes(SIZES, self._device, tried=True) if state.step.train else None
 
         def work() -> tuple[int, ...]:
             with self._gradients.no_sync(), KeptGathers().used() if self._keeps else nullcontext():
-                found = self._microbatch_check.look(state, self._probe, attributes)
+                found = self._microbatch_check.look(state, failure, attributes)
             self._checks.compare_parameters()
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
 
@@ -302,8 +303,11 @@ class Pipeline:
         """Find what crosses the boundary after each of this rank's stages: arguments that a later stage cannot know.
 
         In each step, since steps may change what they do; also whether the step draws random numbers on its way there.
+        On the way to the last layer, the run of its rest tells that.
         """
         for stage in self._schedule.stages_of(self._rank):
+            if stage == self._last and not (state.whole_steps and state.samples[0] is not None):
+                continue
             run = StageRun("probe", 0, self._plan.ranges[stage][1])
             seed_rng(state.seed)
             with torch.no_grad(), for_samples(state.samples[0], counted=False):
@@ -312,21 +316,23 @@ class Pipeline:
                 state.hooks.check()
                 state.draws = state.draws or rng_checksum() != before or state.step.drew
             state.carries[stage] = run.carry
-        if state.draws and state.samples[0] is not None and state.samples[0].alone:
-            raise other_draws(state.step.name)
+        self._checks.check_draws(state)
 
     # --- the rest of the step, on the whole batch ---
 
     def _finish(self, state: StepState) -> None:
         """Run the step once on the whole batch, with the joined results of the layers in their place."""
         count = len(state.batches)
-        outputs = [state.stored[self._last, microbatch].outputs for microbatch in range(count)]
-        state.results = Results(outputs, self._plan.layers[-1])
-        run = StageRun("finish", 0, len(self._plan.layers), results=state.results.give)
+        stored = [state.stored[self._last, microbatch] for microbatch in range(count)]
+        state.results = Results([one.outputs for one in stored], [one.carry for one in stored], self._plan.layers[-1])
+        seed = state.seed + (count if count > 1 else 0)
+        run = StageRun("finish", 0, len(self._plan.layers), results=state.results.give, seed=seed)
         hidden = self._layers if count > 1 else {}
-        seed_rng(state.seed + (count if count > 1 else 0))
+        seed_rng(seed)
         with results_as_placeholders(hidden, self._device):
             self._stages.run_stage(run, lambda: state.step.run(copied(state.step.batch), 1.0))
+        state.draws = state.draws or run.drew or state.step.drew
+        self._checks.check_draws(state)
         state.outputs.append((run.returned, 1.0))
         state.loss = state.step.loss(run.returned) if state.step.train else None
 

@@ -119,7 +119,7 @@ class StageRunner:
         received = self._transport.receive("forward", stage - 1, microbatch) if stage > 0 else Message({})
         incoming = received.tensors
         whole = stage == self._last and state.whole_steps
-        carry = state.carries[stage]
+        carry = state.carries.get(stage, ())
         run = StageRun("run", start, stop, whole=whole, carry=carry, incoming=incoming, random=received.facts)
         share = state.shares[microbatch]
         seed_rng(state.seed + microbatch)
@@ -140,7 +140,7 @@ class StageRunner:
             outputs = [loss]
         if state.step.train or stage == self._last:
             entered = dict(zip(sorted(incoming), run.entered, strict=True))
-            state.stored[stage, microbatch] = StashedForward(entered, outputs)
+            state.stored[stage, microbatch] = StashedForward(entered, outputs, run.carry)
         tensors = zip(carry, outputs, strict=False)
         facts = (run.random_left,) if state.draws else ()
         self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, facts))

@@ -47,6 +47,7 @@ class StashedForward:
 
     entered: dict[int, GraphEntry | None]
     outputs: list[Tensor]
+    carry: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
