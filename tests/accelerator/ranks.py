@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each with a pretend GPU of its own, and NCCL between them."""
+"""Run a function on several ranks, each with a GPU of its own, and NCCL between them: pretend ones, or real ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.accelerator import build, device
@@ -18,13 +19,26 @@ BACKEND = "cpu:gloo,cuda:nccl"  # as the strategies choose it for CUDA
 _TIMEOUT = timedelta(seconds=100)
 
 
+on_real_gpus = False
+"""Set by conftest.py, before each test."""
+
+
 def require_device() -> None:
     """Skip where the pretend device can't be built, but fail in CI; build it if that was not done before."""
+    if on_real_gpus:
+        pytest.skip("looks into the pretend device")
     if reason := build.why_not():
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
     build.built()
+
+
+def require_gpus(count: int) -> None:
+    """Skip where there are fewer real GPUs."""
+    found = torch.cuda.device_count()
+    if found < count:
+        pytest.skip(f"needs {count} GPUs and a build of torch for them, found {found}")
 
 
 def run_on_gpus(
@@ -38,20 +52,23 @@ def run_on_gpus(
     """Return ``[fn(*args) on rank 0, on rank 1, …]``, as `run_ranks` does, from processes that see ``world`` GPUs.
 
     Args:
-        pretend: options of the device.
+        pretend: options of the pretend device; a real one has none.
         backend: of the process group.
         options: of `run_ranks`.
     """
     __tracebackhide__ = True
+    pretend = {"devices": world, **(pretend or {})}
+    if on_real_gpus:
+        require_gpus(pretend["devices"])
+        return run_ranks(world, _on_gpu, fn, args, None, backend, init_process_group=False, **options)
     require_device()
-    return run_ranks(world, _on_gpu, fn, args, pretend or {}, backend, init_process_group=False, **options)
+    return run_ranks(world, _on_gpu, fn, args, pretend, backend, init_process_group=False, **options)
 
 
-def _on_gpu(fn: Callable[..., Any], args: tuple[Any, ...], pretend: dict[str, Any], backend: str) -> Any:
-    import torch
-
+def _on_gpu(fn: Callable[..., Any], args: tuple[Any, ...], pretend: dict[str, Any] | None, backend: str) -> Any:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device.install(pretend.pop("devices", world), **pretend)
+    if pretend is not None:
+        device.install(**pretend)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     warnings.filterwarnings("ignore", "barrier.*: using the device under current context")
     store = dist.FileStore(os.path.abspath("../store"), world)  # type: ignore[attr-defined]  # public

@@ -16,10 +16,12 @@ from lightning_shardckpt import ShardCkptIO, load, save
 from lightning_shardckpt.checkpoint.staging import HostWindows
 from lightning_shardckpt.system.tuning import Tuning
 from tests.accelerator import device
-from tests.accelerator.ranks import run_on_gpus
+from tests.accelerator.ranks import require_device, run_on_gpus
 from tests.accelerator.test_training import REPLICAS, TENSOR_PARALLEL
 from tests.support.pool import run_ranks
 from tests.support.tiny import SaveAt, differences, fit
+
+pytestmark = pytest.mark.gpu
 
 SAVED, LAST = 2, 4
 
@@ -74,6 +76,7 @@ def _waits_of_saves(path: str) -> list[int]:
 
 
 def test_waits_of_a_save_do_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    require_device()
     for waits in run_on_gpus(2, _waits_of_saves, str(tmp_path / "saved")):
         assert max(waits) <= 3
 
@@ -92,6 +95,7 @@ def _windows() -> None:
 
 
 def test_windows_of_a_device_have_the_bytes_of_its_tensors_in_any_order() -> None:
+    require_device()
     run_on_gpus(1, _windows)
 
 

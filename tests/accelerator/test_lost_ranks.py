@@ -19,6 +19,8 @@ from lightning_shardckpt.system.tuning import Tuning
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.tiny import TinyLM, loader, trainer
 
+pytestmark = pytest.mark.gpu
+
 QUICK = Tuning(heartbeat_s=0.1, silent_s=1.0, exception_meeting_s=0.3)
 ENDS = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 is lost: its process, pid "),

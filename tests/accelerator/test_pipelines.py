@@ -18,6 +18,8 @@ from tests.accelerator.ranks import run_on_gpus
 from tests.support.pool import run_ranks
 from tests.support.tiny import Block, SaveAt, TinyLM, differences, full_state, loader, trainer
 
+pytestmark = pytest.mark.gpu
+
 STEPS = 3
 ROUNDING, LOW_PRECISION = 1e-5, 2e-2
 TENSOR_PARALLEL = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ from lightning_shardckpt import DropoutBySample
 from lightning_shardckpt.system.random_generators import get_rng_state, rng_checksum, set_rng_state
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.tiny import TinyLM, loader, trainer
+
+pytestmark = pytest.mark.gpu
 
 
 def _draws() -> None:

@@ -23,6 +23,8 @@ from tests.accelerator.test_training import REPLICAS, ROUNDING
 from tests.support.pool import run_ranks
 from tests.support.tiny import differences, whole
 
+pytestmark = pytest.mark.gpu
+
 SAVED, LAST = 2, 4
 State = dict[str, Any]
 

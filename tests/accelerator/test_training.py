@@ -8,11 +8,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_shardckpt.parallel.tensors.peers import peers_of
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.pool import run_ranks
 from tests.support.tiny import TP_PLAN, TinyLM, fit, loader, trainer
+
+pytestmark = pytest.mark.gpu
 
 STEPS = 3
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "tensor_parallel_plan": TP_PLAN}
@@ -68,6 +73,21 @@ def test_losses_are_those_on_cpus(name: str) -> None:
     on_cpus = run_ranks(world, _losses, strategy, "cpu", ON_CPUS.get(name, options), init_process_group=world > 1)
     on_gpus = run_on_gpus(world, _losses, strategy, "cuda", options, **GROUPS.get(name, {}))
     torch.testing.assert_close(torch.tensor(on_gpus), torch.tensor(on_cpus), rtol=tolerance, atol=0)
+
+
+def test_groups_of_their_members_alone_come_up_with_a_barrier_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gloo, for host numbers: other ranks would have to split NCCL's communicator, or to come to the barrier."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    found = run_on_gpus(4, _losses, HSDP, "cuda", {})
+    assert len(found) == 4
+
+
+def _asks_over_a_mesh_of_its_own() -> list[list[float]]:
+    return peers_of(init_device_mesh("cuda", (2,))).share("a number", [float(dist.get_rank())])
+
+
+def test_ranks_of_a_group_of_nccl_alone_tell_each_other_numbers() -> None:
+    assert run_on_gpus(2, _asks_over_a_mesh_of_its_own, backend="nccl") == [[[0.0], [1.0]]] * 2
 
 
 class _Chooses(TinyLM):
