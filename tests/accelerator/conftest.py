@@ -7,8 +7,8 @@ import pytest
 from tests.accelerator import ranks
 
 
-@pytest.fixture(autouse=True)
-def devices(request: pytest.FixtureRequest) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def kind_of_devices(request: pytest.FixtureRequest) -> None:
     """Choose the devices of `run_on_gpus`; skip at once where there are none."""
     ranks.on_real_gpus = request.config.option.markexpr.strip() == "gpu"
     if ranks.on_real_gpus:

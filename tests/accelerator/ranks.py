@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(seconds=100)
 
 
 on_real_gpus = False
-"""Set by conftest.py, before each test."""
+"""Set by conftest.py."""
 
 
 def require_device() -> None:
