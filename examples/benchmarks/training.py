@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
-from turns import Facts, Row, case, on_ranks, take_turns
+from turns import Facts, Row, case, device, now, on_ranks, take_turns
 
 from lightning_shardckpt import ShardedStrategy
 
@@ -157,7 +156,7 @@ class Watch(pl.Callback):
         self.steps = Steps([], [])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.steps.ends.append(time.perf_counter())
+        self.steps.ends.append(now())
         self.steps.losses.append(outputs["loss"])
 
 
@@ -171,7 +170,7 @@ def with_trainer(strategy: Callable[[], Any], module: Callable[[Size], Net] = Ne
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         watch = Watch()
         trainer = pl.Trainer(
-            accelerator="cpu",
+            accelerator=device().type,
             devices=dist.get_world_size(),
             strategy=strategy(),
             callbacks=[watch],
@@ -193,9 +192,9 @@ def loop(net: nn.Module, step: Callable[[Tensor], Tensor | None], data: Iterable
     found, optimizer = Steps([], []), torch.optim.AdamW(net.parameters(), lr=1e-4)
     for (x,) in data:
         optimizer.zero_grad()
-        found.losses.append(step(x))
+        found.losses.append(step(x.to(device())))
         optimizer.step()
-        found.ends.append(time.perf_counter())
+        found.ends.append(now())
     return found
 
 
@@ -203,7 +202,7 @@ def whole_net(size: Size) -> Net:
     """A ``Net`` on this process alone."""
     net = Net(size)
     net.configure_model()
-    return net
+    return net.to(device())
 
 
 def on_one_process(size: Size, steps: int) -> Steps:
@@ -214,7 +213,7 @@ def on_one_process(size: Size, steps: int) -> Steps:
 def tensor_parallel_by_hand(size: Size, steps: int) -> Steps:
     """torch's styles and a plain loop."""
     net = whole_net(size)
-    parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), _styles())
+    parallelize_module(net, init_device_mesh(device().type, (dist.get_world_size(),)), _styles())
     return loop(net, lambda x: _back(net, x), batches(size, steps, 1))
 
 
@@ -222,7 +221,7 @@ def pipeline_by_hand(size: Size, steps: int) -> Steps:
     """torch's schedule and a plain loop."""
     rank, count = dist.get_rank(), dist.get_world_size()
     module = Stage(whole_net(size), rank)
-    schedule = ScheduleGPipe(PipelineStage(module, rank, count, torch.device("cpu")), _MICROBATCHES, loss_fn=loss_of)
+    schedule = ScheduleGPipe(PipelineStage(module, rank, count, device()), _MICROBATCHES, loss_fn=loss_of)
 
     def step(x: Tensor) -> Tensor | None:
         if rank == 0:

@@ -99,12 +99,28 @@ def _row(way: str, limit: str | None = None, peer: str | None = None, **about: s
     return {**about, "way": way, "limit": limit, "peer": peer}
 
 
+def device() -> torch.device:
+    """Return the GPU of this rank, where there is one for each; else the CPU. Not for the process that starts ranks."""
+    if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def now() -> float:
+    """Return the time at which all work of this rank is done."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _enter(rank: int, world: int, port: int, answer: Path, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     warnings.filterwarnings("ignore")  # torch's, of names that it is going to change
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ |= {k: str(v) for k, v in places.items()} | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    backend = "gloo" if device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT_S))
     found = job(*args)
     if rank == 0:
         answer.write_text(json.dumps(found))

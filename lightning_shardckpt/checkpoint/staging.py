@@ -7,6 +7,7 @@ GPU, a window at a time, and nothing else.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,39 @@ _ALIGN = 64  # a cache line; also a multiple of every item size
 _LISTED = 5
 
 
-class HostMemory:
-    """Host memory that is used again and again; it grows to what was needed most and stays so large."""
+class _Registered(mmap.mmap):
+    """Pages to which a GPU copies while the host goes on: pinned, and no more of them than asked for.
 
-    def __init__(self) -> None:
+    torch's allocator of pinned memory rounds up to a power of two, and keeps what was freed.
+    """
+
+    _address = 0
+
+    @classmethod
+    def of(cls, nbytes: int) -> _Registered | None:
+        """Return so many bytes; None if the driver does not pin them."""
+        found = cls(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        found._address = torch.frombuffer(found, dtype=torch.uint8).data_ptr()
+        refused = int(torch.cuda.cudart().cudaHostRegister(found._address, len(found), 0))  # type: ignore[no-untyped-call]  # torch's
+        if not refused:
+            return found
+        found._address = 0
+        return None
+
+    def __del__(self) -> None:
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]  # torch's
+
+
+class HostMemory:
+    """Host memory that is used again and again; it grows to what was needed most and stays so large.
+
+    Args:
+        is_passing: whether it is small and soon freed, so that torch's allocator should have it.
+    """
+
+    def __init__(self, *, is_passing: bool = False) -> None:
+        self._is_passing = is_passing
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._kinds: list[tuple[torch.dtype, torch.Size, torch.device]] = []
         self._parts: list[torch.Tensor] = []
@@ -64,7 +94,10 @@ class HostMemory:
     def _grow(self, nbytes: int, *, pinned: bool) -> None:
         if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before there is the new
-            if pinned:
+            registered = _Registered.of(nbytes) if pinned and not self._is_passing else None
+            if registered is not None:
+                self._memory = torch.frombuffer(registered, dtype=torch.uint8)
+            elif pinned:
                 self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             else:
                 self._memory = torch.frombuffer(pages(nbytes), dtype=torch.uint8)
@@ -102,7 +135,7 @@ class HostWindows:
                 break
             window.append(of)
         tensors = [self._tensors[of] for of in window]
-        copies = HostMemory().room(tensors)
+        copies = HostMemory(is_passing=nbytes <= self._window_bytes or len(window) > 1).room(tensors)
         copy_all(tensors, copies)
         return dict(zip(window, copies, strict=True))
 

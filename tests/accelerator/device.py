@@ -169,6 +169,10 @@ def _properties(device: Any = None) -> SimpleNamespace:
 def _change_cuda() -> None:
     generators = tuple(_module.default_generator(i) for i in range(_module.device_count()))
     count = lambda key: lambda device=None: counts()[key]  # noqa: E731  # one line each, below
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: _module.register_host(address, size) or 0,
+        cudaHostUnregister=lambda address: _module.unregister_host(address) or 0,
+    )
     changed: dict[str, Any] = {
         # devices
         "is_available": lambda: True,
@@ -221,6 +225,7 @@ def _change_cuda() -> None:
         "max_memory_allocated": count("peak"),
         "max_memory_reserved": count("peak"),
         "reset_peak_memory_stats": lambda device=None: _module.reset_peak(),
+        "cudart": lambda: runtime,
         "mem_get_info": lambda device=None: (70 * _GIB, 80 * _GIB),
         "memory_stats": lambda device=None: {},
         "memory_summary": lambda *_, **__: "",

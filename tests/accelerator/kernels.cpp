@@ -494,6 +494,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("default_generator", [](int device) { return default_generator(device); });
   m.def("set_device", &set_current_device);
+  m.def("register_host", &register_host);
+  m.def("unregister_host", &unregister_host);
   m.def("current_device", &pretend::current_device);
   m.def("device_count", [] { return settings.devices; });
   m.def("resize_storage", [](const c10::Storage& storage, size_t bytes) {

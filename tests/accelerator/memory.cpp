@@ -125,6 +125,19 @@ c10::Allocator* pinned_allocator() {
   return &allocator;
 }
 
+void register_host(size_t address, size_t bytes) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  pinned_blocks[(char*)address] = bytes;
+  counts.pinned += bytes;
+}
+
+void unregister_host(size_t address) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  auto it = pinned_blocks.find((char*)address);
+  counts.pinned -= it->second;
+  pinned_blocks.erase(it);
+}
+
 bool is_pinned(const void* address) {
   std::lock_guard<std::mutex> lock(pinned_mutex);
   auto it = pinned_blocks.upper_bound((char*)address);

@@ -39,6 +39,8 @@ extern Counts counts;
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* address);
+void register_host(size_t address, size_t bytes);  // as cudaHostRegister does
+void unregister_host(size_t address);
 
 // Device memory that is accessible while this lives, as it is to a kernel.
 class Unlocked {

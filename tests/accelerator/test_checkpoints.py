@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shardckpt import ShardCkptIO, load, save
+from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.checkpoint.staging import HostWindows
 from lightning_shardckpt.system.tuning import Tuning
 from tests.accelerator import device
@@ -79,6 +79,23 @@ def test_waits_of_a_save_do_not_grow_with_the_number_of_tensors(tmp_path: Path) 
     require_device()
     for waits in run_on_gpus(2, _waits_of_saves, str(tmp_path / "saved")):
         assert max(waits) <= 3
+
+
+def _pinned_by_saves(path: str) -> list[tuple[int, int]]:
+    """Pinned bytes after each of some asynchronous saves, of two sizes, and the bytes of the tensors."""
+    found = []
+    for number, columns in enumerate((300, 300, 350, 350)):
+        state = {"x": {f"{n}": torch.full((500, columns), float(number), device="cuda") for n in range(3)}}
+        save_async(f"{path}-{number}", state)
+        wait()
+        found.append((device.counts()["pinned"], sum(tensor.nbytes for tensor in state["x"].values())))
+    return found
+
+
+def test_pinned_memory_of_saves_is_used_again_and_hardly_more_than_their_bytes(tmp_path: Path) -> None:
+    require_device()
+    for pinned, nbytes in run_on_gpus(1, _pinned_by_saves, str(tmp_path / "saved"))[0]:
+        assert nbytes <= pinned <= 1.1 * nbytes
 
 
 def _windows() -> None:
