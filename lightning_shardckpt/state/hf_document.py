@@ -273,10 +273,11 @@ class HuggingFace:
     def _companions(self, name: str, owner: Any, notes: list[str]) -> dict[str, Any]:
         """The files of a module's attributes that have ``save_pretrained`` and are no modules, such as tokenizers.
 
-        A processor, which has a tokenizer of its own, comes last: its files tell more.
+        They may be in dicts, lists and tuples, too. A processor, which has a tokenizer of its own, comes last: its
+        files tell more.
         """
         found: dict[str, Any] = {}
-        here = [(attribute, one) for attribute, one in vars(owner).items() if _is_companion_of(one)]
+        here = [(attribute, one) for attribute, one in _attributes(owner) if _is_companion_of(one)]
         for attribute, one in sorted(here, key=lambda item: (_is_processor(item[1]), item[0] not in _FIRST)):
             where = f"{name}.{attribute}" if name else attribute
 
@@ -306,6 +307,15 @@ class HuggingFace:
         if kept is None or kept.of() is not of or kept.mark != mark:
             self._kept[key] = kept = _Kept(_reference(of), mark, make())
         return kept.value
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object by name, and what those that are dicts, lists or tuples have in them."""
+    for name, value in vars(owner).items():
+        yield name, value
+        if not name.startswith("_") and isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}.{key}", item) for key, item in items)
 
 
 def _is_companion_of(one: Any) -> bool:

@@ -149,11 +149,15 @@ def test_whatever_has_save_pretrained_is_carried_under_any_name_and_the_rest_is_
         generation=transformers.GenerationConfig(),
         settings=transformers.LlamaConfig(),
         pipe=Pipe(),
+        processors={"sound": Words(("feature_extractor.json", b"{}"))},
+        others=[Words(("others.json", b"{}")), Words(("others.json", b"[]"))],
     )
     found, notes = HuggingFace().document(module)
     assert found is not None
     assert found["files"] == {
         "vocab.txt": "a",
+        "feature_extractor.json": "{}",
+        "others.json": "{}",
         "bpe.codes": "a b",
         "video_preprocessor_config.json": "{}",
         "tokenizer_config.json": '{"by": "processor"}',
@@ -162,9 +166,10 @@ def test_whatever_has_save_pretrained_is_carried_under_any_name_and_the_rest_is_
         "target, a Words, is not in the checkpoint: another attribute has another file tokenizer_config.json",
         "pipe, a Pipe, is not in the checkpoint: it holds modules",
         "README.md, of model.tok, is not in the checkpoint: a file beside a model's weights has one of the endings",
+        "others.1, a Words, is not in the checkpoint: another attribute has another file others.json",
     ]
-    assert [[line for line in notes if line.startswith(text)] != [] for text in expected] == [True] * 3
-    assert len(notes) == 3
+    assert [[line for line in notes if line.startswith(text)] != [] for text in expected] == [True] * 4
+    assert len(notes) == 4
 
 
 class Closed:
