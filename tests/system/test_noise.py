@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
+from lightning_shardckpt.parallel.sharding.random_streams import same_noise
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -125,6 +126,26 @@ def test_what_each_rank_draws_for_its_samples_stays_its_own() -> None:
     for drawn, _ in second:
         assert drawn == float(torch.rand(()))
         nn.functional.dropout(torch.ones(4), 0.5)
+
+
+def skip_a_step() -> list[float]:
+    """A GradScaler skips the first step, in which the optimizer draws nothing then."""
+    torch.manual_seed(torch.distributed.get_rank())
+    module, scaler = Scaled(), torch.amp.GradScaler("cpu")
+    optimizer, found = NoisySGD(module.parameters(), lr=0.0), list[float]()
+    for factor in (float("inf"), 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(module(torch.ones(4)).sum() * factor).backward()
+        with same_noise(optimizer, lambda: None, torch.distributed.group.WORLD):
+            scaler.step(optimizer)
+        scaler.update()
+        found.append(module.scale.item())
+    return found
+
+
+def test_an_optimizer_whose_first_step_is_skipped_draws_alike_afterwards() -> None:
+    first, second = run_ranks(2, skip_a_step)
+    assert first == second and first[0] == 2.0 and len({*first}) == 3
 
 
 class ShardNoise(torch.optim.SGD):

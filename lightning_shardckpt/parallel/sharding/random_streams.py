@@ -41,12 +41,13 @@ def same_noise(
     """Let ``optimizer`` step inside, with the closure that is given, and draw what the first rank of ``group`` draws.
 
     Else each rank would add its own noise to a parameter that is not sharded. What the closure draws stays each rank's
-    own. An optimizer that draws nothing on any rank in its first step is left alone from then on.
+    own. An optimizer that draws nothing on any rank in its first step is left alone from then on; one that a GradScaler
+    skips is not the first.
 
-    Collective, if the optimizer draws, and in its first step: every rank of ``group`` must step; None if there are no
-    others.
+    Collective, if the optimizer draws, and up to its first step: every rank of ``group`` must step; None if there are
+    no others.
     """
-    draws: bool | None = getattr(optimizer, _DRAWS, None)  # None: in its first step
+    draws: bool | None = getattr(optimizer, _DRAWS, None)  # None: up to its first step
     if group is None or group.size() == 1 or draws is False:
         yield closure
         return
@@ -58,13 +59,19 @@ def same_noise(
         stream.enter()
         return found
 
+    steps = list[Any]()
+    handle = optimizer.register_step_post_hook(lambda *call: steps.append(None)) if draws is None else None
     stream.enter()
     try:
         yield apart
     finally:
         stream.leave()
+        if handle is not None:
+            handle.remove()
     if draws is None:  # a rank whose shards are empty may draw nothing, and must go on to meet the others
-        setattr(optimizer, _DRAWS, any_rank(stream.drew, group))
+        drew = any_rank(stream.drew, group)
+        if drew or steps:  # a GradScaler skips a step on all ranks
+            setattr(optimizer, _DRAWS, drew)
 
 
 class _SharedStream:
