@@ -147,7 +147,7 @@ class _Outlives(_StandsForLeaf):
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = mapped(tuple(args), sharded_for), mapped(kwargs or {}, sharded_for)
+        args, kwargs = tuple(mapped(tuple(args), sharded_for)), mapped(kwargs or {}, sharded_for)
         if in_backward() and kind_of(func) is Kind.ELEMENTWISE:  # for autograd, from hooks that saved it
             return on_wholes(func, args, kwargs)
         return func(*args, **kwargs)

@@ -8,7 +8,7 @@ are partial sums: the plan names them, ``gradient_sync`` sums them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -102,16 +102,28 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             handle = module.register_forward_hook(_differentiable_once)
             hooks[module] = hooks.get(module, frozenset()) | {handle.id}
-    _refuse_compiled(root)
+    refuse_compiled(root, "", {id(p) for p in root.parameters() if isinstance(p, DTensor)})
     watch_plan(root, plan.styles, hooks, mesh)
 
 
-def _refuse_compiled(root: nn.Module) -> None:
-    for name, module in root.named_modules():
+def refuse_compiled(root: nn.Module, name: str, planned: Set[int], *, from_outside: bool = False) -> None:
+    """Raise if a module with parameters that a plan shards is compiled.
+
+    Args:
+        root: looked at with the modules inside it.
+        name: of ``root``; empty for the whole model.
+        planned: ids of the parameters that the plan shards.
+        from_outside: whether something compiled calls ``root``.
+
+    Raises:
+        TopologyError: naming the module.
+    """
+    for inner, module in root.named_modules():
         compiled = compiled_call(module) is not None or compiled_from(module) is not None
-        if compiled and any(isinstance(p, DTensor) for p in module.parameters()):
+        if (compiled or from_outside) and any(id(p) in planned for p in module.parameters()):
+            found = clean_fqn(".".join(filter(None, (name, inner))))
             raise TopologyError(
-                f"{clean_fqn(name) or type(root).__name__} is compiled, and tensor_parallel_plan shards it: torch "
+                f"{found or type(root).__name__} is compiled, and tensor_parallel_plan shards it: torch "
                 "cannot compile what gathers and reduces there. Compile modules that the plan leaves whole, or train "
                 "without torch.compile or without tensor parallelism."
             )

@@ -44,6 +44,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
 )
 from lightning_shardckpt.parallel.sharding.given_weights import sharded_as_planned
 from lightning_shardckpt.parallel.sharding.regather import SavedParameters
+from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -154,6 +155,9 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
         wholes = _gathered(module, unit, leaves)
         begin_forward(wholes)
         if compiler is not None or _is_compiled(module):
+            planned = {id(leaf) for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(whole, DTensor)}
+            if planned:
+                refuse_compiled(module, unit.name, planned, from_outside=compiler is not None)
             show_to_compiler(wholes)
         versions = [version_of(whole) for whole in wholes]
         places = dict(zip(map(id, leaves), wholes, strict=True))

@@ -59,6 +59,12 @@ class Compiles(Natural):
             if part == "decays, compiled":
                 layers[0].compile(backend=BACKEND)
 
+        self.late = part == "late"
+
+    def on_train_start(self) -> None:
+        if self.late:
+            self.net.layers[1].a.compile(backend=BACKEND)
+
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.log("loss", self.loss(batch), sync_dist=True)
 
@@ -71,6 +77,7 @@ PARTS = {
     "in a layer": "none",
     "all": "none",
     "decays, compiled": "decays",
+    "late": "none",
 }
 """What is compiled → what one process trains."""
 
@@ -109,6 +116,7 @@ def test_compiled_modules_train_on_shards_as_uncompiled_ones_on_one_process(kept
 
 def test_compiled_modules_that_a_plan_shards_are_refused_by_name_and_others_train(alone: Any) -> None:
     refused = {"layers": "net.layers.0", "wrapped layers": "net.layers.0", "in a layer": "net.layers.1.a", "all": "net"}
+    refused["late"] = "net.layers.1.a"
     for found in run_ranks(2, train, TENSOR_PARALLEL, [*refused, "head"]):
         torch.testing.assert_close(found["head"], alone["none"], rtol=0, atol=1e-10)
         for part, name in refused.items():
