@@ -73,12 +73,21 @@ class _Intercepted(nn.Module):
         return self.__dict__["_shardckpt_call"](super().__call__, *args, **kwargs)
 
 
-def withhold_state(module: nn.Module) -> None:
+def withhold_state(module: nn.Module, asked: Callable[[], None] = lambda: None) -> None:
     """Let a module neither give nor take any state, and stay on its device.
 
     Relies on ``state_dict``, ``load_state_dict`` and ``to`` asking the instances inside for these methods.
+
+    Args:
+        asked: is called when somebody asks for the state of this module alone, not of one that it is in.
     """
-    module.__dict__["_save_to_state_dict"] = module.__dict__["_load_from_state_dict"] = _nothing
+
+    def save(destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not prefix:
+            asked()
+
+    module.__dict__["_save_to_state_dict"] = save
+    module.__dict__["_load_from_state_dict"] = _nothing
     module.__dict__["_apply"] = _Itself(module)
 
 

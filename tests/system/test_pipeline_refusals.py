@@ -422,6 +422,15 @@ class Noise(Good):
         return Scale()
 
 
+class LateNoise(Noise):
+    """Draws it between the layers of the last stage."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x = self.layers[2](self.layers[1](self.layers[0](self.before(batch))))
+        noise = torch.randn(*batch.shape, WIDTH)
+        return (self.layers[3](x + noise) - noise).square().mean()
+
+
 class OwnNoise(Good):
     """From a generator of its own."""
 
@@ -931,6 +940,7 @@ CASES = {
     "prints": Case(Prints, ("__format__", *NO_VALUE)),
     "writes into a view": Case(WritesIntoView, ("copy_ writes embed.weight", "view of a tensor", "torch.cat")),
     "noise": Case(Noise, ("training_step draws random numbers", MEANS, "microbatches=1")),
+    "noise between the last layers": Case(LateNoise, ("training_step draws random numbers", MEANS, "microbatches=1")),
     "noise of its own": Case(OwnNoise, ("training_step draws random numbers", MEANS, "microbatches=1")),
     "moving average": Case(MovingAverage, STATE),
     "spectral norm": Case(SpectralNorm, STATE),
@@ -1091,7 +1101,7 @@ def fresh() -> list[tuple[list[float], dict[str, Tensor]]]:
 
 QUICK = (
     *("two passes", "returns inside", "all_reduce", "long skip", "branches", "noise", "batch norm", "other data"),
-    *("no layers", "layer breaks, 1f1b"),
+    *("noise between the last layers", "no layers", "layer breaks, 1f1b"),
 )
 SLOW = [case for case in CASES if case not in QUICK]
 every_case = pytest.mark.parametrize(

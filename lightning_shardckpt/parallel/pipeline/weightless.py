@@ -43,8 +43,8 @@ def weightless_copy(module: nn.Module, fqn: str, device: torch.device, known: di
             f"{fqn} ({type(module).__name__}) is on another pipeline stage for some ranks, and cannot be copied "
             f"without its weights: {type(error).__name__}: {error}"
         ) from error
-    for part in found.modules():
-        _strip(part)
+    for name, part in found.named_modules(prefix=fqn):
+        _strip(part, name)
     return found
 
 
@@ -61,7 +61,13 @@ def register_placeholders(weightless: nn.Module, here: Container[int]) -> None:
                 parameter_slots(part)[name] = weight
 
 
-def _strip(module: nn.Module) -> None:
+def _strip(module: nn.Module, fqn: str) -> None:
+    def asked() -> None:
+        raise TopologyError(
+            f"the state_dict of {fqn} is asked for, which only another pipeline stage has. Read it from a saved "
+            "checkpoint, or use pipeline_parallel_size=1."
+        )
+
     unregister_tensors(module)
     clear_hooks(module)
-    withhold_state(module)  # the stage that has the module saves it, and loads what is given
+    withhold_state(module, asked)  # the stage that has the module saves it, and loads what is given
