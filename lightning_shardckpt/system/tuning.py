@@ -59,7 +59,7 @@ class Tuning:
     rank_poll_s: float = 0.0005  # between the first looks of a rank into the store; more if there are many ranks
     rank_longest_poll_s: float = 0.003  # between later ones; more if there are many ranks
     heartbeat_s: float = 5.0  # between two beats of a rank in the store, of which each takes three to five requests
-    silent_s: float = 120.0  # a rank without a beat for so long is lost: no code of Python keeps threads waiting for it
+    silent_s: float = 300.0  # a rank without a beat for so long is lost; C code that keeps the GIL stops beats
     agreement_s: float = 0.25  # ranks of a training ask one another so often whether to end: for a batch it is 1 ms
     agreement_batches: int = 16  # ... and after so many batches, should these take longer than those before
     exception_meeting_s: float = 10.0  # ranks that got the same exception come to save within this time of each other
