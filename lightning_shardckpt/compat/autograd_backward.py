@@ -6,6 +6,7 @@ Checked with torch 2.12 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +50,10 @@ def is_result_of(tensor: Tensor, function: type[torch.autograd.Function]) -> boo
     return isinstance(tensor.grad_fn, function._backward_cls)
 
 
-def saves_elsewhere() -> bool:
-    """Return whether ``saved_tensors_hooks`` are active in this thread: those of checkpointing, of offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def packing_hook() -> Callable[[Tensor], Any] | None:
+    """Return the first of the ``saved_tensors_hooks`` that are active in this thread, or None."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if found is None else found[0]
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -126,3 +126,11 @@ def shares_memory(tensor: Tensor) -> bool:
     """Return whether other tensors have its memory: views, also those of inference mode, ``data`` and ``detach()``."""
     storage = tensor.untyped_storage()  # the tensor and this object make 2
     return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """Return how many tensors there are over the memory of a plain strided tensor, and objects of its storage.
+
+    Relies on ``torch._C._storage_Use_Count``. Equal numbers, asked for in the same way, mean that nothing was added.
+    """
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from lightning_shardckpt.parallel.deferred_init.materialize import (
 from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_meta
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, StagedModule, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
+from lightning_shardckpt.parallel.sharding.carriers import Engine
 from lightning_shardckpt.parallel.sharding.fqn import (
     named_modules,
     own_parameters,
@@ -48,7 +50,7 @@ from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.references import follow_parameters
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
-from lightning_shardckpt.parallel.sharding.units import Unit, make_unit
+from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
 from lightning_shardckpt.parallel.tensors.peers import peers_of
 from lightning_shardckpt.parallel.tensors.step_cache import step_cache
@@ -64,6 +66,8 @@ class Recipe:
     reshard_after_forward: bool | None = None
     activation_checkpointing: bool | Sequence[str] = False
     cpu_offload: bool = False
+    fsdp_engine: str = "torch"
+    reduce_dtype: torch.dtype | None = None
     pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
 
     def keeps_gathered(self, meshes: Meshes) -> bool:
@@ -86,6 +90,7 @@ class ShardedModule:
         state_ties: clean names of each of its tensors that has several, canonical first.
         replaced: parameters that the module had before → those that it has now.
         elsewhere: parameters that it had before, of which this rank holds nothing now → what stands for them.
+        engine: torch's, which gathers parameters and reduces their gradients; None if this package does.
         holders: parameter → how many ranks of the world hold it or a part of it; `ranks_of` says it of any.
     """
 
@@ -100,11 +105,12 @@ class ShardedModule:
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     elsewhere: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     holders: dict[Tensor, int] = field(default_factory=dict)
+    engine: Engine | None = None
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step of the module; what it needs of parameters twice is gathered once."""
         with step_cache():
-            return step()
+            return step() if self.engine is None else self.engine.run(step)
 
     def ranks_of(self, parameter: Tensor) -> int:
         """Return how many ranks of the world hold a parameter or a part of it; of copies and new ones, all."""
@@ -178,7 +184,7 @@ def shard(
             "Give a tensor_parallel_plan and fsdp_units instead."
         )
     stages = split_into_stages(root, meshes, recipe.pipeline, device)
-    plan, unreduced = TensorPlan(), UnreducedGradients()
+    plan, unreduced, engine = TensorPlan(), UnreducedGradients(), None
     home = torch.device("cpu") if recipe.cpu_offload else device
     skip = _slots_of(root, loaded)
     if not is_parallel(root):
@@ -188,7 +194,8 @@ def shard(
             stages.drop_other_stages(root)
         first_values = values.replay(root, skip=skip)
         _shard_parameters(root, meshes, plan, home, _read_in_steps(root, units, device, is_called=is_called))
-        _make_units(root, meshes, recipe, units, recomputed, unreduced, device, is_called=is_called)
+        engine = _torch_engine(root, meshes, recipe, device)
+        _make_units(root, meshes, recipe, units, recomputed, unreduced, device, engine, is_called=is_called)
     else:
         first_values = values.replay(root, skip=skip)
     _materialize(root, ties, home, device)
@@ -202,7 +209,7 @@ def shard(
     for old in dict.fromkeys(before.values()):
         hand_over(old, replaced.get(old))
     parameters = _Parameters(before, replaced, elsewhere)
-    return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, unreduced, device)
+    return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, unreduced, device, engine)
 
 
 def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
@@ -247,6 +254,7 @@ def _sharded_module(
     parameters: _Parameters,
     unreduced: UnreducedGradients,
     device: torch.device,
+    engine: Engine | None,
 ) -> ShardedModule:
     after = dict(root.named_parameters(remove_duplicate=False))
     clean = [[clean_fqn(name) for name in tie] for tie in names]
@@ -269,6 +277,7 @@ def _sharded_module(
         parameters.replaced,
         parameters.elsewhere,
         holders,
+        engine,
     )
 
 
@@ -317,6 +326,22 @@ def _shard_parameters(
     note_planned_shards(root)
 
 
+def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:
+    """Return torch's engine, where rows are sharded over ranks and no pipeline runs."""
+    topology = meshes.topology
+    if recipe.fsdp_engine != "torch" or topology.shard == 1 or topology.pipeline > 1 or topology.tensor > 1:
+        return None
+    peers = [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1]
+    return Engine(
+        meshes.fsdp,
+        device,
+        peers,
+        offload=recipe.cpu_offload,
+        reduce_dtype=recipe.reduce_dtype,
+        plan=partial(list_units, root),
+    )
+
+
 def _make_units(
     root: nn.Module,
     meshes: Meshes,
@@ -325,6 +350,7 @@ def _make_units(
     recomputed: list[nn.Module],
     unreduced: UnreducedGradients,
     device: torch.device,
+    engine: Engine | None,
     *,
     is_called: bool,
 ) -> None:
@@ -356,6 +382,7 @@ def _make_units(
             reshard=kind == "reshard" and frees,
             recompute=module in recomputed,
             inner=kind == "inner",
+            engine=engine,
         )
         make_unit(compiled.get(module, module), unit)
 

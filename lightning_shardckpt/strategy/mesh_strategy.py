@@ -94,6 +94,8 @@ class MeshStrategy(Remade):
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | list[str] = False,
         cpu_offload: bool = False,
+        fsdp_engine: Literal["torch", "exact"] = "torch",
+        reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         pretrained: str | None = None,
         pretrained_key_mapping: dict[str, str | list[str] | None] | str | Callable[..., Any] | None = None,
         pretrained_strict: bool = False,
@@ -141,6 +143,11 @@ class MeshStrategy(Remade):
             activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or
                 class.
             cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
+            fsdp_engine: What gathers sharded parameters and reduces their gradients: ``"torch"`` is ``fully_shard``;
+                ``"exact"`` does what that refuses (derivatives of gradients of parameters, ``torch.autograd.grad`` for
+                parameters, views of weights that outlive a forward), without overlap of communication and computation.
+            reduce_dtype: The dtype in which torch's engine reduces gradients, by default that of the parameters:
+                ``"float32"`` sums those of ``precision="bf16-true"`` without rounding in between.
             pretrained: Path of weights to begin with: a Hugging Face directory, a file of safetensors or of
                 ``torch.save``, or a checkpoint. Each rank reads its slices when the module is sharded, unless the
                 Trainer is given a ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights"
@@ -170,6 +177,12 @@ class MeshStrategy(Remade):
         )
         if reshard_after_forward not in (None, True, False):
             raise TopologyError(f"reshard_after_forward is True, False or None, found {reshard_after_forward!r}")
+        if fsdp_engine not in ("torch", "exact"):
+            raise TopologyError(f'fsdp_engine is "torch" or "exact", found {fsdp_engine!r}')
+        if reduce_dtype not in (None, "float32", "bfloat16"):
+            raise TopologyError(f'reduce_dtype is "float32", "bfloat16" or None, found {reduce_dtype!r}')
+        if reduce_dtype is not None and fsdp_engine == "exact":
+            raise TopologyError('reduce_dtype is for fsdp_engine="torch"; "exact" reduces in the dtype of parameters')
         pipelined = PipelineRecipe(
             layers=pipeline_layers,
             split=pipeline_split,
@@ -186,6 +199,8 @@ class MeshStrategy(Remade):
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             cpu_offload=cpu_offload,
+            fsdp_engine=fsdp_engine,
+            reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype is not None else None,
             pipeline=pipelined,
         )
         mapping = KeyMapping.of(pretrained_key_mapping, "pretrained_key_mapping")

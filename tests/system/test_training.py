@@ -568,6 +568,8 @@ CONFIG: dict[str, Any] = {
                 "reshard_after_forward": False,
                 "activation_checkpointing": ["Embedding"],
                 "cpu_offload": True,
+                "fsdp_engine": "exact",
+                "reduce_dtype": None,
                 "pretrained": None,
                 "pretrained_key_mapping": None,
                 "pretrained_strict": False,

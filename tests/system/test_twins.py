@@ -105,6 +105,8 @@ RESUMED = [
 
 @cache
 def _chosen(topology: str) -> list[str]:
+    if topology in ("fsdp2 by torch", "fsdp2 exact"):
+        return []
     if topology not in ONE_OF:
         return HOOKS
     every, guarded = ONE_OF[topology], list(GUARDED.get(topology, ()))
@@ -184,6 +186,7 @@ REFUSED = [
     ),
     *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items() if name in CASES),  # Lightning 2.5 lacks one
 ]
+BY_TORCH = [("fsdp2 by torch", name, case.exact) for name, case in CASES.items() if case.exact]
 LIKE_OTHERS = [
     *(("tp2", name) for name in ("Maml", "PenaltyOnGradients", "ReparametrizedByHooks")),
     ("pp2", "IsWatched"),
@@ -197,7 +200,8 @@ SUITE = [one for one in REFUSED[::2] if one[:2] not in LIKE_OTHERS]
     ("topology", "name", "said"),
     [
         ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
-        ("fsdp2", "KeepsAView", "the forward of net.head keeps a view of its parameter of shape (5, 8)"),
+        ("fsdp2 by torch", "KeepsAView", "the module net.head keeps a view of a parameter"),
+        *(one for one in BY_TORCH if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
         ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
         ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
         ("pp2", "Adan", "Adan does something else to a parameter if others are missing"),
@@ -205,7 +209,7 @@ SUITE = [one for one in REFUSED[::2] if one[:2] not in LIKE_OTHERS]
         ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
         ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),
         *SUITE,
-        *(pytest.param(*one, marks=pytest.mark.sweep) for one in REFUSED if one not in SUITE),
+        *(pytest.param(*one, marks=pytest.mark.sweep) for one in [*REFUSED, *BY_TORCH] if one not in SUITE),
     ],
 )
 def test_code_that_cannot_train_so_is_refused_by_name(topology: str, name: str, said: str) -> None:

@@ -10,7 +10,8 @@ note in their place, and gathers again when autograd asks for one. So does FSDP,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -30,8 +31,14 @@ from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.dynamo import has_compiled, set_frame_callback, skip_folders
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights, restore_flat_weights
 from lightning_shardckpt.compat.pytree import map_tensors
-from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
+from lightning_shardckpt.compat.tensor_subclass import (
+    in_functional_transform,
+    memory_id,
+    version_of,
+    without_torch_function,
+)
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.carriers import Carried, Carrier, Engine, PlannedUnit
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     KeptGathers,
     as_gathered,
@@ -73,6 +80,7 @@ class Unit:
         reshard: whether to free whole parameters between forward and backward.
         recompute: whether to compute the activations again in the backward, instead of keeping them.
         inner: whether it is a part of another unit, and gathers only when it is called without that.
+        engine: torch's, which gathers what its carriers have; None to gather everything here.
     """
 
     name: str
@@ -83,6 +91,7 @@ class Unit:
     reshard: bool = False
     recompute: bool = False
     inner: bool = False
+    engine: Engine | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         return self
@@ -143,7 +152,6 @@ class UnitForward:
 
 def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     compiler = set_frame_callback(None)  # it is for what the forward does
-    wholes: list[Tensor] = []
     try:
         slots = _slots(module)
         leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
@@ -152,22 +160,67 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
             with sharded_as_planned(_places[module]):
                 return forward(*args, **kwargs)
         _refuse_kept_views(unit.name, leaves)
-        wholes = _gathered(module, unit, leaves)
-        begin_forward(wholes)
-        if compiler is not None or _is_compiled(module):
-            planned = {id(leaf) for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(whole, DTensor)}
-            if planned:
-                refuse_compiled(module, unit.name, planned, from_outside=compiler is not None)
-            show_to_compiler(wholes)
-        versions = [version_of(whole) for whole in wholes]
-        places = dict(zip(map(id, leaves), wholes, strict=True))
-        again = partial(_gather, module, unit, leaves, history=False) if unit.reshard else None
-        saved = SavedParameters(unit.name, leaves, wholes, again) if _is_noted(unit, wholes) else None
+        body = partial(_run_with, module, unit, slots, leaves, partial(forward, *args, **kwargs), compiler)
+        for carrier, some in _carried(unit, leaves):
+            body = partial(_run_carried, carrier, some, (args, kwargs), body)
+        return body({})
+    finally:
+        set_frame_callback(compiler)
+
+
+def _carried(unit: Unit, leaves: Sequence[ShardedTensor]) -> list[tuple[Carrier, list[ShardedTensor]]]:
+    """Return which parameters torch's engine gathers for the forward that begins."""
+    if unit.engine is None or KeptGathers.current is not None or in_functional_transform():
+        return []
+    carriers = unit.engine.carriers_of(unit.name) if not unit.inner else ()
+    found = [(carrier, [leaf for leaf in leaves if carrier.takes(leaf)]) for carrier in carriers]
+    return [(carrier, some) for carrier, some in found if some]
+
+
+def _run_carried(
+    carrier: Carrier,
+    leaves: Sequence[ShardedTensor],
+    inputs: Any,
+    body: Callable[[Carried], Any],
+    others: Carried,
+) -> Any:
+    return carrier.run(leaves, inputs, lambda given: body({**others, **given}))
+
+
+def _run_with(
+    module: nn.Module,
+    unit: Unit,
+    slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
+    leaves: Sequence[ShardedTensor],
+    forward: Callable[[], Any],
+    compiler: Any,
+    carried: Carried,
+) -> Any:
+    """Run a forward with whole parameters, those in ``carried`` and others that are gathered here."""
+    rest = [leaf for leaf in leaves if id(leaf) not in carried]
+    gathered = dict(zip(map(id, rest), _gathered(module, unit, rest) if rest else (), strict=True))
+    for leaf in leaves:
+        if id(leaf) in carried:
+            gathered[id(leaf)] = as_gathered(carried[id(leaf)].whole, leaf)
+    wholes = [gathered[id(leaf)] for leaf in leaves]
+    begin_forward(wholes)
+    if compiler is not None or _is_compiled(module):
+        planned = {id(leaf) for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(whole, DTensor)}
+        if planned:
+            refuse_compiled(module, unit.name, planned, from_outside=compiler is not None)
+        show_to_compiler(wholes)
+    versions = [version_of(whole) for whole in wholes]
+    saved = None
+    if torch.is_grad_enabled() and (carried or _is_noted(unit, wholes)):
+        again = partial(_gather_again, module, unit, leaves, rest) if unit.reshard and rest else None
+        elsewhere = [carried[id(leaf)].again if id(leaf) in carried else None for leaf in leaves]
+        saved = SavedParameters(unit.name, leaves, wholes, again, elsewhere)
+    try:
         noted = nullcontext() if saved is None else saved.context()
-        with sharded_as_planned(_places[module]), _put_in_place(slots, places), noted:
+        with sharded_as_planned(_places[module]), _put_in_place(slots, gathered), noted:
             set_frame_callback(compiler)
             try:
-                found = forward(*args, **kwargs)
+                found = forward()
             finally:
                 set_frame_callback(None)
         for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
@@ -178,24 +231,37 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
                 _views[leaf] = views, version_of(local_tensor(leaf))
         if saved is not None:
             saved.end()
-        return _handed_out(found, leaves, wholes)
+        return _handed_out(found, leaves, wholes, {memory_id(local_tensor(one.whole)) for one in carried.values()})
     finally:
         end_forward(wholes)
-        set_frame_callback(compiler)
 
 
-def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor]) -> Any:
+def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor], freed: Collection[int]) -> Any:
     """Return what a forward returns, with parameters as the sharded ones: what is done to them must reach the shards.
 
     Views of parameters are connected to the shards without gradients only: with them, nobody may change these.
+
+    Args:
+        found: what the forward returned.
+        leaves: the parameters.
+        wholes: the same, gathered.
+        freed: the memory that torch's engine frees; views of it are copied.
     """
     known = {id(whole): leaf for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(leaf, ShardedTensor)}
 
     def handed_out(value: Tensor) -> Tensor:
         if id(value) in known:
             return known[id(value)]
-        base = value._base if type(value) is Tensor and not torch.is_grad_enabled() else None
-        return value if base is None or id(base) not in known else connected(value, known[id(base)], values_of(base))
+        if type(value) is not Tensor:
+            return value
+        base = value._base if not torch.is_grad_enabled() else None
+        if base is not None and id(base) in known:
+            memory = values_of(base)
+            if memory_id(memory) in freed:
+                memory = memory.clone()
+                value = memory.as_strided(value.size(), value.stride(), value.storage_offset())
+            return connected(value, known[id(base)], memory)
+        return value.clone() if value.layout == torch.strided and freed and memory_id(value) in freed else value
 
     return map_tensors(handed_out, found)
 
@@ -212,6 +278,14 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
                 "call (weight.detach(), weight.data). It would not follow the parameter, whose whole is gathered anew "
                 "for each call: take it anew, too, or keep a copy (weight.detach().clone())."
             )
+
+
+def _gather_again(
+    module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor], some: Sequence[ShardedTensor]
+) -> list[Tensor]:
+    """Gather some of the parameters without history; at the places of others, what they are outside of forwards."""
+    found = dict(zip(map(id, some), _gather(module, unit, some, history=False), strict=True))
+    return [found.get(id(leaf), leaf) for leaf in leaves]
 
 
 def _is_noted(unit: Unit, wholes: Sequence[Tensor]) -> bool:
@@ -236,6 +310,25 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if not is_unit(child):
             yield from _own_modules(child)
+
+
+def list_units(root: nn.Module) -> list[PlannedUnit]:
+    """Return the units of ``root`` with the parameters of each that torch's engine can gather: those of no other."""
+    units = [module for module in root.modules() if is_unit(module)]
+    owned = {
+        unit: {id(leaf): leaf for m in _own_modules(unit) for leaf in parameter_slots(m).values()} for unit in units
+    }
+    inside = {id(m) for unit in units for m in _own_modules(unit)}
+    counts = Counter(number for leaves in owned.values() for number in leaves)
+    counts.update(id(leaf) for m in root.modules() if id(m) not in inside for leaf in parameter_slots(m).values())
+    planned = []
+    for unit, slots in owned.items():
+        settings: Unit = unit.__dict__["forward"].unit
+        sharded: list[Any] = [leaf for leaf in slots.values() if isinstance(leaf, ShardedTensor)]
+        leaves = [p for p in sharded if p.is_floating_point() and p.numel() and counts[id(p)] == 1]
+        if leaves:
+            planned.append(PlannedUnit(settings.name, settings.number, leaves, settings.reshard))
+    return planned
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -323,5 +416,5 @@ def _keep_change(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
         )
     where = where_is(leaf)
     with without_torch_function(), torch.no_grad():
-        check_same(values_of(whole), where, f"the forward of {name}")
+        check_same(values_of(whole).clone(), where, f"the forward of {name}")  # a copy: NumPy pins what it has seen
         local_tensor(leaf).copy_(local_part(values_of(whole), where))

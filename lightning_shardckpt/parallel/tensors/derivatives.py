@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.tensor_subclass import with_torch_function, without_torch_function
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.kinds import name_of
 from lightning_shardckpt.parallel.tensors.sharded import (
     Function,
@@ -22,6 +23,10 @@ from lightning_shardckpt.parallel.tensors.sharded import (
     sharded,
 )
 from lightning_shardckpt.parallel.tensors.values import whole
+
+CARRIED = "_shardckpt_carried"
+"""Attribute of a parameter that ``fully_shard`` gathered in this step: the name of the module."""
+REMEDY = 'Use ShardedStrategy(fsdp_engine="exact")'
 
 
 def whole_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -42,6 +47,13 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
     inputs = () if given is None else tuple(given.values() if isinstance(given, dict) else given)
     if func is torch.autograd.grad and any(not t.requires_grad for t in inputs):
         raise RuntimeError("One of the differentiated Tensors does not require grad")
+    for tensor in inputs:
+        if CARRIED in vars(tensor):
+            raise TopologyError(
+                f"{func.__name__} asks for the gradient of a parameter of {vars(tensor)[CARRIED] or 'the module'}, of "
+                f"shape {tuple(tensor.shape)}. fully_shard has the gradients of parameters in a whole backward alone: "
+                f"loss.backward(). {REMEDY}"
+            )
     materialize = kwargs.pop("materialize_grads", False)
     kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize
     if func is torch.autograd.backward:

@@ -112,6 +112,14 @@ class Peers:
         """
         self._announce(purpose, (), is_read=False)
 
+    def compare(self, done: str, *numbers: float) -> list[list[float]]:
+        """Return the numbers of every rank, at most four, after comparing what they have done.
+
+        Raises:
+            TopologyError: on every rank, if the ranks did different things, or one reads a value.
+        """
+        return self._announce(done, numbers, is_read=False)
+
     def refuse_gradients(self, purpose: str) -> None:
         """Raises TopologyError, on a rank that has reduced gradients with those of another module."""
         raise TopologyError(

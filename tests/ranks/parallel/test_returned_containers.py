@@ -264,6 +264,11 @@ def use(strategy: dict[str, Any] | str) -> tuple[list[float], dict[str, Tensor],
 def test_a_parameter_in_an_object_that_a_forward_returns_is_the_parameter(topology: str) -> None:
     ((seen, state, _),) = run_ranks(1, use, "auto", init_process_group=False)
     world, strategy = TOPOLOGIES[topology]
-    for found in run_ranks(world, use, strategy):
+    for found in run_ranks(world, use, {**strategy, "fsdp_engine": "exact"}):  # its hooks keep views of weights
         torch.testing.assert_close(found[:2], (seen, state), rtol=0, atol=1e-10)
         assert ("is a key, in a set or in an optimizer" in found[2]) == (topology != "replicas")  # there it is the same
+
+
+def test_hooks_that_keep_views_of_weights_are_refused_under_fully_shard() -> None:
+    outcomes = run_ranks(2, use, {}, expect_errors=True)
+    assert all("keeps a view of a parameter when its forward is done" in o.error.message for o in outcomes)

@@ -109,6 +109,7 @@ class Case:
         module: makes the LightningModule.
         options: of the Trainer; ``callbacks`` makes them.
         refused: by topology, what an error must say instead.
+        exact: what torch's engine must say instead; then the case runs with ``fsdp_engine="exact"``.
         tolerance: relative, in float64; rounding differs where sums have another order.
     """
 
@@ -116,12 +117,14 @@ class Case:
     module: Callable[[], pl.LightningModule]
     options: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    exact: str = ""
     tolerance: float = 1e-10
 
 
 CASES: dict[str, Case] = {}
 TENSOR_PARALLEL = ("tp2", "fsdp2 x tp2")
 SECOND_DERIVATIVES = dict.fromkeys(TENSOR_PARALLEL, "a backward with create_graph=True went through Linear")
+BY_FUNCTION = "grad asks for the gradient of a parameter of net"
 COMPILED = dict.fromkeys(TENSOR_PARALLEL, "is compiled, and tensor_parallel_plan shards it")
 COMPUTED_WEIGHTS = dict.fromkeys(TENSOR_PARALLEL, "is computed from other parameters")
 
@@ -130,6 +133,7 @@ def case(
     name: str | None = None,
     *,
     refused: Mapping[str, str] | None = None,
+    exact: str = "",
     tolerance: float = 1e-10,
     **options: Any,
 ) -> Callable[[M], M]:
@@ -138,7 +142,7 @@ def case(
     def register(module: M) -> M:
         key = name or module.__name__
         assert key not in CASES, key
-        CASES[key] = Case(key, module, options, refused or {}, tolerance)
+        CASES[key] = Case(key, module, options, refused or {}, exact, tolerance)
         return module
 
     return register

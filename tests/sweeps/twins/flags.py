@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.sweeps.twins.base import BATCH, CLASSES, Natural, case, dataset
+from tests.sweeps.twins.base import BATCH, BY_FUNCTION, CLASSES, Natural, case, dataset
 
 
 class Logged(Natural):
@@ -125,7 +125,7 @@ class ReloadsData(Logged):
         return self.loader()
 
 
-@case(num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2)
+@case(num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2, exact=BY_FUNCTION)
 class ValidatesWithGradients(Validated):
     """Test-time adaptation: a gradient in validation."""
 

@@ -129,7 +129,7 @@ class HookedBlock(Block):
         return super().forward(x)
 
 
-@case()
+@case(exact="has a parameter that got a hook between forward and backward")
 class HooksInForward(Natural):
     def build(self) -> None:
         super().build()

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.sweeps.twins.base import CLASSES, WIDTH, Block, Manual, Natural, Net, case
+from tests.sweeps.twins.base import BY_FUNCTION, CLASSES, WIDTH, Block, Manual, Natural, Net, case
 
 
 class Collects:
@@ -434,7 +434,7 @@ class ProjectsConflicts(TwoTasks):
         optimizer.step()
 
 
-@case()
+@case(exact=BY_FUNCTION)
 class BalancesByNorms(TwoTasks):
     """Weights of tasks by the norms of their gradients at the last shared layer."""
 
@@ -449,7 +449,7 @@ class BalancesByNorms(TwoTasks):
         optimizer.step()
 
 
-@case()
+@case(exact=BY_FUNCTION)
 class AlignsGradients(TwoTasks):
     """Keeps an element of the gradient where both tasks agree about its sign."""
 

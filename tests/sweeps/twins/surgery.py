@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import SECOND_DERIVATIVES, WIDTH, Manual, Natural, case
+from tests.sweeps.twins.base import BY_FUNCTION, SECOND_DERIVATIVES, WIDTH, Manual, Natural, case
 
 
 def unitwise_norm(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class CentralizesInOptimizerHook(Natural):
         return optimizer
 
 
-@case()
+@case(exact="backward asks for the gradient of a parameter of net")
 class BackwardIntoSome(Manual):
     """``backward(inputs=…)``: auxiliary losses that train a part."""
 
@@ -177,7 +177,7 @@ class AccumulatesByToggle(Manual):
                 optimizer.zero_grad()
 
 
-@case(refused=SECOND_DERIVATIVES)
+@case(refused=SECOND_DERIVATIVES, exact="has parameters whose gradients are differentiated")
 class AdaHessian(Manual):
     """``create_graph=True``, and Hutchinson's estimate by ``grad_outputs``."""
 
@@ -195,7 +195,7 @@ class AdaHessian(Manual):
                 p.grad = None
 
 
-@case(refused=SECOND_DERIVATIVES)
+@case(refused=SECOND_DERIVATIVES, exact=BY_FUNCTION)
 class LearnsItsRate(Manual):
     """A hypergradient: the learning rate is learned through one step."""
 
@@ -269,7 +269,7 @@ class LooksAtJacobian(Manual):
         self.optimizers().zero_grad()
 
 
-@case()
+@case(exact=BY_FUNCTION)
 class LooksAtKernel(Manual):
     """A neural tangent kernel of the mean sample, by batched gradients."""
 

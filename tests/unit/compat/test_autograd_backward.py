@@ -14,8 +14,8 @@ from lightning_shardckpt.compat.autograd_backward import (
     after_backward,
     is_batched,
     is_result_of,
+    packing_hook,
     returns_gradient_of,
-    saves_elsewhere,
 )
 
 
@@ -70,11 +70,11 @@ def test_a_tensor_is_a_result_of_the_function_that_made_it() -> None:
     assert not is_result_of(made + 1, Doubled) and not is_result_of(leaf, Doubled)
 
 
-def test_checkpointing_and_offloading_save_in_their_own_way() -> None:
+def test_checkpointing_and_offloading_pack_what_is_saved() -> None:
     seen: list[bool] = []
 
     def run(tensor: Tensor) -> Tensor:
-        seen.append(saves_elsewhere())
+        seen.append(packing_hook() is not None)
         return tensor.exp()
 
     tensor = torch.ones(2, requires_grad=True)

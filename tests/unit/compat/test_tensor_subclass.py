@@ -23,6 +23,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     set_accumulation_hooks,
     set_gradient_hooks,
     shares_memory,
+    storage_uses,
     version_of,
     with_hooks,
     with_torch_function,
@@ -169,3 +170,12 @@ def test_a_transform_of_functions_is_noticed_inside() -> None:
     torch.func.grad(note)(torch.ones(2))
     note(torch.ones(2))
     assert found == [True, True, False]
+
+
+def test_views_are_counted_among_the_uses_of_memory() -> None:
+    tensor = torch.ones(3)
+    before = storage_uses(tensor)
+    kept = [tensor.detach(), tensor[1:]]
+    assert storage_uses(tensor) == before + 2
+    kept.clear()
+    assert storage_uses(tensor) == before

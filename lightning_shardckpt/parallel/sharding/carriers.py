@@ -1,0 +1,578 @@
+"""Gather the parameters of units by torch's ``fully_shard``, while the user's modules stay as they are.
+
+``fully_shard`` changes the class of a module, and what its parameters are. So it is given modules of ours: a *carrier*
+registers the parameters of a unit, and runs the unit's forward inside its own. Torch's hooks on it gather, free and
+prefetch; the slots of the user's modules get tensors over the same memory, as they do from every gather.
+
+1. Before the forward of a carrier, torch gathers; after it, torch frees.
+2. Before the backward of what a forward returns, torch gathers again, and prefetches the unit before. It registers a
+   hook for that on the tensors that are returned. A carrier returns a stand-in that keeps the hook; it is called when a
+   backward reaches an output of the unit, or asks for a parameter whose memory is freed.
+3. When the gradients are complete, torch frees the parameters, reduces the gradients and adds them to those of the
+   shards. It puts an operation for that after the tensors that a forward takes. A carrier takes an empty one, on which
+   the whole parameters depend, so that its backward follows theirs.
+
+What torch's engine would do otherwise than one process is refused by name; ``fsdp_engine="exact"`` does it.
+"""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt.compat.autograd import in_backward
+from lightning_shardckpt.compat.autograd_backward import after_backward
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.module_slots import parameter_slots
+from lightning_shardckpt.compat.pytree import tree_leaves
+from lightning_shardckpt.compat.tensor_subclass import (
+    keep_version,
+    storage_uses,
+    version_of,
+    with_hooks,
+    without_torch_function,
+)
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
+from lightning_shardckpt.parallel.sharding.marked_collectives import MarkedGather, MarkedReduction
+from lightning_shardckpt.parallel.sharding.regather import saves_elsewhere
+from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
+from lightning_shardckpt.parallel.tensors.gather import PARTIAL, GatherItem, refuse_batched, refuse_sparse
+from lightning_shardckpt.parallel.tensors.peers import Peers
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+
+
+class CarriedWhole(NamedTuple):
+    """A whole parameter in torch's memory.
+
+    Attributes:
+        whole: as a forward is to see it.
+        again: gives a backward the memory, gathered again if it was freed.
+    """
+
+    whole: Tensor
+    again: Callable[[], Tensor]
+
+
+class PlannedUnit(NamedTuple):
+    """The parameters of a unit that torch's engine is to gather.
+
+    Attributes:
+        name: of the unit, for messages.
+        number: of that name, from `Peers.register`.
+        leaves: sharded parameters that no other unit has.
+        reshard: whether to free them between forward and backward.
+    """
+
+    name: str
+    number: int
+    leaves: Sequence[ShardedTensor]
+    reshard: bool
+
+
+Carried = dict[int, CarriedWhole]
+"""Whole parameters by the ids of the sharded ones."""
+
+
+class Engine:
+    """The carriers of one module, and the root that torch's engine needs around them.
+
+    Args:
+        mesh: over which parameters are sharded; of two axes for HSDP.
+        device: where parameters are gathered.
+        peers: the ranks of each axis of ``mesh`` that has several, those that shard first.
+        offload: whether the shards are in CPU memory.
+        reduce_dtype: in which gradients are reduced; None for that of the parameters.
+        plan: names the units; called once, before the first forward.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        peers: Sequence[Peers],
+        *,
+        offload: bool,
+        reduce_dtype: torch.dtype | None,
+        plan: Callable[[], Sequence[PlannedUnit]],
+    ) -> None:
+        self.mesh, self.device, self.peers, self._plan = mesh, device, peers, plan
+        self.offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+        self.precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        self._carriers, self._by_unit = list[Carrier](), defaultdict[str, list[Carrier]](list)
+        self._root: Any = None
+        self._is_in_backward = False
+        self._trail, self._last = 0, ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        return self
+
+    def carriers_of(self, unit: str) -> Sequence[Carrier]:
+        """Return what gathers the parameters of a unit, by its name."""
+        self._prepare()
+        return self._by_unit.get(unit, ())
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step inside the root, so that torch's streams wait for earlier work once, and not for each unit."""
+        self._prepare()
+        self.recover()
+        for carrier in self._carriers:
+            carrier.begin_step()
+        call = _Call(lambda _: step())
+        self._root(call)
+        if not torch.is_grad_enabled():  # no backward frees what they keep
+            for carrier in self._carriers:
+                carrier.free()
+        return call.result()
+
+    def _prepare(self) -> None:
+        """Make the carriers and the root, once the parameters have memory."""
+        if self._root is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in self._plan():
+                together = defaultdict[torch.dtype, list[ShardedTensor]](list)
+                for leaf in unit.leaves:
+                    together[leaf.dtype].append(leaf)
+                for leaves in together.values():
+                    carrier = Carrier(self, unit._replace(leaves=leaves))
+                    self._carriers.append(carrier)
+                    self._by_unit[unit.name].append(carrier)
+            del self._plan
+            self._root = fully_shard(_Root(carrier.module for carrier in self._carriers), mesh=self.mesh)
+            self._root(_Call(lambda _: None))  # torch decides now which is the root
+
+    # --- backward ---
+
+    def note(self, what: str) -> None:
+        """Note what every rank should do now."""
+        self._trail, self._last = zlib.crc32(what.encode(), self._trail), what
+
+    def begin_backward(self) -> None:
+        """Begin a backward; called in it, any number of times."""
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        for carrier in self._carriers:
+            carrier.begin_backward()
+        after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Compare what the ranks did, and take away gradients that no rank has. Collective, in every backward."""
+        self._is_in_backward = False
+        for carrier in self._carriers:
+            carrier.end_backward()
+        done, self._trail, self._last = f"{self._last}, after {self._trail:08x}", 0, ""
+        unused = sum(carrier.count_unused() for carrier in self._carriers)
+        every = [numbers[0] for peers in self.peers for numbers in peers.compare(done, float(unused))]
+        if not any(every):
+            return
+        used = [is_used for carrier in self._carriers for is_used in carrier.list_used()]
+        bits = torch.tensor(used, dtype=torch.uint8)
+        for peers in self.peers:
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=peers.reads)
+        anywhere = iter(bits.tolist())
+        for carrier in self._carriers:
+            carrier.take_away_unused(anywhere)
+
+    def recover(self) -> None:
+        """Forget a backward that did not finish."""
+        if self._is_in_backward and not in_backward():
+            self._is_in_backward = False
+            self._root.reset_iter_state()
+            for carrier in self._carriers:
+                carrier.drop_gradients()
+
+
+class Carrier:
+    """Sharded parameters of one dtype that torch gathers together, for the forward of a unit."""
+
+    def __init__(self, engine: Engine, unit: PlannedUnit) -> None:
+        self._engine, self._name = engine, unit.name
+        self._leaves = list(unit.leaves)
+        self._numbers = {id(leaf): n for n, leaf in enumerate(self._leaves)}
+        self._items = [GatherItem.of(leaf) for leaf in self._leaves]
+        self._dtype = self._leaves[0].dtype
+        stand_ins = [
+            nn.Parameter(
+                item.wrapped(torch.empty(item.shape, dtype=leaf.dtype, device="meta")), requires_grad=leaf.requires_grad
+            )
+            for leaf, item in zip(self._leaves, self._items, strict=True)
+        ]
+        module: Any = _Parameters(stand_ins)
+        fully_shard(
+            module,
+            mesh=engine.mesh,
+            reshard_after_forward=unit.reshard,
+            mp_policy=engine.precision,
+            offload_policy=engine.offload_policy,
+        )
+        if engine.device.type == "cpu":
+            module.set_custom_all_gather(MarkedGather(engine.peers[0], unit.number, unit.name))
+            module.set_custom_reduce_scatter(MarkedReduction(engine.peers[0], unit.number, unit.name))
+        self.module = module
+        slots: Any = parameter_slots(module)
+        self._slots: dict[str, Any] = slots
+        self._slots.update((str(n), leaf) for n, leaf in enumerate(self._leaves))
+        self._wholes = list[Any]()
+        self._memories = list[int]()
+        self._take_shards()
+        self._gathered: Any = None
+        self._at_step: Any = None
+        self._torch_before_backward: Callable[[Tensor], Any] | None = None
+        self._is_entered = False
+        self.begin_backward()
+
+    def takes(self, leaf: ShardedTensor) -> bool:
+        """Return whether torch's engine can gather a parameter for the forward that begins."""
+        return (
+            id(leaf) in self._numbers
+            and leaf.dtype == self._dtype
+            and not with_hooks([leaf])  # they get the sum of all gradients, which torch may reduce in parts
+            and PARTIAL not in leaf.__dict__
+        )
+
+    # --- what torch's engine has gathered ---
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self._slots["0"] is not self._leaves[0]
+
+    def _take_shards(self) -> None:
+        """Let torch take over the memory of the leaves, as it does after a state dict was loaded."""
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            self.module.load_state_dict({}, strict=False)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        self._memories = self._pointers()
+
+    def _pointers(self) -> list[int]:
+        return [local_tensor(leaf).untyped_storage().data_ptr() for leaf in self._leaves]
+
+    def _state_of_leaves(self) -> list[tuple[int, bool]]:
+        return [(version_of(local_tensor(leaf)), leaf.requires_grad) for leaf in self._leaves]
+
+    def begin_step(self) -> None:
+        """Note how the leaves are when torch's streams wait for what was done to them."""
+        self._at_step = self._state_of_leaves()
+        for leaf in self._leaves:
+            leaf.__dict__.pop(CARRIED, None)
+
+    def free(self) -> None:
+        """Free whole parameters, if there are some."""
+        if self._is_gathered:
+            self.module.reshard()
+
+    def _refresh(self) -> None:
+        """Take over what was done to the leaves since they were gathered."""
+        if self._pointers() != self._memories:
+            self.free()
+            self._take_shards()
+        state = self._state_of_leaves()
+        if self._is_gathered:
+            if state == self._gathered:
+                return
+            self.free()
+        self._gathered = state
+        if torch.is_inference_mode_enabled():  # torch must not make its memory there
+            with torch.inference_mode(False), torch.no_grad():
+                self.module.unshard()
+        elif self._at_step is not None and self._at_step != state:  # torch's streams have not waited for the change
+            self.module.unshard()
+
+    # --- forward ---
+
+    def run(self, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Carried], Any]) -> Any:
+        """Return what ``body`` does with whole parameters.
+
+        Args:
+            leaves: the parameters; `takes` said that they can be had.
+            inputs: of the unit's forward.
+            body: the forward.
+        """
+        self._engine.recover()
+        self._engine.note(self._name)
+        self._refresh()
+        numbers = [self._numbers[id(leaf)] for leaf in leaves]
+        call = _Call(partial(self._run_inside, numbers, inputs, body))
+        device, with_history = self._engine.device, torch.is_grad_enabled()
+        output = self.module(torch.empty(0, device=device, requires_grad=with_history), call)
+        found = call.result()
+        if output is not None and output.hook is not None:  # none where activations are computed again
+            self._torch_before_backward = output.hook
+            before = partial(self._before_backward, numbers)
+            for tensor in tree_leaves(found):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(before)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return found
+
+    def _run_inside(
+        self, numbers: Sequence[int], inputs: Any, body: Callable[[Carried], Any], token: Tensor
+    ) -> Any:
+        self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
+        copies = torch.is_grad_enabled() and saves_elsewhere()  # checkpointing may keep them for longer than torch
+        uses = self._count_uses(numbers)
+        wholes = self._as_seen(numbers, token, copies=copies)
+        if torch.is_grad_enabled():
+            self._free_before(inputs)
+        given = {
+            id(self._leaves[n]): CarriedWhole(whole, partial(self._memory, n))
+            for n, whole in zip(numbers, wholes, strict=True)
+        }
+        seen = [ref(whole) for whole in wholes]
+        del wholes
+        found = body(given)
+        del given
+        if self._count_uses(numbers) != uses:
+            _give_memory([whole for one in seen if (whole := one()) is not None])
+            if self._count_uses(numbers) != uses:
+                gc.collect()
+                if self._count_uses(numbers) != uses:
+                    self._refuse("keeps a view of a parameter when its forward is done")
+        if any(not local_tensor(self._wholes[n]).untyped_storage().resizable() for n in numbers):
+            self._refuse("makes an array of NumPy of a parameter's memory")
+        return found
+
+    def _as_seen(self, numbers: Sequence[int], token: Tensor, *, copies: bool) -> list[Tensor]:
+        """Whole parameters as a forward is to see them, with history if gradients are enabled."""
+        some = [self._wholes[n] for n in numbers]
+        if not torch.is_grad_enabled() or not any(whole.requires_grad for whole in some):
+            return [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)]
+        for n in numbers:
+            self._leaves[n].__dict__[CARRIED] = self._name
+        if any(not whole.requires_grad for whole in self._wholes):  # frozen ones may be needed after the last gradient
+            token = token.detach().requires_grad_()
+        found: tuple[Tensor, ...] = _Whole.apply(self, tuple(numbers), copies, token, *some)  # type: ignore[no-untyped-call]
+        return list(found)
+
+    def _over(self, number: int, whole: Tensor, *, copies: bool) -> Tensor:
+        """A tensor of its own over the memory of torch's."""
+        memory = local_tensor(whole).detach()
+        return self._items[number].whole(memory.clone() if copies else memory)
+
+    def _count_uses(self, numbers: Sequence[int]) -> list[int]:
+        return [storage_uses(local_tensor(self._wholes[n])) for n in numbers]
+
+    def _free_before(self, inputs: Any) -> None:
+        """Free frozen parameters once a backward has the gradients of the inputs; torch does at its end."""
+        tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
+        frozen = any(not whole.requires_grad for whole in self._wholes)
+        if frozen and tensors and not any(tensor.is_leaf for tensor in tensors):
+            register_multi_grad_hook(tensors, lambda _: self.free())
+
+    # --- backward ---
+
+    def _before_backward(self, numbers: Sequence[int], gradient: Tensor) -> None:
+        """Gather for a backward; called in it, when it reaches an output, or needs a parameter that is freed.
+
+        ``numbers`` of the parameters that the forward had from here.
+        """
+        refuse_batched(gradient)
+        if with_hooks(self._leaves[n] for n in numbers):
+            self._refuse("has a parameter that got a hook between forward and backward")
+        assert self._torch_before_backward is not None
+        self._torch_before_backward(gradient)
+        self._engine.begin_backward()  # so that what ends it comes after what torch does at the end
+        if not self._is_entered:
+            self._is_entered = True
+            self._engine.note(f"the backward of {self._name}")
+        if not self._is_gathered:  # a part of this backward has come through the unit already
+            self.module.unshard()
+
+    def _memory(self, number: int) -> Tensor:
+        if not self._is_gathered:
+            self._before_backward((number,), torch.empty(0))
+        found: Tensor = self._wholes[number].detach()
+        return found.clone() if torch.is_grad_enabled() else found  # a graph of second derivatives keeps it
+
+    def begin_backward(self) -> None:
+        """Note which gradients there are."""
+        self._had = [leaf.grad is not None for leaf in self._leaves]
+        self._used, self._filled = [False] * len(self._leaves), [False] * len(self._leaves)
+        self._is_entered = False
+
+    def end_backward(self) -> None:
+        """Forget that a backward came here."""
+        self._is_entered = False
+
+    def complete(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients for torch to reduce, with zeros for those that are missing here: others may have them.
+
+        Called in a backward, for each forward of the unit.
+        """
+        if torch.is_grad_enabled():
+            self._refuse("has parameters whose gradients are differentiated (create_graph=True)")
+        for gradient in gradients:
+            refuse_sparse(gradient)
+            if gradient is not None:
+                refuse_batched(gradient)
+        if not self._is_entered:  # through no output of the unit
+            self._before_backward(numbers, torch.empty(0))
+        found = list[Tensor | None]()
+        for n, gradient in zip(numbers, gradients, strict=True):
+            whole = self._wholes[n]
+            if not whole.requires_grad:
+                found.append(None)
+                continue
+            _lay_out(self._leaves[n])
+            self._used[n] |= gradient is not None
+            self._filled[n] |= gradient is None
+            found.append(torch.full_like(whole, -0.0) if gradient is None else gradient)  # -0.0 + x is x, in every bit
+        return found
+
+    def _unused(self) -> list[int]:
+        """The parameters that had no gradient before this backward, and got none from this rank's."""
+        return [n for n, filled in enumerate(self._filled) if filled and not self._used[n] and not self._had[n]]
+
+    def count_unused(self) -> int:
+        """Return of how many parameters this rank has no gradient."""
+        return len(self._unused())
+
+    def list_used(self) -> list[bool]:
+        """Return of each parameter whether this rank has a gradient of it, or would keep it if others have none."""
+        found = [True] * len(self._leaves)
+        for n in self._unused():
+            gradient = self._leaves[n].grad
+            if gradient is not None:
+                rows = local_tensor(gradient)
+                found[n] = not bool(((rows == 0) & rows.signbit()).all())  # one that came through no unit
+        return found
+
+    def take_away_unused(self, used: Any) -> None:
+        """Let parameters have no gradient, for which ``used``, an iterator, has a false value."""
+        for leaf in self._leaves:
+            if not next(used):
+                leaf.grad = None
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not reduced."""
+        self._is_entered = False
+        for whole in self._wholes:
+            whole.grad = None
+
+    def _refuse(self, what: str) -> None:
+        where = f"the module {self._name}" if self._name else "the module"
+        raise TopologyError(f"{where} {what}, which fully_shard cannot follow. {REMEDY}")
+
+
+def _give_memory(wholes: Sequence[Tensor]) -> None:
+    """Give memory of their own to whole parameters that outlive a forward, and to what was taken of their data."""
+    with torch.no_grad(), without_torch_function():
+        for whole in wholes:
+            shared = local_tensor(values_of(whole))
+            memory = shared.clone().untyped_storage()
+            views = [view for one in views_of(whole) if (view := one()) is not None]
+            for tensor in (local_tensor(whole), *views):
+                if tensor.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr():
+                    with keep_version(tensor):
+                        tensor.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _lay_out(leaf: ShardedTensor) -> None:
+    """Give a gradient that came through no unit the layout of its parameter: torch adds to its memory."""
+    with without_torch_function(), torch.no_grad():
+        gradient = leaf.grad
+        if isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
+            leaf.grad = gradient.redistribute(placements=leaf.placements)
+
+
+class _Whole(torch.autograd.Function):
+    """torch's whole parameters → tensors over their memory, or copies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: Carrier, numbers: tuple[int, ...], copies: bool, token: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.carrier, ctx.numbers = carrier, numbers
+        ctx.set_materialize_grads(False)
+        wholes = [carrier._over(n, p, copies=copies) for n, p in zip(numbers, parameters, strict=True)]
+        frozen = [whole for whole, p in zip(wholes, parameters, strict=True) if not p.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, None, *ctx.carrier.complete(ctx.numbers, gradients)
+
+
+# ── modules that torch's engine sees ────────────────────────────────────────────────────────────────────────────────
+
+
+class _Call:
+    """A function that a module's forward runs; what it returns or raises, torch's hooks do not see."""
+
+    def __init__(self, body: Callable[[Any], Any]) -> None:
+        self._body: Callable[[Any], Any] | None = body
+        self._found: Any = None
+        self._error: BaseException | None = None
+
+    def run(self, argument: Any) -> None:
+        assert self._body is not None
+        try:
+            self._found = self._body(argument)
+        except BaseException as error:  # raised by `result`
+            self._error = error
+        self._body = None
+
+    def result(self) -> Any:
+        """Return what the function returned, once.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        found, error = self._found, self._error
+        self._found = self._error = None
+        if error is not None:
+            raise error
+        return found
+
+
+class _Root(nn.Module):
+    def __init__(self, carriers: Any) -> None:
+        super().__init__()
+        self.carriers = nn.ModuleList(carriers)
+
+    def forward(self, call: _Call) -> None:
+        call.run(None)
+
+
+class _Parameters(nn.Module):
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for n, parameter in enumerate(parameters):
+            self.register_parameter(str(n), parameter)
+
+    def forward(self, token: Tensor, call: _Call) -> _Output | None:
+        call.run(token)
+        return _Output.on(token.device) if torch.is_grad_enabled() else None
+
+
+class _Output(Tensor):
+    """What a carrier returns in place of outputs: it keeps the hook that torch registers."""
+
+    hook: Callable[[Tensor], Any] | None
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Output:
+        made = torch.empty(0, device=device).as_subclass(cls)
+        made.requires_grad_()
+        made.hook = None
+        return made
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook

@@ -1,0 +1,136 @@
+"""What torch's engine communicates in a step. Oracle: ``fully_shard`` under Lightning's ModelParallelStrategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt import ShardedStrategy
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
+
+WIDTH, BLOCKS, STEPS = 16, 6, 3
+Event = tuple[str, int]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Notes when a block runs, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.events = nn.ModuleList(Block() for _ in range(BLOCKS)), list[Event]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            self.events.append(("forward", number))
+            x = block(x)
+            x.register_hook(partial(self.note_backward, number))  # type: ignore[no-untyped-call]  # torch's
+        return x
+
+    def note_backward(self, number: int, gradient: Tensor) -> None:
+        self.events.append(("backward", number))
+
+
+class Module(pl.LightningModule):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand, self.net = by_hand, Blocks()
+
+    def configure_model(self) -> None:
+        if self.by_hand and not isinstance(self.net, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]  # the strategy has made it
+            for block in self.net.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Trained(NamedTuple):
+    events: list[Event]
+    state: dict[str, Tensor]
+
+
+def _train(by_hand: bool, precision: Any = "32-true", **options: Any) -> Trained:
+    pl.seed_everything(5, verbose=False)
+    module = Module(by_hand)
+    lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    strategy: Any = lightnings if by_hand else ShardedStrategy(**options)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, precision=precision, max_steps=STEPS,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    with _noted(module.net.events):
+        trainer.fit(module, DataLoader(torch.randn(8 * STEPS, WIDTH), batch_size=8))
+    return Trained(module.net.events, full_state(module))
+
+
+@contextmanager
+def _noted(events: list[Event]) -> Iterator[None]:
+    """Note collectives of tensors as large as a parameter, by what goes in or comes out on a rank."""
+    kinds = {"all_gather_single": "gather", "all_gather_into_tensor": "gather", "all_reduce": "reduce"}
+    kinds |= {"reduce_scatter_single": "reduce", "reduce_scatter_tensor": "reduce"}
+    before = {name: getattr(dist, name) for name in kinds if hasattr(dist, name)}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def noted(*tensors: Any, **kwargs: Any) -> Any:
+            largest = max(t.numel() * t.itemsize for t in [*tensors, *kwargs.values()] if isinstance(t, Tensor))
+            if largest > 4 * WIDTH * WIDTH:
+                events.append((kinds[name], largest))
+            return before[name](*tensors, **kwargs)
+
+        return noted
+
+    for name in before:
+        setattr(dist, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def test_a_step_communicates_as_fully_shard_does() -> None:
+    ours, theirs = run_ranks(2, _train, False)[0], run_ranks(2, _train, True)[0]
+    assert ours.state.keys() == theirs.state.keys()
+    torch.testing.assert_close(ours.state, theirs.state, rtol=0, atol=0)
+    assert [kind for kind, _ in ours.events] == [kind for kind, _ in theirs.events]
+    marks = [2 * 8, 2 * 2 * 4]  # on a CPU, bytes in each gather, and two numbers in each reduction, from two ranks
+    extra = {ours_bytes - bytes_ for (_, ours_bytes), (_, bytes_) in zip(ours.events, theirs.events, strict=True)}
+    assert extra <= {0, *marks}
+
+
+def _train_reduced(dtype: str | None) -> Trained:
+    return _train(False, "bf16-true", reduce_dtype=dtype)
+
+
+def test_bfloat16_is_gathered_and_reduced_as_it_is_or_in_float32() -> None:
+    ours, wide = run_ranks(2, _train_reduced, None)[0], run_ranks(2, _train_reduced, "float32")[0]
+    elements = sum(value.numel() for value in ours.state.values()) // BLOCKS
+    sizes = {kind: max(size for name, size in ours.events if name == kind) for kind in ("gather", "reduce")}
+    assert (sizes["gather"], sizes["reduce"]) == (2 * elements + 2 * 8, 2 * elements)
+    assert max(size for name, size in wide.events if name == "reduce") == 4 * elements + 2 * 2 * 4
