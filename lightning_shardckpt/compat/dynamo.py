@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.compat.module_class import compiled_call
+from lightning_shardckpt.compat.module_class import is_compiled
 
 set_frame_callback: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 """Set what looks at the frames of Python in this thread, None for nothing; returns what did before.
@@ -51,7 +51,7 @@ def has_compiled(root: nn.Module) -> bool:
     """Return whether ``root``, or a module inside it, is compiled, in place or by a wrapper."""
     if "torch._dynamo" not in sys.modules:
         return False
-    return any(compiled_call(m) is not None or compiled_from(m) is not None for m in root.modules())
+    return any(is_compiled(m) or compiled_from(m) is not None for m in root.modules())
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:

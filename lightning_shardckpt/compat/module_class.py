@@ -56,6 +56,17 @@ def compiled_call(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile`` was called; `intercept_calls` does not count, before or after it.
+
+    Relies on ``_compiled_call_impl``.
+    """
+    call: Any = module._compiled_call_impl
+    while isinstance(call, partial):
+        call = call.args[0]
+    return call is not None and not isinstance(call, _OwnCall)
+
+
 class _OwnCall:
     """What a module does when it is called; does not keep it alive, as the module keeps this."""
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_shardckpt.compat.dynamo import compiled_from
-from lightning_shardckpt.compat.module_class import argument_hooks, compiled_call, result_hooks
+from lightning_shardckpt.compat.module_class import argument_hooks, is_compiled, result_hooks
 from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError
@@ -119,7 +119,7 @@ def refuse_compiled(root: nn.Module, name: str, planned: Set[int], *, from_outsi
         TopologyError: naming the module.
     """
     for inner, module in root.named_modules():
-        compiled = compiled_call(module) is not None or compiled_from(module) is not None
+        compiled = is_compiled(module) or compiled_from(module) is not None
         if (compiled or from_outside) and any(id(p) in planned for p in module.parameters()):
             found = clean_fqn(".".join(filter(None, (name, inner))))
             raise TopologyError(

@@ -20,6 +20,7 @@ from lightning_shardckpt.compat.module_class import (
     convert_tensors,
     has_forward_hooks,
     intercept_calls,
+    is_compiled,
     keep_hooks,
     mix_in,
     mix_out,
@@ -92,6 +93,8 @@ def test_what_a_call_runs_instead_is_known() -> None:
     assert callable(compiled_call(compiled))
     intercept_calls(layer, lambda original, *args: original(*args))
     assert callable(compiled_call(layer)) and torch.equal(layer(torch.ones(2)), layer.forward(torch.ones(2)))
+    intercept_calls(compiled, lambda original, *args: original(*args))
+    assert is_compiled(compiled) and not is_compiled(layer) and not is_compiled(nn.Linear(2, 2))
 
 
 def test_children_can_be_replaced_in_their_slots() -> None:
