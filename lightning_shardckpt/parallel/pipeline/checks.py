@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
@@ -253,7 +254,8 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
     """Check the call of a layer that computes.
 
     Raises:
-        TopologyError: if it comes from a reentrant ``torch.utils.checkpoint``, which runs it without gradients.
+        TopologyError: if it comes from a reentrant ``torch.utils.checkpoint``, or another function of autograd, which
+            runs it without gradients.
     """
     if torch.is_grad_enabled():
         return
@@ -264,6 +266,13 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
                 f"layer {layer} is called in torch.utils.checkpoint with use_reentrant=True, which hides from "
                 "the pipeline what gradients depend on. Use use_reentrant=False, or "
                 "ShardedStrategy(activation_checkpointing=True)."
+            )
+        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        if isinstance(first, FunctionCtx):
+            raise TopologyError(
+                f"layer {layer} is called in {type(first).__name__.removesuffix('Backward')}, a "
+                "torch.autograd.Function, which hides from the pipeline what gradients depend on. Call layers outside "
+                "of it, or use pipeline_parallel_size=1."
             )
         frame = frame.f_back
 
