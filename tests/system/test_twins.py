@@ -34,7 +34,10 @@ ONE_RESUMED_OF = 24
 SWEPT_FROM = {"fsdp2": 1, "pp2": 0, "pp2 x fsdp2": 1, "pp2 x replicas": 0}
 
 GUARDED = {
-    "fsdp2": ("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
+    "fsdp2": (
+        *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
+        *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch"),
+    ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule"),
     "pp2": ("LooksForLinear", "GroupsParametersEarly"),

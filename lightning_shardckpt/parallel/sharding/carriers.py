@@ -338,11 +338,11 @@ class Carrier:
         del wholes
         found = body(given)
         del given
-        if self._count_uses(numbers) != uses:
+        if self._has_more_uses(numbers, uses):
             _give_memory([whole for one in seen if (whole := one()) is not None])
-            if self._count_uses(numbers) != uses:
+            if self._has_more_uses(numbers, uses):
                 gc.collect()
-                if self._count_uses(numbers) != uses:
+                if self._has_more_uses(numbers, uses):
                     self._refuse("keeps a view of a parameter when its forward is done")
         if any(not local_tensor(self._wholes[n]).untyped_storage().resizable() for n in numbers):
             self._refuse("makes an array of NumPy of a parameter's memory")
@@ -367,6 +367,10 @@ class Carrier:
 
     def _count_uses(self, numbers: Sequence[int]) -> list[int]:
         return [storage_uses(local_tensor(self._wholes[n])) for n in numbers]
+
+    def _has_more_uses(self, numbers: Sequence[int], before: Sequence[int]) -> bool:
+        """Return whether more tensors than before have the memory; those of a forward that failed may have gone."""
+        return any(now > then for now, then in zip(self._count_uses(numbers), before, strict=True))
 
     def _free_before(self, inputs: Any) -> None:
         """Free frozen parameters once a backward has the gradients of the inputs; torch does at its end."""

@@ -714,3 +714,53 @@ class PowerIterates(Natural):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         return super().loss(batch) + 0.1 * sum(layer.a.sigma**2 for layer in self.net.layers)
+
+
+# ── steps that fail, and go on ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fails(Exception):
+    pass
+
+
+@case()
+class SkipsWhatFails(Manual):
+    """A forward and a backward that fail half-way, each skipped."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        if index == 1:
+            handle = self.net.layers[1].register_forward_pre_hook(self.fail)
+            self.attempt(lambda: self.loss(batch))
+            handle.remove()
+        if index == 2:
+            x = self.net.embed(batch[0])
+            x.register_hook(self.fail)
+            for layer in self.net.layers:
+                x = layer(x)
+            self.attempt(lambda: self.manual_backward(F.cross_entropy(self.net.head(x), batch[1])))
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def fail(self, *args: Any) -> None:
+        raise Fails
+
+    def attempt(self, run: Callable[[], Any]) -> None:
+        try:
+            run()
+        except Fails:
+            self.seen.append(1.0)
+
+
+@case()
+class FreezesBetweenForwards(Natural):
+    """A layer is frozen for the second of two forwards, and trained again when their losses go back."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        first = self.net(batch[0])
+        self.net.layers[0].requires_grad_(False)
+        second = self.net(batch[2])
+        self.net.layers[0].requires_grad_(True)
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return F.cross_entropy(first, batch[1]) + F.cross_entropy(second, batch[1]) + 0.1 * penalty
