@@ -37,6 +37,13 @@ class _Silent(TinyLM):
         return nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class _Penalized(_Silent):
+    """Its blocks' parameters get gradients through units and besides."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(batch, index) + 1e-3 * sum(p.square().sum() for p in self.blocks.parameters())
+
+
 class _ShardedByTorch(_Silent):
     def configure_model(self) -> None:
         self.scale = nn.Parameter(torch.ones(1))  # FSDP2 takes none without dims
@@ -58,11 +65,10 @@ class _Waits(pl.Callback):
         return [after - before for before, after in pairwise(self.seen)]
 
 
-def _ours(strategy: Mapping[str, Any], options: Mapping[str, Any]) -> list[int]:
+def _ours(strategy: Mapping[str, Any], options: Mapping[str, Any], kind: type[TinyLM] = _Silent) -> list[int]:
     waits = _Waits()
-    trainer(strategy, accelerator="cuda", max_steps=STEPS, callbacks=[waits], **options).fit(
-        _Silent(frozen=False), loader()
-    )
+    run = trainer(strategy, accelerator="cuda", max_steps=STEPS, callbacks=[waits], **options)
+    run.fit(kind(frozen=False), loader())
     return waits.of_steps()
 
 
@@ -88,6 +94,14 @@ def test_a_step_waits_for_the_copy_of_its_batch_alone(name: str) -> None:
     world, strategy, options = CASES[name]
     for waits in run_on_gpus(world, _ours, strategy, options):
         assert waits == [COPY_OF_THE_BATCH] * (STEPS - 1)
+
+
+def test_a_gradient_that_comes_through_no_unit_waits_for_the_streams_of_fully_shard() -> None:
+    """They may be adding to the same memory. The engine that has no streams of its own waits for nothing."""
+    exact = run_on_gpus(2, _ours, {"fsdp_engine": "exact"}, {}, _Penalized)
+    parameters = len(list(_Penalized(frozen=False).blocks.parameters()))
+    for waits, without in zip(run_on_gpus(2, _ours, {}, {}, _Penalized), exact, strict=True):
+        assert waits == [one + parameters for one in without]
 
 
 @pytest.mark.filterwarnings("ignore")

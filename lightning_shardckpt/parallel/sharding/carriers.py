@@ -28,7 +28,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -234,6 +234,7 @@ class Carrier:
         self._at_step: Any = None
         self._torch_before_backward: Callable[[Tensor], Any] | None = None
         self._is_entered = False
+        self._accumulators: dict[int, Any] = {}
         self.begin_backward()
 
     def takes(self, leaf: ShardedTensor) -> bool:
@@ -355,10 +356,22 @@ class Carrier:
             return [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)]
         for n in numbers:
             self._leaves[n].__dict__[CARRIED] = self._name
+            self._order_direct_gradients(n)
         if any(not whole.requires_grad for whole in self._wholes):  # frozen ones may be needed after the last gradient
             token = token.detach().requires_grad_()
         found: tuple[Tensor, ...] = _Whole.apply(self, tuple(numbers), copies, token, *some)  # type: ignore[no-untyped-call]
         return list(found)
+
+    def _order_direct_gradients(self, number: int) -> None:
+        """Let a gradient that comes through no unit wait for torch's, which its streams may be adding to the same."""
+        leaf = self._leaves[number]
+        if self._engine.device.type == "cpu" or number in self._accumulators or not leaf.requires_grad:
+            return
+        device = torch.get_device_module(self._engine.device)
+        with without_torch_function():
+            node = get_gradient_edge(leaf).node
+        node.register_prehook(lambda _: device.synchronize(self._engine.device))
+        self._accumulators[number] = node  # autograd makes another one if nothing keeps it
 
     def _over(self, number: int, whole: Tensor, *, copies: bool) -> Tensor:
         """A tensor of its own over the memory of torch's."""

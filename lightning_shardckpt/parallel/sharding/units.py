@@ -10,6 +10,7 @@ note in their place, and gathers again when autograd asks for one. So does FSDP,
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -60,6 +62,7 @@ from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGr
 from lightning_shardckpt.parallel.tensors.values import check_same, where_is
 from lightning_shardckpt.parallel.tensors.views import connected
 
+_log = logging.getLogger(__name__)
 Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str]
 _PACKAGE = Path(__file__).parents[2]
@@ -313,7 +316,10 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def list_units(root: nn.Module) -> list[PlannedUnit]:
-    """Return the units of ``root`` with the parameters of each that torch's engine can gather: those of no other."""
+    """Return the units of ``root`` with the parameters of each that torch's engine can gather: those of no other.
+
+    Logs the names of all others.
+    """
     units = [module for module in root.modules() if is_unit(module)]
     owned = {
         unit: {id(leaf): leaf for m in _own_modules(unit) for leaf in parameter_slots(m).values()} for unit in units
@@ -328,6 +334,14 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
         leaves = [p for p in sharded if p.is_floating_point() and p.numel() and counts[id(p)] == 1]
         if leaves:
             planned.append(PlannedUnit(settings.name, settings.number, leaves, settings.reshard))
+    carried = {id(leaf) for unit in planned for leaf in unit.leaves}
+    others = [n for n, p in root.named_parameters() if isinstance(p, ShardedTensor) and id(p) not in carried]
+    if others and dist.get_rank() == 0:
+        _log.info(
+            "fully_shard does not gather %s: tied across modules, complex, or in no module that is called. "
+            "lightning_shardckpt gathers them when they are used.",
+            ", ".join(others),
+        )
     return planned
 
 
