@@ -312,7 +312,11 @@ class Carrier:
         numbers = [self._numbers[id(leaf)] for leaf in leaves]
         call = _Call(partial(self._run_inside, numbers, inputs, body))
         device, with_history = self._engine.device, torch.is_grad_enabled()
-        output = self.module(torch.empty(0, device=device, requires_grad=with_history), call)
+        try:
+            output = self.module(torch.empty(0, device=device, requires_grad=with_history), call)
+        except RuntimeError:
+            call.result()  # raises what the forward raised, because of which torch may fail, too
+            raise
         found = call.result()
         if output is not None and output.hook is not None:  # none where activations are computed again
             self._torch_before_backward = output.hook
@@ -516,6 +520,7 @@ class _Whole(torch.autograd.Function):
         ctx: Any, carrier: Carrier, numbers: tuple[int, ...], copies: bool, token: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.carrier, ctx.numbers = carrier, numbers
+        setattr(ctx, CARRIED, [id(carrier._leaves[n]) for n in numbers])
         ctx.set_materialize_grads(False)
         wholes = [carrier._over(n, p, copies=copies) for n, p in zip(numbers, parameters, strict=True)]
         frozen = [whole for whole, p in zip(wholes, parameters, strict=True) if not p.requires_grad]

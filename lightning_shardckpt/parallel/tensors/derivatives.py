@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.tensor_subclass import with_torch_function, without_torch_function
@@ -25,7 +26,8 @@ from lightning_shardckpt.parallel.tensors.sharded import (
 from lightning_shardckpt.parallel.tensors.values import whole
 
 CARRIED = "_shardckpt_carried"
-"""Attribute of a parameter that ``fully_shard`` gathered in this step: the name of the module."""
+"""Attribute of a parameter that ``fully_shard`` gathered in this step: the name of the module. And of the node in
+autograd's graph that gave it to a forward: the ids of such parameters."""
 REMEDY = 'Use ShardedStrategy(fsdp_engine="exact")'
 
 
@@ -47,13 +49,7 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
     inputs = () if given is None else tuple(given.values() if isinstance(given, dict) else given)
     if func is torch.autograd.grad and any(not t.requires_grad for t in inputs):
         raise RuntimeError("One of the differentiated Tensors does not require grad")
-    for tensor in inputs:
-        if CARRIED in vars(tensor):
-            raise TopologyError(
-                f"{func.__name__} asks for the gradient of a parameter of {vars(tensor)[CARRIED] or 'the module'}, of "
-                f"shape {tuple(tensor.shape)}. fully_shard has the gradients of parameters in a whole backward alone: "
-                f"loss.backward(). {REMEDY}"
-            )
+    _refuse_carried(func, outputs, inputs)
     materialize = kwargs.pop("materialize_grads", False)
     kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize
     if func is torch.autograd.backward:
@@ -70,6 +66,28 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
         if materialize:
             found = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
     return tuple(found)
+
+
+def _refuse_carried(func: Function, outputs: Any, inputs: Sequence[Tensor]) -> None:
+    """Raise if the graph of ``outputs`` uses one of ``inputs`` in a forward for which ``fully_shard`` gathered it."""
+    carried = {id(tensor): tensor for tensor in inputs if CARRIED in vars(tensor)}
+    if not carried:
+        return
+    with without_torch_function():
+        heads = [outputs] if isinstance(outputs, Tensor | GradientEdge) else outputs
+        nodes = [head.grad_fn if isinstance(head, Tensor) else head.node for head in heads]
+    seen = {None, *nodes}
+    while nodes:
+        node = nodes.pop()
+        for tensor in (carried[number] for number in getattr(node, CARRIED, ()) if number in carried):
+            raise TopologyError(
+                f"{func.__name__} asks for the gradient of a parameter of {vars(tensor)[CARRIED] or 'the module'}, of "
+                f"shape {tuple(tensor.shape)}. fully_shard has the gradients of parameters in a whole backward alone: "
+                f"loss.backward(). {REMEDY}"
+            )
+        following = {edge[0] for edge in node.next_functions} - seen if node is not None else ()
+        seen.update(following)
+        nodes.extend(following)
 
 
 def _batched(heads: list[Any], edges: list[Any], *, grad_outputs: Any, **kwargs: Any) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt.errors import TopologyError
 from tests.support.nets import full_state
 from tests.support.pool import run_ranks
 
@@ -134,3 +136,73 @@ def test_bfloat16_is_gathered_and_reduced_as_it_is_or_in_float32() -> None:
     sizes = {kind: max(size for name, size in ours.events if name == kind) for kind in ("gather", "reduce")}
     assert (sizes["gather"], sizes["reduce"]) == (2 * elements + 2 * 8, 2 * elements)
     assert max(size for name, size in wide.events if name == "reduce") == 4 * elements + 2 * 2 * 4
+
+
+class Refused(pl.LightningModule):
+    """Does in its step, or in a forward, what ``fully_shard`` cannot follow."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.net, self.kept = how, Blocks(), list[Any]()
+        if how in IN_FORWARD:
+            self.net.blocks[2].up.register_forward_hook(lambda module, *_: self.kept.append(IN_FORWARD[how](module)))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        return IN_STEP[self.how](loss, self) if self.how in IN_STEP else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _weights(module: Refused) -> list[nn.Parameter]:
+    return [block.up.weight for block in module.net.blocks]  # type: ignore[union-attr,misc]  # blocks
+
+
+def _penalize(loss: Tensor, module: Refused) -> Tensor:
+    loss.backward(create_graph=True)
+    return loss
+
+
+def _hook(loss: Tensor, module: Refused) -> Tensor:
+    _weights(module)[1].register_hook(lambda gradient: gradient * 2)
+    return loss
+
+
+def _backward_into(loss: Tensor, module: Refused) -> Tensor:
+    loss.backward(inputs=_weights(module))
+    return loss
+
+
+IN_STEP: dict[str, Callable[[Tensor, Refused], Tensor]] = {
+    "gradients by function": lambda loss, module: torch.autograd.grad(loss, _weights(module))[0].sum(),
+    "unused ones, too": lambda loss, module: torch.autograd.grad(loss, _weights(module), allow_unused=True)[0].sum(),
+    "backward into some": _backward_into,
+    "differentiated gradients": _penalize,
+    "a late hook": _hook,
+}
+IN_FORWARD: dict[str, Callable[[Any], Any]] = {
+    "a kept view": lambda module: module.weight.t(),
+    "an array": lambda module: module.weight.detach().numpy(),
+}
+
+
+def _refuse(how: str) -> tuple[str, bool]:
+    pl.seed_everything(5, verbose=False)
+    module = Refused(how)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=ShardedStrategy(), max_steps=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.raises(TopologyError) as caught:
+        trainer.fit(module, DataLoader(torch.randn(8, WIDTH), batch_size=4))
+    after = full_state(module)
+    return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("how", [*IN_STEP, *IN_FORWARD])
+def test_what_fully_shard_cannot_follow_is_refused_by_name_before_anything_is_trained(how: str) -> None:
+    for message, is_untouched in run_ranks(2, _refuse, how):
+        assert 'ShardedStrategy(fsdp_engine="exact")' in message and "net" in message
+        assert is_untouched

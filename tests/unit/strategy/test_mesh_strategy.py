@@ -17,7 +17,7 @@ BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
 
 def test_both_strategies_have_one_signature() -> None:
     ours, theirs = (inspect.signature(strategy) for strategy in BOTH)
-    assert ours == theirs and len(ours.parameters) == 24
+    assert ours == theirs and len(ours.parameters) == 26
     assert {parameter.kind for parameter in ours.parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
