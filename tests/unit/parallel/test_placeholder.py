@@ -686,7 +686,7 @@ def test_a_weightless_copy_returns_the_shapes_of_its_original(name: str, trainin
     assert not list(twin.parameters())
     assert not list(twin.buffers())
     assert not nn.ModuleList([twin]).state_dict()
-    with pytest.raises(TopologyError, match="the state_dict of net.layer is asked for"):
+    with pytest.raises(TopologyError, match=r"the state_dict of net\.layer is asked for"):
         twin.state_dict()
     assert [n for n, _ in twin.named_modules()] == [n for n, _ in module.named_modules()]
     after = _digest(module)
