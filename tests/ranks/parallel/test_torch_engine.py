@@ -45,7 +45,8 @@ class Blocks(nn.Module):
         for number, block in enumerate(self.blocks):
             self.events.append(("forward", number))
             x = block(x)
-            x.register_hook(partial(self.note_backward, number))  # type: ignore[no-untyped-call]  # torch's
+            if x.requires_grad:
+                x.register_hook(partial(self.note_backward, number))  # type: ignore[no-untyped-call]  # torch's
         return x
 
     def note_backward(self, number: int, gradient: Tensor) -> None:
@@ -206,3 +207,46 @@ def test_what_fully_shard_cannot_follow_is_refused_by_name_before_anything_is_tr
     for message, is_untouched in run_ranks(2, _refuse, how):
         assert 'ShardedStrategy(fsdp_engine="exact")' in message and "net" in message
         assert is_untouched
+
+
+class KeepsInValidation(Refused):
+    """Keeps what ``take`` makes of a weight in a validation forward, or only its sum."""
+
+    def __init__(self, take: Callable[[nn.Linear], Tensor]) -> None:
+        super().__init__("nothing")
+        self.net.blocks[2].up.register_forward_hook(lambda module, *_: self.keep(take(module)))
+
+    def keep(self, value: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            self.kept.append(value)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.net(batch)
+
+
+TAKES: dict[str, Callable[[nn.Linear], Tensor]] = {
+    "a view": lambda module: module.weight.t(),
+    "some rows": lambda module: module.weight[:6],
+    "a copy": lambda module: module.weight.t().contiguous(),
+}
+
+
+def _keep(engine: str, how: str) -> str | None:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=ShardedStrategy(fsdp_engine=engine), max_steps=4, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, val_check_interval=2,
+    )  # fmt: skip
+    loader = DataLoader(torch.randn(16, WIDTH), batch_size=2)
+    try:
+        trainer.fit(KeepsInValidation(TAKES[how]), loader, loader)
+    except TopologyError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("engine", ["torch", "exact"])
+@pytest.mark.parametrize(("how", "is_refused"), [("a view", True), ("some rows", True), ("a copy", False)])
+def test_a_view_that_a_forward_without_gradients_keeps_is_refused(engine: str, how: str, is_refused: bool) -> None:
+    for message in run_ranks(2, _keep, engine, how):
+        assert (message is not None) == is_refused
+        assert message is None or "keeps a view" in message
