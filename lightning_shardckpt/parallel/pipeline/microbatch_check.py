@@ -185,15 +185,22 @@ class _Precision(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and found.dtype.itemsize < 8 and found.dtype.is_floating_point:
-            self.tolerance = max(self.tolerance, _tolerance(found))
+            self.tolerance = max(self.tolerance, _tolerance(function, found))
         return found
 
 
-def _tolerance(tensor: Tensor) -> float:
-    if tensor.dtype.itemsize < 4:
+_OF_CUDNN = ("conv", "lstm", "gru", "rnn")
+
+
+def _tolerance(function: Any, result: Tensor) -> float:
+    """Return how far results of a function may be apart, where TF32 may be used; not run on a GPU."""
+    if result.dtype.itemsize < 4:
         return _HALF_PRECISION
-    reduced = tensor.device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
-    return _REDUCED_PRECISION if reduced else _FULL_PRECISION
+    if getattr(function, "__name__", "").startswith(_OF_CUDNN):
+        has_tf32 = torch.backends.cudnn.allow_tf32
+    else:
+        has_tf32 = torch.get_float32_matmul_precision() != "highest"
+    return _REDUCED_PRECISION if has_tf32 and result.device.type != "cpu" else _FULL_PRECISION
 
 
 @contextmanager
