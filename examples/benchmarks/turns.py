@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -99,8 +100,12 @@ def _row(way: str, limit: str | None = None, peer: str | None = None, **about: s
     return {**about, "way": way, "limit": limit, "peer": peer}
 
 
+@cache
 def device() -> torch.device:
-    """Return the GPU of this rank, where there is one for each; else the CPU. Not for the process that starts ranks."""
+    """Return the GPU of this rank, where there is one for each; else the CPU. Not for the process that starts ranks.
+
+    A Trainer takes ``WORLD_SIZE`` out of the environment when it is done.
+    """
     if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

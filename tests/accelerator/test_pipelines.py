@@ -115,16 +115,23 @@ def _train_all(runs: Mapping[str, Run], accelerator: str) -> dict[str, list[floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", RUNS)
-def test_losses_are_those_on_cpus(world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "eager"),
+    [
+        (2, True),
+        (4, False),
+        pytest.param(2, False, marks=pytest.mark.sweep),
+        pytest.param(4, True, marks=pytest.mark.sweep),
+    ],
+)
+def test_losses_are_those_on_cpus(world: int, eager: bool) -> None:
     on_cpus = run_ranks(world, _train_all, RUNS[world], "cpu", timeout_s=200)
-    for eager in (True, False):
-        on_gpus = run_on_gpus(world, _train_all, RUNS[world], "cuda", pretend={"eager": eager}, timeout_s=200)
-        for name in RUNS[world]:
-            tolerance = LOW_PRECISION if "bf16" in name else ROUNDING
-            for cpu, gpu in zip(on_cpus, on_gpus, strict=True):
-                assert len(cpu[name]) >= STEPS
-                torch.testing.assert_close(torch.tensor(gpu[name]), torch.tensor(cpu[name]), rtol=tolerance, atol=0)
+    on_gpus = run_on_gpus(world, _train_all, RUNS[world], "cuda", pretend={"eager": eager}, timeout_s=200)
+    for name in RUNS[world]:
+        tolerance = LOW_PRECISION if "bf16" in name else ROUNDING
+        for cpu, gpu in zip(on_cpus, on_gpus, strict=True):
+            assert len(cpu[name]) >= STEPS
+            torch.testing.assert_close(torch.tensor(gpu[name]), torch.tensor(cpu[name]), rtol=tolerance, atol=0)
 
 
 class _Fails(nn.Module):

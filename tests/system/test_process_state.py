@@ -58,7 +58,14 @@ WHILE_IT_TRAINS = {
 REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
 
 
-@pytest.mark.parametrize("options", [{"data_parallel_shard_size": 2}, REPLICAS], ids=["shards", "replicas"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"data_parallel_shard_size": 2}, id="shards"),
+        pytest.param(REPLICAS, id="replicas", marks=pytest.mark.sweep),
+    ],
+)
 def test_torch_and_lightning_are_as_before_after_a_training(options: dict[str, int], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING.replace("{options}", repr(options)))
