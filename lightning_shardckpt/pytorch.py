@@ -78,7 +78,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     Lightning's ModelParallelStrategy, is left as it is. Initial weights are the same on every topology.
 
     Sharded parameters are DTensors that act as whole tensors in steps, hooks and optimizers; see ``parallel.tensors``.
-    Each layer's are gathered at once while it runs, and freed until the backward, as FSDP does it. Every rank must read
+    ``fully_shard`` gathers each layer's at once while it runs, and frees them until the backward. Every rank must read
     and change them alike. Where the shard axis has size 1, parameters are plain tensors, and gradients are averaged.
 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
