@@ -134,11 +134,3 @@ def storage_uses(tensor: Tensor) -> int:
     Relies on ``torch._C._storage_Use_Count``. Equal numbers, asked for in the same way, mean that nothing was added.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def storage_is_used(storage: torch.UntypedStorage) -> bool:
-    """Return whether there are tensors over a memory, or other objects of its storage than the one that is given.
-
-    Relies on ``torch._C._storage_Use_Count``.
-    """
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 1)

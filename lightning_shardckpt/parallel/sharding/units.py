@@ -32,12 +32,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.dynamo import has_compiled, set_frame_callback, skip_folders
 from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights, restore_flat_weights
-from lightning_shardckpt.compat.pytree import map_tensors, tree_leaves
+from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.tensor_subclass import (
     in_functional_transform,
     memory_id,
-    storage_is_used,
-    storage_uses,
     version_of,
     without_torch_function,
 )
@@ -209,7 +207,6 @@ def _run_with(
             gathered[id(leaf)] = as_gathered(carried[id(leaf)].whole, leaf)
     wholes = [gathered[id(leaf)] for leaf in leaves]
     begin_forward(wholes)
-    uses = None if torch.is_grad_enabled() or not unit.copies else {n: _count_uses(gathered[n]) for n in map(id, rest)}
     if compiler is not None or _is_compiled(module):
         planned = {id(leaf) for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(whole, DTensor)}
         if planned:
@@ -232,14 +229,9 @@ def _run_with(
         for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
             if version_of(whole) != version or was_assigned(whole):
                 _keep_change(leaf, whole, unit.name)
-            outlived: list[_Kept] = [view for view in views_of(whole) if view() is not None]
-            if uses is not None and id(leaf) in uses:
-                returned = {id(t) for t in tree_leaves(found) if t is not whole and _is_over(t, whole)}
-                if _count_uses(whole) > uses[id(leaf)] + len(returned):
-                    outlived.append(partial(_storage_if_used, local_tensor(values_of(whole)).untyped_storage()))
-            if outlived:
-                earlier, since = _views.get(leaf, ((), version_of(local_tensor(leaf))))
-                _views[leaf] = [*earlier, *outlived], since
+            if views := views_of(whole):
+                views[:] = [view for view in views if view() is not None]
+                _views[leaf] = views, version_of(local_tensor(leaf))
         if saved is not None:
             saved.end()
         return _handed_out(found, leaves, wholes, {memory_id(local_tensor(one.whole)) for one in carried.values()})
@@ -283,30 +275,12 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
         return
     for leaf in leaves:
         views, version = _views.pop(leaf, ((), 0))
-        alive = [view for view in views if view() is not None]
-        if alive and version_of(local_tensor(leaf)) == version:
-            _views[leaf] = alive, version
-        elif alive:
+        if any(view() is not None for view in views) and version_of(local_tensor(leaf)) != version:
             raise TopologyError(
                 f"the forward of {name} keeps a view of its parameter of shape {tuple(leaf.shape)} from an earlier "
-                "call (weight.t(), weight.detach(), weight.data). It would not follow the parameter, whose whole is "
-                "gathered anew for each call: take it anew, too, or keep a copy (weight.detach().clone())."
+                "call (weight.detach(), weight.data). It would not follow the parameter, whose whole is gathered anew "
+                "for each call: take it anew, too, or keep a copy (weight.detach().clone())."
             )
-
-
-def _count_uses(whole: Tensor) -> int:
-    return storage_uses(local_tensor(values_of(whole)))
-
-
-def _is_over(value: Any, whole: Tensor) -> bool:
-    """Return whether a value is a tensor over the memory of a whole parameter."""
-    is_plain = isinstance(value, Tensor) and value.layout == torch.strided
-    return is_plain and memory_id(local_tensor(value)) == memory_id(local_tensor(values_of(whole)))
-
-
-def _storage_if_used(storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-    """Return the memory if there is a tensor over it, besides this object."""
-    return storage if storage_is_used(storage) else None
 
 
 def _gather_again(
@@ -380,11 +354,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 _compiled: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 _places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
-_Kept = Callable[[], object]
-_views: MutableMapping[ShardedTensor, tuple[Sequence[_Kept], int]] = WeakIdKeyDictionary()
-"""What forwards took of gathered parameters and was alive after them, with the version of the parameter then.
-
-A function returns the view, or the memory that it is over, for as long as it lives."""
+_views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
+"""What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""
 _Plans = list[tuple[list[int], GatherPlan]]
 _plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], list[torch.dtype], _Plans]] = WeakIdKeyDictionary()
 

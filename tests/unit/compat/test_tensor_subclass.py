@@ -23,7 +23,6 @@ from lightning_shardckpt.compat.tensor_subclass import (
     set_accumulation_hooks,
     set_gradient_hooks,
     shares_memory,
-    storage_is_used,
     storage_uses,
     version_of,
     with_hooks,
@@ -180,7 +179,3 @@ def test_views_are_counted_among_the_uses_of_memory() -> None:
     assert storage_uses(tensor) == before + 2
     kept.clear()
     assert storage_uses(tensor) == before
-    storage = tensor.untyped_storage()
-    assert storage_is_used(storage)
-    del tensor
-    assert not storage_is_used(storage)
