@@ -18,7 +18,7 @@ from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.process_group import backend_name, group_of_name
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 
-STILL_WAITING = "Operation timed out!"
+_STILL_WAITING = "Operation timed out!"
 """What torch says of a collective of gloo that goes on after a wait for it."""
 _LOOK_S = 2.0
 _beside: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # names, which keep no group alive
@@ -55,14 +55,19 @@ def wait_for(work: dist.Work | None) -> None:
         RankError: if one is.
     """
     assert work is not None  # this rank is in the group
-    while True:
-        try:
-            work.wait(timedelta(seconds=_LOOK_S))
-            return
-        except RuntimeError as error:
-            if STILL_WAITING not in str(error):
-                raise
+    while not ends_within(work, _LOOK_S):
         raise_if_lost()
+
+
+def ends_within(work: dist.Work, seconds: float) -> bool:
+    """Wait for a collective of gloo, and return whether it ended; it goes on if it did not."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if _STILL_WAITING not in str(error):
+            raise
+        return False
+    return True
 
 
 def gathered(numbers: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

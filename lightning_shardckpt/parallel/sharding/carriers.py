@@ -271,8 +271,6 @@ class Carrier:
     def begin_step(self) -> None:
         """Note how the leaves are when torch's streams wait for what was done to them."""
         self._at_step = self._state_of_leaves()
-        for leaf in self._leaves:
-            leaf.__dict__.pop(CARRIED, None)
 
     def free(self) -> None:
         """Free whole parameters, if there are some."""

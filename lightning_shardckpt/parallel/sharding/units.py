@@ -4,6 +4,8 @@ A *unit* is a module with the parameters of all modules inside it but those of u
 ``forward`` runs, these parameters are whole plain tensors, through autograd. Outside of it they are the sharded ones,
 which act as whole ones by themselves, parameter by parameter: so units only save time, whatever is called how.
 
+By default ``fully_shard`` gathers them, see `carriers`; what it does not take is gathered here.
+
 Where activations are kept for the backward, the whole parameters among them need not be: a unit that reshards keeps a
 note in their place, and gathers again when autograd asks for one. So does FSDP, between forward and backward.
 """

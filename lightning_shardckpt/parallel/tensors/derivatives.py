@@ -26,8 +26,8 @@ from lightning_shardckpt.parallel.tensors.sharded import (
 from lightning_shardckpt.parallel.tensors.values import whole
 
 CARRIED = "_shardckpt_carried"
-"""Attribute of a parameter that ``fully_shard`` gathered in this step: the name of the module. And of the node in
-autograd's graph that gave it to a forward: the ids of such parameters."""
+"""Attribute of a parameter that ``fully_shard`` has gathered: the name of its module. And of a node in autograd's graph
+that gave such parameters to a forward: their ids."""
 REMEDY = 'Use ShardedStrategy(fsdp_engine="exact")'
 
 

@@ -14,7 +14,6 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import FrameType
 
 import torch
@@ -26,7 +25,7 @@ from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.process_group import group_of_name
 from lightning_shardckpt.compat.torch_store import Store, default_store, own_view
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost
-from lightning_shardckpt.distributed.host_numbers import STILL_WAITING, host_group, new_gloo_group
+from lightning_shardckpt.distributed.host_numbers import ends_within, host_group, new_gloo_group
 from lightning_shardckpt.errors import RankError, TopologyError
 
 MARK_BYTES = 8
@@ -200,13 +199,7 @@ class Peers:
             work.wait()
             return
         begun = time.monotonic()
-        while True:
-            try:
-                work.wait(timedelta(seconds=_LOOK_S))
-                return
-            except RuntimeError as error:
-                if STILL_WAITING not in str(error):
-                    raise
+        while not ends_within(work, _LOOK_S):
             raise_if_lost()
             self._look_around(what, number)
             if number is not None and time.monotonic() - begun > self.timeout_s:
