@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_shardckpt.compat.lightning_loops import train_loaders
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import matching_fqns
 from lightning_shardckpt.parallel.pipeline.microbatch import samples_in
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
@@ -90,7 +90,7 @@ class DropoutBySample(Callback):
         """Look whether the step drew random numbers otherwise.
 
         Raises:
-            TopologyError: if it did.
+            UnsupportedCodeError: if it did.
         """
         if self._drawn is not None and self._drawn != rng_checksum():
             raise other_draws("the training step")
@@ -157,7 +157,7 @@ class DropoutBySample(Callback):
         """The places of this rank's samples in the epoch's order of all data-parallel ranks."""
         try:
             count = samples_in(batch)
-        except TopologyError as error:
+        except UnsupportedCodeError as error:
             raise MisconfigurationException(
                 f"DropoutBySample must know the samples of a batch, and the first dims of its tensors differ: {error}"
             ) from error

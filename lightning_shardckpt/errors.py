@@ -6,7 +6,8 @@
     ├── CorruptionError          (OSError)            the bytes are not the bytes that were saved
     ├── MismatchError            (RuntimeError)       checkpoint and model (or ranks) differ
     ├── StateError               (TypeError)          state that this format cannot hold
-    ├── TopologyError            (ValueError)         a mesh or a plan that does not fit
+    ├── TopologyError            (ValueError)         sizes, a mesh or a plan that do not fit
+    ├── UnsupportedCodeError     (ValueError)         user code that would train something else than on one process
     └── RankError                (RuntimeError)       another rank failed, or did not answer in time
 
 A message says what failed, where (path, FQN, rank), what was expected and found, and what to do.
@@ -38,7 +39,11 @@ class StateError(ShardCkptError, TypeError):
 
 
 class TopologyError(ShardCkptError, ValueError):
-    """A parallel topology or plan that fits neither the world nor the model."""
+    """Sizes, a mesh, a plan or options that don't fit the world or the model."""
+
+
+class UnsupportedCodeError(ShardCkptError, ValueError):
+    """A step, hook, layer, loader or optimizer that would compute something else here than on one process."""
 
 
 class RankError(ShardCkptError, RuntimeError):

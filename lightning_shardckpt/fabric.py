@@ -33,7 +33,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     optimizer_to_device,
     reduced,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -218,7 +218,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
                 passes at once.
 
         Raises:
-            TopologyError: for steps that can't be pipelined, on every rank; see "Pipelines" in the documentation.
+            UnsupportedCodeError: for steps that can't be pipelined, on every rank; see "Pipelines" in the docs.
         """
         if self.topology.pipeline == 1:
             return step(batch)
@@ -370,7 +370,7 @@ def _check_drawn_alike(digests: list[int]) -> None:
     """Raise if ranks initialised, after ``init_module``, with different random numbers."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"ranks {', '.join(map(str, others))} drew other random numbers than rank 0 for parameters that were built "
             "in init_module(empty_init=True) and initialised after it: call fabric.seed_everything(seed) before, or "
             "initialise inside init_module, where all ranks draw alike"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.optimizer_construction import changed_parameters
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
@@ -21,7 +21,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
     """Make an optimizer that was built before the module was sharded hold the parameters that the module has now.
 
     Raises:
-        TopologyError: if it holds a parameter that the module never had.
+        UnsupportedCodeError: if it holds a parameter that the module never had.
     """
     known = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
     live = set(known.values())
@@ -30,7 +30,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
             given = [p for p in group["params"] if not is_placeholder(p)]
         strangers = [p for p in given if p not in live and p not in known]
         if strangers:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"param group {index} of {type(optimizer).__name__} holds {len(strangers)} parameters that are not in "
                 f"the module (first shape: {tuple(strangers[0].shape)}). Build the optimizer from the module's "
                 "parameters: in configure_optimizers, from self.parameters()."

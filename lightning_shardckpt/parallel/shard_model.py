@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_shardckpt.compat.dynamo import compiled_from
 from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import (
@@ -120,13 +120,13 @@ class ShardedModule:
         """Return whether ``root`` has the parameters that were sharded; False if it was built anew since.
 
         Raises:
-            TopologyError: if it has some of them and others.
+            UnsupportedCodeError: if it has some of them and others.
         """
         reshard(self.root)
         mine = {*self.replaced.values(), *self.gradients.adopted}
         strangers = [name for name, parameter in own_parameters(root) if parameter not in mine]
         if strangers and is_parallel(root):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{type(root).__name__} got {len(strangers)} parameters after it was sharded, the first is "
                 f"{strangers[0]}. configure_model runs again for every stage: build each layer once, "
                 "`if self.net is None: self.net = ...`."
@@ -168,7 +168,7 @@ def shard(
         is_called: whether ``root`` itself will be called, and not only modules inside it.
 
     Raises:
-        TopologyError: if ``root`` cannot be sharded or pipelined so, saying what to change.
+        UnsupportedCodeError: if ``root`` cannot be sharded or pipelined so, saying what to change.
     """
     _refuse_lazy(root)
     replace_functions()
@@ -179,7 +179,7 @@ def shard(
     broadcast_weights(root, device)
     initialize_meta(root, values, loaded, restores)
     if meshes.topology.pipeline > 1 and is_parallel(root):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{type(root).__name__} shards itself in configure_model; ShardedStrategy must do that to pipeline it. "
             "Give a tensor_parallel_plan and fsdp_units instead."
         )
@@ -225,10 +225,10 @@ def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
 
 
 def _refuse_lazy(root: nn.Module) -> None:
-    """Raise a TopologyError for modules that get their parameters when they are called."""
+    """Raise a UnsupportedCodeError for modules that get their parameters when they are called."""
     lazy = [name for name, p in root.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{lazy[0]} has no shape yet: a lazy module gets its parameters in its first forward, but they are sharded "
             "and given to optimizers before that. Call the module once in __init__ or configure_model, or give it its "
             "sizes."

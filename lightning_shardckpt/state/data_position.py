@@ -31,7 +31,7 @@ from lightning_shardckpt.compat.distributed_sampler import (
     own_generator,
     wrapped_sampler,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.system.random_generators import get_rng_state, seeded, set_rng_state
 
 # ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
@@ -408,12 +408,12 @@ def refuse_batches_of_batches(loader: object) -> None:
     own sampler of batches (``batch_size=None``) enables it for one that it is given.
 
     Raises:
-        TopologyError: naming the class.
+        UnsupportedCodeError: naming the class.
     """
     if not isinstance(loader, DataLoader) or type(loader).__init__ is DataLoader.__init__:
         return
     if loader.batch_sampler is not None and isinstance(wrapped_sampler(loader.sampler), BatchSampler):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{type(loader).__name__}, whose sampler gives batches, puts each of them into a batch of "
             f"{loader.batch_size} since Lightning made it again with a DistributedSampler around that sampler. Pass "
             "Trainer(use_distributed_sampler=False), by which every rank trains on the same batches, or let the loader "

@@ -14,7 +14,7 @@ import torch
 
 from lightning_shardckpt.distributed.host_numbers import highest
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.strategy.replicated_values import Look, ReplicatedValues, refuse
@@ -47,7 +47,7 @@ class BatchAgreement:
             tuning: how long it may take until the others hear of it.
 
         Raises:
-            TopologyError: as in ``meet``.
+            UnsupportedCodeError: as in ``meet``.
         """
         self._batches += 1
         if self._skips > 0:
@@ -65,8 +65,8 @@ class BatchAgreement:
         Collective: every rank of the world must call it. One that doesn't come is named.
 
         Raises:
-            TopologyError: if ranks wrote different numbers into sharded tensors since they met last, or have other
-                values where they must have the same.
+            UnsupportedCodeError: if ranks wrote different numbers into sharded tensors since they last met, or have
+                other values where they must have the same.
             Exception: as `Ranks.step` does.
         """
         self._batches, self._met_s = 0, time.monotonic()
@@ -95,7 +95,7 @@ class BatchAgreement:
 def _judge(written: list[int], values: list[int], look: Look | None, meshes: Meshes) -> None:
     """Raise on every rank if the maxima of all ranks' votes say that they have drifted apart."""
     if written_numbers.differ(written):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
             "so their shards belong to different models now. Here the last was "
             f"{written_numbers.last_noted()}. Reduce "

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_shardckpt.compat.lightning_attributes import fabric_forward
 from lightning_shardckpt.compat.lightning_fabric import BackwardSyncControl
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.state.nested_dict import WRAPPED
@@ -37,7 +37,7 @@ class ShardedForward(nn.Module):
         sharded: ShardedModule = self.__dict__["sharded"]
         if sharded.pipeline is not None:
             if self._running() is not sharded:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{type(sharded.root).__name__} is a pipeline, of which this rank has a part: call it in a "
                     "function of the batch, by fabric.strategy.run_step(function, batch)"
                 )

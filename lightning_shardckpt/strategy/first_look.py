@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.lightning_trainer import upload_note
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import StateError, TopologyError
+from lightning_shardckpt.errors import StateError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.state.trainer import snapshot
@@ -108,7 +108,7 @@ def _call_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any], *, weights_only
     changed = [name for name, digest in before.items() if now.get(name) != digest]
     try:
         memory.restore()
-    except TopologyError as error:  # a large tensor, or one in a container
+    except UnsupportedCodeError as error:  # a large tensor, or one in a container
         changed.append(str(error).partition(",")[0])
     if changed:
         raise StateError(

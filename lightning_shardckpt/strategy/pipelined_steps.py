@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.distributed.host_numbers import Copied, on_device, wait_for_copies
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
@@ -79,10 +79,10 @@ class PipelinedSteps:
         """Make the gradients of the parameters, after the backward of the loss that `training_step` returned.
 
         Raises:
-            TopologyError: if the loss was scaled in another way than a schedule with early backward passes assumed.
+            UnsupportedCodeError: if the loss was scaled otherwise than a schedule with early backward passes assumed.
         """
         if len(self._received_scales) != 1:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"the loss of a pipelined training_step must go through exactly one backward, found "
                 f"{len(self._received_scales)}: call loss.backward() once in LightningModule.backward"
             )
@@ -94,7 +94,7 @@ class PipelinedSteps:
         wait_for_copies(self._device)
         rtol, scale = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copied.read()
         if not torch.allclose(scale.double(), self._assumed_scale.double(), rtol=rtol):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"the gradient of the loss is {scale.item():g}, but this pipeline_schedule has run its backward passes "
                 f'with {self._assumed_scale.item():g}: something scales the loss. Use pipeline_schedule="gpipe".'
             )

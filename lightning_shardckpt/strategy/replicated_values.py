@@ -22,7 +22,7 @@ from lightning_shardckpt.compat.module_slots import (
     parameter_slots,
 )
 from lightning_shardckpt.distributed.host_numbers import Copied, gathered
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.system.tensor_digest import bit_digest
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
@@ -96,13 +96,13 @@ def refuse(look: Look, group: dist.ProcessGroup) -> None:
     Collective: every rank of the world must call it, with its data-parallel group.
 
     Raises:
-        TopologyError: on every rank.
+        UnsupportedCodeError: on every rank.
     """
     own = torch.tensor([int(_digest([tensor], tensor.device)) for _, tensor in look.tensors])
     differs = (gathered(own, group) != own).any(0).tolist()
     wrong = [name for (name, _), bad in zip(look.tensors, differs, strict=True) if bad]
     names = wrong or [f"one of {', '.join(name for name, _ in look.tensors)}, on other ranks,"]
-    raise TopologyError(
+    raise UnsupportedCodeError(
         f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''} differs between the data-parallel ranks, which "
         "each compute it from their own batches: the model is not that of one process, and a checkpoint would have "
         "one rank's. Reduce what is computed from a batch (self.all_gather(x).mean(0), "

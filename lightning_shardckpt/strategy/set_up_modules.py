@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.state.model import WholeNames
@@ -44,10 +44,10 @@ class SetUpModules:
         """Make an optimizer that was built before hold the parameters that the modules have now.
 
         Raises:
-            TopologyError: if no module was set up yet, or it holds a parameter that is of none of them.
+            UnsupportedCodeError: if no module was set up yet, or it holds a parameter that is of none of them.
         """
         if not self._sharded:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{type(optimizer).__name__} is set up before any module: call fabric.setup(model, optimizer), or "
                 "fabric.setup_module(model) first"
             )
@@ -59,13 +59,13 @@ class SetUpModules:
         """Return the module that is meant, given what ``fabric.setup`` returned; without it, the only one.
 
         Raises:
-            TopologyError: if it was not set up, or there are several.
+            UnsupportedCodeError: if it was not set up, or there are several.
         """
         if module is None and len(self._sharded) == 1:
             return self._sharded[0]
         sharded = sharded_of(module)
         if sharded is None:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"run_step needs to know the module, of the {len(self._sharded)} that were set up: pass module=, what "
                 "fabric.setup returned"
             )

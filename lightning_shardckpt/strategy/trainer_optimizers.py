@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 
@@ -22,10 +22,10 @@ def adopt_optimizers(optimizers: Sequence[Optimizer], sharded: ShardedModule) ->
         sharded: the module.
 
     Raises:
-        TopologyError: for one that cannot step with the parameters of a stage, or holds those of another module.
+        UnsupportedCodeError: for one that cannot step with the parameters of a stage, or holds those of another module.
     """
     if sharded.pipeline is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
-        raise TopologyError("LBFGS looks at all parameters at once, which are on different stages of a pipeline")
+        raise UnsupportedCodeError("LBFGS looks at all parameters at once, which are on different stages of a pipeline")
     for optimizer in optimizers:
         rebind_optimizer(optimizer, sharded)
 

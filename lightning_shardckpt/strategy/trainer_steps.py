@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_loss
@@ -39,7 +39,7 @@ class TrainerSteps:
         sharded: how the module was sharded.
 
     Raises:
-        TopologyError: for a module that optimizes manually, in a pipeline.
+        UnsupportedCodeError: for a module that optimizes manually, in a pipeline.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TrainerSteps:
         if sharded.pipeline is None:
             return
         if not module.automatic_optimization:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{type(module).__name__} optimizes manually (automatic_optimization = False), which cannot be "
                 "pipelined: its step is not one forward and one backward. Use pipeline_parallel_size=1."
             )
@@ -103,7 +103,7 @@ class TrainerSteps:
         Collective: every rank of the world must call it.
 
         Raises:
-            TopologyError: if they differ.
+            UnsupportedCodeError: if they differ.
         """
         if self._checks_loss and self._meshes.topology.tensor > 1 and self._pipelined is None:
             check_loss(loss, self._meshes.tensor_group)

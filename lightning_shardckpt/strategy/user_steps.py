@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shardckpt.compat.pytree import tree_map
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory
@@ -87,11 +87,11 @@ class _Undo:
         """Compare what a run wrote into buffers with what those of other microbatches did.
 
         Raises:
-            TopologyError: where it follows from the microbatch, and so do the activations that it is used for.
+            UnsupportedCodeError: where it follows from the microbatch, and so do the activations that it is used for.
         """
         for (kind, name), value in written.items():
             if not _same(self._written.setdefault((kind, name), value), value):
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{name} of {kind} is a buffer that a step changes before the layers of a pipeline, where it sees "
                     "microbatches, not batches. Use pipeline_microbatches=1, or change it after the layers."
                 )
@@ -155,7 +155,7 @@ class LightningStep:
         self._key = next(iter(kwargs), None)
         self.batch = args[0] if args else kwargs[self._key] if self._key else None
         if isinstance(self.batch, Iterator):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{name} takes the iterator of its batches (dataloader_iter). All stages of a pipeline run the step, "
                 "so it must be given its batch: take (batch, batch_idx)."
             )
@@ -226,9 +226,9 @@ class LightningStep:
             if isinstance(value, Metric):
                 metric = next((n for n, m in self._module.named_modules() if m is value), None)
                 if metric is None:
-                    raise TopologyError(f"{self.name} logs a metric as {name!r} that is no attribute of the module")
+                    raise UnsupportedCodeError(f"{self.name} logs a metric as {name!r}, no attribute of the module")
                 if self._by_step(args, kwargs) and share < 1:
-                    raise TopologyError(
+                    raise UnsupportedCodeError(
                         f"{self.name} logs the metric object {metric!r} for each step, but with the losses of "
                         "microbatches it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
                         'pipeline_loss="batch".'
@@ -262,13 +262,13 @@ def loss_in(name: str, output: Any) -> Tensor | None:
     """Return the loss in what a step returned.
 
     Raises:
-        TopologyError: if that is none.
+        UnsupportedCodeError: if that is none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
         return None
     if not isinstance(loss, Tensor):
-        raise TopologyError(f"{name} must return a loss tensor, a dict with one as 'loss', or None, got {loss!r}")
+        raise UnsupportedCodeError(f"{name} must return a loss tensor, None or a dict with a loss, got {loss!r}")
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
@@ -276,7 +276,7 @@ def merged(name: str, outputs: list[tuple[Any, float]]) -> Any:
     """Return the result for the batch of those for microbatches: losses and other single numbers are averaged.
 
     Raises:
-        TopologyError: for values that cannot be joined.
+        UnsupportedCodeError: for values that cannot be joined.
     """
     if len(outputs) == 1:
         return outputs[0][0]
@@ -297,7 +297,7 @@ def _merged_value(name: str, key: Any, values: list[tuple[Any, float]]) -> Any:
         return [item for value in found for item in value]
     if all(not isinstance(value, Tensor) and value == found[0] for value in found):
         return found[0]
-    raise TopologyError(
+    raise UnsupportedCodeError(
         f"{name} returns {key!r} for each microbatch, and {found} cannot be made one value for the batch. "
         'Return tensors with a dim of samples or single floats, or use pipeline_loss="batch".'
     )
@@ -316,7 +316,7 @@ def _merged_log(calls: list[_Logged]) -> Any:
     elif name in ("sum", "max", "min"):
         merged = values.sum() if name == "sum" else getattr(values, f"a{name}")()
     else:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{calls[0].name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
             'mean, sum, max or min, or pipeline_loss="batch"'
         )
@@ -340,7 +340,7 @@ def sent(what: str, value: Any) -> Any:
     """Return a value as it is sent to other ranks, who make it what it was by `moved_to`.
 
     Raises:
-        TopologyError: if it depends on what other stages have.
+        UnsupportedCodeError: if it depends on what other stages have.
     """
     placeholder = first_placeholder(value)
     if placeholder is not None:

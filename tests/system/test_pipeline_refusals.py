@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from tests.support.pool import run_ranks
 from tests.support.tiny import full_state, trainer
 
@@ -884,7 +884,7 @@ class Case:
     module: type[pl.LightningModule]
     words: tuple[str, ...]
     strategy: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[str, ...] | None = ("TopologyError",)
+    kinds: tuple[str, ...] | None = ("UnsupportedCodeError",)
     run: str = "fit"
 
 
@@ -912,7 +912,7 @@ CASES = {
     "u-net": Case(UNet, ("layer layers.3 depends on", *UNKNOWN), {"pipeline_split": ["layers.2"]}),
     "head first": Case(HeadFirst, ("calls head after the layers", "pipeline_modules={'head': 'last'}")),
     "norm of the input last": Case(
-        InputNormLast, ("calls norm before the layers", "pipeline_modules={'norm': 'first'}"), kinds=("TopologyError",)
+        InputNormLast, ("calls norm before the layers", "pipeline_modules={'norm': 'first'}")
     ),
     "bias on the first stage": Case(
         BiasLast,
@@ -1200,7 +1200,7 @@ def fit_over_tensor_ranks() -> tuple[str, str]:
 @pytest.mark.slow
 def test_batches_that_differ_between_tensor_ranks_are_refused() -> None:
     for kind, message in run_ranks(4, fit_over_tensor_ranks, timeout_s=60):
-        assert kind == "TopologyError"
+        assert kind == "UnsupportedCodeError"
         assert "tensor-parallel group got different batches" in message
 
 
@@ -1211,7 +1211,7 @@ class OnePipelineData(Good):
 
 def fit_over_two_pipelines() -> str:
     run = run_of({"data_parallel_shard_size": 2})
-    with pytest.raises(TopologyError) as raised:
+    with pytest.raises(UnsupportedCodeError) as raised:
         run.fit(OnePipelineData())
     return str(raised.value)
 

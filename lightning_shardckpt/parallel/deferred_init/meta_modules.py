@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
 from lightning_shardckpt.compat.transformers import initialize, is_model, mark_initialized
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.sharding.references import REGISTRIES
@@ -66,7 +66,7 @@ def initialize_meta(
         restores: asked where methods leave something unfilled, whether a checkpoint will fill the whole state dict.
 
     Raises:
-        TopologyError: naming the tensors that no method fills.
+        UnsupportedCodeError: naming the tensors that no method fills.
     """
     places = list(_places(root, deferred, loaded))
     owners = {place.module for place in places if place.wanted}
@@ -90,7 +90,7 @@ def initialize_meta(
         problems = [(fqn, text) for fqn, text in problems if fqn not in state]
     if problems:
         listed = "\n  ".join([text for _, text in problems[:_LISTED]] + ["…"] * (len(problems) > _LISTED))
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{len(problems)} of the tensors that were built on the meta device have no first values:\n  {listed}\n"
             "Let reset_parameters() of their modules fill them as the constructors do, or build them without "
             "torch.device('meta'): ShardedStrategy(defer_init=True) defers configure_model by itself."

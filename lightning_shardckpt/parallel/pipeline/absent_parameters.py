@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     version_of,
     without_torch_function,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import gathered
 from lightning_shardckpt.parallel.pipeline.attribute_owners import is_installed
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
@@ -74,15 +74,15 @@ class AbsentParameters:
         """Check what was done to this rank's parameters since the step before.
 
         Raises:
-            TopologyError: for one that was given another stage's memory, of which torch tells nobody. In the backward,
-                for a hook that changes neither gradient nor parameter.
+            UnsupportedCodeError: for one that was given another stage's memory, which torch doesn't report; in the
+                backward, for a hook that changes neither gradient nor parameter.
         """
         for name, own, _ in self._places:
             if own is None:
                 continue
             part = local_tensor(own)
             if part.untyped_storage().nbytes() < part.numel() * part.itemsize and part.numel() > 1:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{name} was given the data of a parameter that only another pipeline stage has (by .data = …, or "
                     "torch.nn.utils.vector_to_parameters). Change each parameter by itself, or use "
                     "pipeline_parallel_size=1."
@@ -151,9 +151,9 @@ def guarded_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], 
     return _GradientHook(hook, f"an activation of shape {tuple(tensor.shape)}")
 
 
-def _watches(hook: Any, of: str) -> TopologyError:
+def _watches(hook: Any, of: str) -> UnsupportedCodeError:
     name = getattr(hook, "__qualname__", repr(hook))
-    return TopologyError(
+    return UnsupportedCodeError(
         f"{name}, a hook of {of}, changes nothing: what it notes down is known to one stage of "
         "the pipeline only, the one that has the tensor. A hook may return another gradient, or change it; read "
         "gradients in on_before_optimizer_step of a run with pipeline_parallel_size=1."

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_shardckpt.compat.pipelining import pickled, unpickled
 from lightning_shardckpt.distributed.host_numbers import wait_for
-from lightning_shardckpt.errors import RankError, TopologyError
+from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
 T = TypeVar("T")
@@ -33,10 +33,10 @@ def refused_once_interrupted(what: str, group: dist.ProcessGroup) -> Iterator[No
     The ranks are then at different places, and what they sent each other would be taken for that of their next step.
 
     Raises:
-        TopologyError: if something was interrupted before.
+        UnsupportedCodeError: if something was interrupted before.
     """
     if group in _interrupted:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{what} cannot run: an earlier step was interrupted, and messages between the pipeline stages of ranks "
             f"{dist.get_process_group_ranks(group)} may still be on their way. Start the processes again, from the "
             "last checkpoint"
@@ -56,7 +56,7 @@ def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup) -> T:
     Collective: every rank of ``group`` must call it, and ``work`` must end on each, whatever happens on others.
 
     Raises:
-        Exception: the rank's own error, or the first failing rank's: TopologyError if it was one, else RankError.
+        Exception: the rank's own error; of another rank, an UnsupportedCodeError if it was one, else a RankError.
     """
     return _met(what, work, lambda result: [], 0, group)[0]
 
@@ -125,13 +125,13 @@ def _met(
     if not any(every):
         return result[0], [row[1:] for row in table]
     first = next((rank for rank, one in enumerate(every) if one == _FAILED), None)
-    box = [f"{type(failure).__name__}: {failure}", isinstance(failure, TopologyError)]
+    box = [f"{type(failure).__name__}: {failure}", isinstance(failure, UnsupportedCodeError)]
     source = dist.get_global_rank(group, first or 0)
     dist.broadcast_object_list(box, source, group=group)
     if failure is not None and int(own[0]) == _FAILED:
         failure.add_note(f"(on rank {dist.get_rank()}, while {what})")
         raise failure
-    kind = TopologyError if box[1] else RankError
+    kind = UnsupportedCodeError if box[1] else RankError
     raise kind(f"rank {source} failed while {what}: {box[0]}") from failure
 
 
@@ -143,12 +143,12 @@ def packed(value: Any, group: dist.ProcessGroup) -> Packed:
     """``value`` to be sent. No communication.
 
     Raises:
-        TopologyError: if it cannot be pickled.
+        UnsupportedCodeError: if it cannot be pickled.
     """
     try:
         return pickled(value, group, torch.device("cpu"))
     except Exception as error:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             "what a step returns, logs and leaves in attributes is sent to the other pipeline stages, and this cannot "
             f"be pickled: {error}"
         ) from error

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 
 Path = tuple[Any, ...]
 """Where an object is: the number of a module, then names of attributes, keys and positions."""
@@ -146,8 +146,8 @@ class _Refused:
     def __getattr__(self, name: str) -> Any:
         raise self._error()
 
-    def _error(self) -> TopologyError:
-        return TopologyError(
+    def _error(self) -> UnsupportedCodeError:
+        return UnsupportedCodeError(
             f"{self._name}, an iterator or a file, is used before the last layer of a pipelined step. The stages run "
             "that part several times, and would get something else each time. Let the dataloader give it as a part of "
             "the batch (CombinedLoader), or use it in a hook, such as on_train_batch_start, or after the layers."

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_shardckpt.compat.module_class import child_slots, compiled_call, has_forward_hooks
 from lightning_shardckpt.distributed.host_numbers import host_group
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
@@ -177,7 +177,7 @@ def split_into_stages(
     """Decide on the stages of ``root``, which is still whole; None if there is but one.
 
     Raises:
-        TopologyError: if it cannot be pipelined so.
+        UnsupportedCodeError: if it cannot be pipelined so.
     """
     ranks = meshes.topology.pipeline
     if ranks == 1:
@@ -210,26 +210,26 @@ def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping
     for name, module in root.named_modules():
         clean = clean_fqn(name)
         if isinstance(module, torch.jit.ScriptModule):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{clean or 'the module'} was compiled by torch.jit: no pipeline stage can leave out a part of it, or "
                 "stand in for it. Use the original module, or torch.compile."
             )
         compiled = type(module).__name__ == "OptimizedModule" or (clean and compiled_call(module) is not None)
         if compiled and any(layer.startswith(f"{clean}.") or not clean for layer in plan.layers):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{clean or 'the module'} is compiled as a whole, with all layers of the pipeline inside. Compile the "
                 "layers instead."
             )
         config: Any = getattr(module, "config", None)
         if getattr(config, "output_router_logits", False):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{clean or type(module).__name__} collects the router logits of all layers for its loss "
                 "(config.output_router_logits), which are on different stages of a pipeline. Switch that off."
             )
     for layer in plan.layers:
         hooked = [name for name, module in parts[layer].named_modules() if has_forward_hooks(module)]
         if hooked:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{layer}{'.' * bool(hooked[0])}{hooked[0]} has a forward hook. In a pipeline layers run on "
                 "microbatches, and those of other stages not at all: what the hook sees would not be what it expects. "
                 "Remove it."

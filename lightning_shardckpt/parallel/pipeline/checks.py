@@ -23,7 +23,7 @@ from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
 from lightning_shardckpt.compat.pipelining import watched_collectives
 from lightning_shardckpt.compat.tensor_subclass import replaced_hooks, version_of, without_torch_function
 from lightning_shardckpt.distributed.host_numbers import Copied
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import guarded_hook
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
@@ -84,11 +84,11 @@ class StepChecks:
         """Check before anything runs.
 
         Raises:
-            TopologyError: for a module that was compiled since it was split into stages: its gate is gone.
+            UnsupportedCodeError: for a module that was compiled since it was split into stages: its gate is gone.
         """
         for name, module, call in self._calls:
             if compiled_call(module) is not call:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{name} was compiled after the module was split into pipeline stages, which replaces what runs it "
                     "on its stage. Compile the layers in __init__ or configure_model."
                 )
@@ -97,11 +97,11 @@ class StepChecks:
         """Check before the passes.
 
         Raises:
-            TopologyError: for hooks that see microbatches, and for batch norms.
+            UnsupportedCodeError: for hooks that see microbatches, and for batch norms.
         """
         self._check_hooks()
         if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
                 "norm, or pipeline_microbatches=1."
             )
@@ -110,12 +110,12 @@ class StepChecks:
         """Check when it is known whether the step draws random numbers before its layers.
 
         Raises:
-            TopologyError: if passes would draw different ones.
+            UnsupportedCodeError: if passes would draw different ones.
         """
         if state.draws and state.samples[0] is not None and state.samples[0].alone:
             raise other_draws(state.step.name)
         if state.draws and not state.whole_steps and len(state.batches) > 1:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
                 "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
                 'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
@@ -136,7 +136,7 @@ class StepChecks:
         if any_global_hook():
             hooked.append("every module (torch.nn.modules.module.register_module_forward_hook, …)")
         if hooked:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{hooked[0]} got a forward or backward hook. In a pipeline layers, and what comes before them, run on "
                 "microbatches, and those of other stages not at all: what the hook sees would not be what it expects. "
                 "Remove it."
@@ -151,11 +151,11 @@ class StepChecks:
         """Check after the passes.
 
         Raises:
-            TopologyError: for a buffer of a layer that training changes, such as an average of activations.
+            UnsupportedCodeError: for a buffer of a layer that training changes, such as an average of activations.
         """
         changed = [name for name, mark in self.buffer_marks().items() if before.get(name) != mark]
         if changed and state.step.train and len(state.batches) > 1:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{changed[0]} is a buffer that training changes in a layer or before the layers, where it sees "
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
             )
@@ -174,7 +174,7 @@ class StepChecks:
         """Check after forward passes what `notes` gave before.
 
         Raises:
-            TopologyError: for a parameter that the step puts elsewhere, for a gradient that it changes, and for notes
+            UnsupportedCodeError: for a parameter that the step puts elsewhere, a gradient that it changes, and notes
                 that follow from how often a module ran.
         """
         here = dict(own_parameters(self._root))
@@ -183,14 +183,14 @@ class StepChecks:
             raise _changes(state, [*others, *(here.keys() - dict(self._own))][0])
         for (name, _), (gradient, notes), (then, now) in zip(self._own, before, self.notes(), strict=True):
             if then is not gradient:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{state.step.name} changes the gradient of {name} (zero_grad, grad = …). In a pipeline only the "
                     "last stage runs a step to its end, and other stages would keep theirs. Do it in a hook, such as "
                     "on_before_zero_grad or on_train_batch_start."
                 )
             changed = [key for key, note in notes.items() if key in now and not _is_same_note(note, now[key])]
             if changed:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{state.step.name} changes the attribute {changed[0]} of {name}. In a pipeline, parts of a step "
                     "run once for each microbatch, and more often, and on one stage. Change it in a hook between "
                     "steps, such as on_train_batch_start."
@@ -215,7 +215,7 @@ class StepChecks:
         """Check what `compare_parameters` found.
 
         Raises:
-            TopologyError: for a parameter that the step itself changes.
+            UnsupportedCodeError: for a parameter that the step itself changes.
         """
         name = self.changed_parameter()
         if name:
@@ -234,8 +234,8 @@ class StepChecks:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)
 
 
-def _changes(state: StepState, name: str) -> TopologyError:
-    return TopologyError(
+def _changes(state: StepState, name: str) -> UnsupportedCodeError:
+    return UnsupportedCodeError(
         f"{state.step.name} changes {name}. In a pipeline, parts of a step run once for each microbatch, "
         "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
         "on_train_batch_start."
@@ -254,22 +254,22 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
     """Check the call of a layer that computes.
 
     Raises:
-        TopologyError: if it comes from a reentrant ``torch.utils.checkpoint``, or another function of autograd, which
-            runs it without gradients.
+        UnsupportedCodeError: if it comes from a reentrant ``torch.utils.checkpoint``, or another autograd function,
+            which runs it without gradients.
     """
     if torch.is_grad_enabled():
         return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"layer {layer} is called in torch.utils.checkpoint with use_reentrant=True, which hides from "
                 "the pipeline what gradients depend on. Use use_reentrant=False, or "
                 "ShardedStrategy(activation_checkpointing=True)."
             )
         first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
         if isinstance(first, FunctionCtx):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"layer {layer} is called in {type(first).__name__.removesuffix('Backward')}, a "
                 "torch.autograd.Function, which hides from the pipeline what gradients depend on. Call layers outside "
                 "of it, or use pipeline_parallel_size=1."
@@ -286,7 +286,7 @@ def guarded_step() -> Iterator[None]:
     except RuntimeError as error:
         if _UNUSED not in str(error):
             raise
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{error} In a pipelined step, torch.autograd.grad finds no way through the layers of other stages, nor to "
             "parameters: gradients with respect to them are known when all stages have run their backward. Use "
             "pipeline_parallel_size=1."
@@ -307,7 +307,7 @@ def without_world_collectives() -> AbstractContextManager[None]:
 
 
 def _refuse_retaining(tensor: Tensor) -> None:
-    raise TopologyError(
+    raise UnsupportedCodeError(
         f"a pipelined step calls retain_grad of a tensor of shape {tuple(tensor.shape)}, whose gradient one stage of "
         "the pipeline will have, and for microbatches. Use pipeline_parallel_size=1 to look at it."
     )
@@ -315,7 +315,7 @@ def _refuse_retaining(tensor: Tensor) -> None:
 
 def _refuse_world(name: str, group: dist.ProcessGroup | None) -> None:
     if group is None or group is dist.group.WORLD:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"torch.distributed.{name} over all processes was called inside a pipelined step. The stages run "
             "different parts of the step, so not all of them would come here. Use self.all_gather, which covers "
             "the data-parallel ranks of one stage, log with sync_dist=True, or communicate in a hook outside of "

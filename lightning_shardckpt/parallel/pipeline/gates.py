@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.module_class import intercept_calls
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
@@ -110,7 +110,7 @@ class Gates:
         finally:
             self.running = None
         if run.next < len(self.layers):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"the step returned after {run.next} of the {len(self.layers)} layers of its pipeline, before "
                 f"{self.layers[run.next]}. A pipelined step must call every layer once."
             )
@@ -160,14 +160,14 @@ class Stub:
         try:
             with torch.no_grad(), derived_rng(self._fqn):  # it draws when it meets new shapes only
                 out = self._copy.forward(*args, **kwargs)
-        except TopologyError:
+        except UnsupportedCodeError:
             like = next((leaf for leaf in leaves if isinstance(leaf, Placeholder)), None)
             if like is None:
                 raise
             # Its shapes depend on values (experts do): a layer returns what it got, or the entry finds the difference.
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{self._fqn} adds to a list or dict that it gets. Other stages of the pipeline don't see that: return "
                 "what is needed."
             )
@@ -200,7 +200,7 @@ class Gate:
         run = self._gates.running
         if run is None:
             if not self._owned:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{self._fqn} is on another pipeline stage and was called outside of a training, validation, test "
                     "or predict step, or by torch.utils.checkpoint around layers of several stages. To run the module "
                     "at other times, or for generate(), load its checkpoint with pipeline_parallel_size=1. (The "
@@ -271,7 +271,7 @@ class Gate:
             what = f"layer {self._fqn} was called a second time"
         else:
             what = f"layer {self._fqn} was called before {layers[run.next]}"
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{what}. A pipelined step calls each layer once, in the order {layers[0]} … {layers[-1]}: two passes over "
             "the layers (as generate() makes for each token), skipped layers or another order can't be pipelined. Use "
             "pipeline_parallel_size=1, or name the layers in their order with pipeline_layers."
@@ -289,12 +289,12 @@ class Gate:
         if unknown is not None:
             raise leaked(f"argument {unknown} of layer {self._fqn}", leaves[unknown])
         if len(found) != len(run.incoming):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"the arguments of layer {self._fqn} (flattened) that come from the stage before are at positions "
                 f"{sorted(run.incoming)} there, but at {sorted(found)} here: the step runs differently on the stages"
             )
         if run.random and run.random != (rng_checksum(),):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"before layer {self._fqn}, the step has drawn other random numbers than on the stage before it: "
                 "functions such as torch.nn.functional.dropout draw only where there is a value. Use modules such as "
                 "torch.nn.Dropout, or draw before anything that a module computes."
@@ -303,7 +303,7 @@ class Gate:
             value, requires_grad = run.incoming[position]
             leaf = leaves[position]
             if leaf.shape != value.shape:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"argument {position} of layer {self._fqn} has shape {tuple(value.shape)} on the stage before, "
                     f"but {tuple(leaf.shape)} was expected here: the stages got different batches, or shapes depend on "
                     "values"
@@ -314,7 +314,7 @@ class Gate:
         if isinstance(leaf, Placeholder):
             raise leaked(f"an argument or result of layer {self._fqn}", leaf)
         if isinstance(leaf, DTensor):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"an argument or result of layer {self._fqn} is a DTensor ({leaf.placements}); only plain tensors "
                 "cross stages. Let the tensor-parallel plan return local or gathered tensors at the ends of layers."
             )
@@ -345,8 +345,8 @@ def _is_plain_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | DTensor)
 
 
-def _misplaced(names: Sequence[str], place: Where, called: str, needed: Where) -> TopologyError:
-    return TopologyError(
+def _misplaced(names: Sequence[str], place: Where, called: str, needed: Where) -> UnsupportedCodeError:
+    return UnsupportedCodeError(
         f"the step calls {', '.join(names)} {called} the layers of the pipeline, and uses the result, but the {place} "
         f"stage has it. Modules registered before the layers are on the first stage, those after them on the last; "
         f"say it where that is not the order of calls: pipeline_modules={dict.fromkeys(names, needed)}"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
 from lightning_shardckpt.system.random_generators import kept_rng
 
@@ -56,7 +56,7 @@ class JointUpdates:
             device: where the ranks meet.
 
         Raises:
-            TopologyError: on every rank.
+            UnsupportedCodeError: on every rank.
         """
         if type(optimizer).__module__.startswith("torch.optim."):
             return
@@ -68,7 +68,7 @@ class JointUpdates:
         votes = torch.tensor(int(joins), device=device)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{type(optimizer).__name__} does something else to a parameter if others are missing: it joins them, "
                 "by a norm or a step size of all, or draws random numbers. In a pipeline each stage updates its own "
                 "parameters. Use an optimizer that updates each one by itself (for clipping, gradient_clip_val), or "

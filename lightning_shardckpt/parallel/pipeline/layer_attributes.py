@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.tensor_subclass import version_of
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.attribute_owners import INTERNAL, MOST_ITEMS
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
@@ -52,7 +52,7 @@ class LayerAttributes:
         """Surround the forward of a stage on a microbatch.
 
         Raises:
-            TopologyError: for an attribute that is made of what an earlier microbatch left.
+            UnsupportedCodeError: for an attribute that is made of what an earlier microbatch left.
         """
         before = self._before.get(stage)
         if before is None:
@@ -140,8 +140,8 @@ class _Attributes:
         elif name not in varying and not (isinstance(old, Tensor) and torch.equal(old.detach(), value.detach())):
             varying.add(name)
 
-    def _refused(self, key: str) -> TopologyError:
-        return TopologyError(
+    def _refused(self, key: str) -> UnsupportedCodeError:
+        return UnsupportedCodeError(
             f"{self._name}.{key} is an attribute that changes with every call of its module, which sees microbatches, "
             "not batches. Count in a hook, such as on_train_batch_start, or use pipeline_microbatches=1."
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, leaked
 
@@ -24,11 +24,11 @@ def samples_in(batch: Any) -> int:
     """The number of samples: the first dim of the tensors of ``batch``; 1 if there is none to split.
 
     Raises:
-        TopologyError: if the tensors disagree.
+        UnsupportedCodeError: if the tensors disagree.
     """
     sizes = {name: t.shape[0] for name, t in _tensors(batch, "batch") if t.ndim and t.shape[0] != 1}
     if len(set(sizes.values())) > 1:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"cannot split this batch into microbatches: the first dims of its tensors differ: {sizes}. Put the "
             "samples first in every tensor, or use pipeline_microbatches=1."
         )
@@ -42,7 +42,7 @@ def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
     so are lists of strings or numbers with one entry per sample.
 
     Raises:
-        TopologyError: for something that cannot be split.
+        UnsupportedCodeError: for something that cannot be split.
     """
     if count == 1:
         return [batch], [1]
@@ -56,7 +56,7 @@ def whole_and_halves(batch: T, count: int) -> list[T]:
     """As many samples as are in one of ``count`` microbatches, but at least 2, and their two halves.
 
     Raises:
-        TopologyError: as ``split_batch``.
+        UnsupportedCodeError: as ``split_batch``.
     """
     samples = samples_in(batch)
     most = min(samples, max(2, samples // count))
@@ -98,7 +98,7 @@ def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
             for f in dataclasses.fields(value)
         }
         return _with_fields(value, changes)
-    raise TopologyError(
+    raise UnsupportedCodeError(
         f"cannot split this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold tensors, "
         "numbers, strings, dicts, lists, tuples and dataclasses; for others use pipeline_microbatches=1."
     )
@@ -117,7 +117,7 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
     try:
         return type(original)(items)
     except TypeError as error:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"cannot split this batch into microbatches: {type(original).__name__} cannot be made from a dict "
             f"({error}). Collate into a dict, or use pipeline_microbatches=1."
         ) from error
@@ -166,13 +166,13 @@ def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> JoinedTens
     """Join what microbatches gave to what the whole batch would have given, of the known ``shape``.
 
     Raises:
-        TopologyError: if no dim adds up to that shape.
+        UnsupportedCodeError: if no dim adds up to that shape.
     """
     if len(parts) == 1:
         return JoinedTensor(tuple(parts), parts[0].detach(), None)
     dim = joined_dim([tuple(part.shape) for part in parts], tuple(shape))
     if dim is None:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{what} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
             f"{tuple(shape)}. The samples must keep a dim of their own through the layers, and other dims must not "
             'depend on values; use pipeline_loss="microbatch" or pipeline_microbatches=1.'
@@ -211,7 +211,7 @@ class Results:
             Its results, given those of its weightless copy.
 
         Raises:
-            TopologyError: for a layer whose results depend on values.
+            UnsupportedCodeError: for a layer whose results depend on values.
         """
         for outputs, carry in zip(self._all, self._carries, strict=True):
             missing = next((position for position in unknown if position not in carry), None)
@@ -225,7 +225,7 @@ class Results:
         count = len(placeholders) + len(places)
         counts = [len(outputs) for outputs in self._outputs]
         if any(found != count for found in counts):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"the last layer {self._layer} takes and returns {counts} tensors on microbatches, {count} on the "
                 "whole batch: its results depend on values"
             )
@@ -251,7 +251,7 @@ class Results:
     def _enter_input(self, number: int, like: Placeholder) -> tuple[JoinedTensor, GraphEntry | None] | None:
         try:
             joined = join([outputs[number] for outputs in self._outputs], like.shape, "")
-        except TopologyError:
+        except UnsupportedCodeError:
             return None  # not one per sample; it stays unknown, which is an error only if the step uses it
         return joined, like.become(joined.whole, requires_grad=joined.requires_grad)
 

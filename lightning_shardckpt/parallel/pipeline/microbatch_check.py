@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.compat.dynamo import not_compiled
 from lightning_shardckpt.compat.module_class import withholds_state
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import joined_dim, whole_and_halves
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
@@ -134,9 +134,9 @@ class MicrobatchCheck:
         drew, tolerances, differences = zip(*every, strict=True)
         return not any(drew) and max(differences) > max(tolerances)
 
-    def error(self, state: StepState, layer: str) -> TopologyError:
+    def error(self, state: StepState, layer: str) -> UnsupportedCodeError:
         """The error for layers that compute something else of parts."""
-        return TopologyError(
+        return UnsupportedCodeError(
             f"the layers of {state.step.name} compute something else of parts of a batch than of the whole: what comes "
             f"out of {layer} differs. A pipeline passes microbatches through the layers. So the first dim of the "
             "batch's tensors must be the samples (not time, nor may a batch be a list of samples); the step must keep "

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.schedule import Direction, Receive, Schedule
 
 _WORDS = 256  # int64 numbers
@@ -247,7 +247,7 @@ def _numbers(message: Message | None, tensors: Sequence[Tensor]) -> list[int]:
     for tensor, (position, (_, flag)) in zip(tensors, message.tensors.items(), strict=True):
         numbers += [position, int(flag), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     if len(numbers) > _WORDS or len(tensors) >= _TAGS:
-        raise TopologyError(f"{len(tensors)} tensors cross a pipeline stage at once, which is too many")
+        raise UnsupportedCodeError(f"{len(tensors)} tensors cross a pipeline stage at once, which is too many")
     return numbers
 
 

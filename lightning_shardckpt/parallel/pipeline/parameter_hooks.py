@@ -22,7 +22,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     set_gradient_hooks,
     with_hooks,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.replicated_gradients import count_hooks
 
 
@@ -59,7 +59,7 @@ class ParameterHooks:
         """Inside, backward passes run no hooks of plain parameters.
 
         Raises:
-            TopologyError: for a hook that was registered meanwhile, which has missed a part of the gradient.
+            UnsupportedCodeError: for a hook that was registered meanwhile, which has missed a part of the gradient.
         """
         hooked = self._plain_hooked()
         hooks = [(gradient_hooks(p) or OrderedDict(), accumulation_hooks(p) or OrderedDict()) for p in hooked]
@@ -70,7 +70,7 @@ class ParameterHooks:
         try:
             yield
             if self._counts() != registered:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     "a backward pass of a pipelined step, or a step whose backward passes run between its forward "
                     "passes, registers a hook on a parameter, which misses a part of the gradient. Register it in "
                     '__init__, configure_model or on_fit_start, or use pipeline_schedule="gpipe".'
@@ -100,11 +100,11 @@ class ParameterHooks:
         """Call after a run of a part of the step that others repeat.
 
         Raises:
-            TopologyError: if it has registered a hook, naming the parameter.
+            UnsupportedCodeError: if it has registered a hook, naming the parameter.
         """
         more = [name for name, count in self._counts().items() if count > self._known.get(name, 0)]
         if more:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"a step registers a hook on {more[0]}. In a pipeline, parts of a step run once for each microbatch, "
                 "and more often, so it would be registered as often. Register it in __init__, configure_model or "
                 "on_fit_start, or in the first forward of a layer alone."

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.distributed.host_numbers import Copied, host_group, wait_for_copies
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
 from lightning_shardckpt.parallel.pipeline.agree import (
     Packed,
@@ -168,7 +168,7 @@ class Pipeline:
         """
         state, self._state = self._state, None
         if state is None:
-            raise TopologyError("there is no pipelined training step to go back through: one backward for each step")
+            raise UnsupportedCodeError("no pipelined training step is left to go back through: call backward once")
         with refused_once_interrupted(f"the backward of {state.step.name}", self._group):
             self._backward(state, scale)
 
@@ -255,8 +255,8 @@ class Pipeline:
         hooks = ParameterHooks(dict(own))
         return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks, batch_digest=digest[0])
 
-    def _other_batches(self, step: UserStep, marks: Sequence[Any]) -> TopologyError:
-        return TopologyError(
+    def _other_batches(self, step: UserStep, marks: Sequence[Any]) -> UnsupportedCodeError:
+        return UnsupportedCodeError(
             f"the ranks of a pipeline got different batches for {step.name}. Those of "
             f"{dist.get_process_group_ranks(self._group)} have these microbatches or checksums: {marks}. Every rank of "
             "a pipeline must load the same samples: use strategy.distributed_sampler_kwargs (Lightning does for "
@@ -264,7 +264,7 @@ class Pipeline:
         )
 
     def _check_microbatches(self, state: StepState, failure: Exception | None) -> None:
-        """Raise a TopologyError, on all ranks, if layers compute something else of parts of a batch."""
+        """Raise a UnsupportedCodeError, on all ranks, if layers compute something else of parts of a batch."""
 
         attributes = self._checks.attributes(SIZES, self._device, tried=True) if state.step.train else None
 

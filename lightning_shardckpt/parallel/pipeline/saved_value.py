@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_shardckpt.compat.tensor_subclass import version_of
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 
@@ -77,7 +77,7 @@ class SavedValue:
             name: of the attribute, for errors.
 
         Raises:
-            TopologyError: for a tensor that was changed in place and not copied.
+            UnsupportedCodeError: for a tensor that was changed in place and not copied.
         """
         value = self.value
         if isinstance(value, GENERATORS):
@@ -86,7 +86,7 @@ class SavedValue:
             value.become(self.copy.clone(), requires_grad=False)
         elif isinstance(value, Tensor) and self.inside is not None and version_of(value) != self.inside:
             if self.copy is None:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{name}, or a tensor inside of it, is changed in place before the layers of a pipelined step. "
                     "Stages run that part several times, and cannot undo it: replace the tensor, or change it after "
                     "the layers."

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.module_slots import buffer_slots
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.attribute_owners import (
     INTERNAL,
     MOST_ITEMS,
@@ -212,7 +212,7 @@ class Memory:
 def _check_known(module: Any, name: str, value: Any) -> None:
     placeholder = first_placeholder(value)
     if placeholder is not None:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{name} of {type(module).__name__} is to remember {placeholder.origin}, which the last pipeline stage "
             "doesn't have. Set it after the layers, or from what comes out of them."
         )

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
@@ -115,8 +115,8 @@ class StageState(defaultdict[Tensor, Any]):
         if _IN_USER_CODE.get():
             raise self._refused("all of it")
 
-    def _refused(self, what: str) -> TopologyError:
-        return TopologyError(
+    def _refused(self, what: str) -> UnsupportedCodeError:
+        return UnsupportedCodeError(
             f"a hook reads the state of an optimizer, {what}; this pipeline stage has the state of its own parameters "
             "alone. Use pipeline_parallel_size=1, or read the optimizer's state from a checkpoint, with "
             "lightning_shardckpt.open."

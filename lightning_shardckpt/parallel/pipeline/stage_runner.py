@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import copied
 from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
@@ -133,7 +133,7 @@ class StageRunner:
         if whole:
             loss = state.step.loss(run.returned)
             if loss is None:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f'{state.step.name} returned no loss for a microbatch; use pipeline_loss="batch" to skip a batch'
                 )
             state.outputs.append((run.returned, share))

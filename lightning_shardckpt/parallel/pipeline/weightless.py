@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_shardckpt.compat.module_class import clear_hooks, unregister_tensors, withhold_state
 from lightning_shardckpt.compat.module_slots import parameter_slots
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
@@ -30,7 +30,7 @@ def weightless_copy(module: nn.Module, fqn: str, device: torch.device, known: di
             that modules share is one in their copies, too.
 
     Raises:
-        TopologyError: if it cannot be copied.
+        UnsupportedCodeError: if it cannot be copied.
     """
     memo: dict[int, Any] = {}
     for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
@@ -39,7 +39,7 @@ def weightless_copy(module: nn.Module, fqn: str, device: torch.device, known: di
     try:
         found = copy.deepcopy(module, memo)
     except Exception as error:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{fqn} ({type(module).__name__}) is on another pipeline stage for some ranks, and cannot be copied "
             f"without its weights: {type(error).__name__}: {error}"
         ) from error
@@ -63,7 +63,7 @@ def register_placeholders(weightless: nn.Module, here: Container[int]) -> None:
 
 def _strip(module: nn.Module, fqn: str) -> None:
     def asked() -> None:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"the state_dict of {fqn} is asked for, which only another pipeline stage has. Read it from a saved "
             "checkpoint, or use pipeline_parallel_size=1."
         )

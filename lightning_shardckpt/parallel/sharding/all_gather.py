@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.distributed.host_numbers import gathered
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched
 
 _NDIM = 7  # of the most dims that are compared
@@ -68,12 +68,12 @@ def _check_alike(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Refuse tensors of other sizes on other ranks, of which collectives make anything or never end.
 
     Raises:
-        TopologyError: on every rank.
+        UnsupportedCodeError: on every rank.
     """
     own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)])
     shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in gathered(own, group).tolist()]
     if any(shape != shapes[0] for shape in shapes):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, dict.fromkeys(shapes)))}. "
             "Samples that do not fill the last step of an epoch are divided unevenly: set drop_last=True in the "
             "DataLoader, or gather what has the same shape on all ranks"

@@ -45,7 +45,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     with_hooks,
     without_torch_function,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
 from lightning_shardckpt.parallel.sharding.marked_collectives import MarkedGather, MarkedReduction
 from lightning_shardckpt.parallel.sharding.regather import saves_elsewhere
@@ -486,7 +486,7 @@ class Carrier:
 
     def _refuse(self, what: str) -> None:
         where = f"the module {self._name}" if self._name else "the module"
-        raise TopologyError(f"{where} {what}, which fully_shard cannot follow. {REMEDY}")
+        raise UnsupportedCodeError(f"{where} {what}, which fully_shard cannot follow. {REMEDY}")
 
 
 def _give_memory(wholes: Sequence[Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.distributed.host_numbers import Copied, any_rank, gathered
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
 
@@ -38,13 +38,13 @@ def check_batch(batch: Any, group: dist.ProcessGroup) -> None:
     Collective: every rank of the world must call it.
 
     Raises:
-        TopologyError: on every rank, if the batches of any group differ.
+        UnsupportedCodeError: on every rank, if the batches of any group differ.
     """
     tensors = [item for item in _contents(batch) if isinstance(item, Tensor)]
     own = torch.tensor([fingerprint(tensors)])
     if any_rank(bool((gathered(own, group) != own).any())):
         ranks = dist.get_process_group_ranks(group)
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
             f"{ranks}. Every rank of a group must load the same samples: use strategy.distributed_sampler_kwargs "
             "(Lightning does for samplers that it adds), and seed random augmentations by the data-parallel rank."
@@ -58,12 +58,12 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     Collective: every rank of the world must call it.
 
     Raises:
-        TopologyError: on every rank, if it differs in any group by more than rounding.
+        UnsupportedCodeError: on every rank, if it differs in any group by more than rounding.
     """
     every = gathered(loss.detach().double().sum(), group)
     spread = _SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
     if any_rank(bool(every.amax() - every.amin() > spread * every.abs().amax())):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"the ranks of a tensor-parallel group have different losses, here {every.tolist()}: the step "
             "uses an activation of which each rank has a part, between a column-wise and a row-wise layer. Give the "
             'column-wise one the style "colwise_gather_output", or use what comes after the row-wise one.'
@@ -100,7 +100,7 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup) -> None:
     Collective: every rank of the world must call it.
 
     Raises:
-        TopologyError: on every rank, if those of any group differ by more than rounding.
+        UnsupportedCodeError: on every rank, if those of any group differ by more than rounding.
     """
     trained = [(name, p, p.grad) for name, p in own_parameters(root) if p.grad is not None]
     kept = [(name, local_tensor(gradient)) for name, p, gradient in trained if not _is_sharded(p, group)]
@@ -111,7 +111,7 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup) -> None:
         differs = spread > _GRADIENT_SPREAD * every[..., 0].amax(0)
         wrong = [name for (name, _), bad in zip(kept, differs.tolist(), strict=True) if bad]
     if any_rank(bool(wrong)):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{len(wrong)} replicated parameters have different gradients on the ranks of a tensor-parallel group: "
             f"{', '.join(wrong[:5])}{', …' if len(wrong) > 5 else ''}. The modules that own them see only a part of "
             'the heads or columns: give them the style "replicated_with_grad_allreduce" in tensor_parallel_plan.'

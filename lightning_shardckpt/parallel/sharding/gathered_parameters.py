@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.autograd import in_backward
 from lightning_shardckpt.compat.tensor_subclass import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.sharded import ANSWER_FIRST, Function, mapped
@@ -55,7 +55,7 @@ class _StandsForLeaf:
         if value == leaf_of(self).requires_grad:
             return
         if value:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"a forward thaws its own parameter of shape {tuple(leaf_of(self).shape)}, which was gathered without "
                 "a gradient for this forward. Set requires_grad before the module is called."
             )
@@ -162,7 +162,7 @@ class _Outlives(_StandsForLeaf):
         leaf_of(self).requires_grad = value
 
     def __hash__(self) -> int:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"a parameter of shape {tuple(leaf_of(self).shape)}, which a forward kept or returned in an object, is a "
             "key, in a set or in an optimizer: there it is another tensor than the module's. Take it from the module "
             "(module.weight)."

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
@@ -85,7 +85,7 @@ class GradientSync:
             return
         new = [p for p in parameters if p not in self.adopted and not is_reduced(p)]
         if new and self._stages > 1:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{type(self._root).__name__} got {len(new)} parameters after it was split into pipeline stages, the "
                 f"first of shape {tuple(new[0].shape)}. Build them in __init__, setup or configure_model."
             )

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_shardckpt.compat.autograd import in_backward
 from lightning_shardckpt.compat.module_class import mix_in, mix_out
 from lightning_shardckpt.distributed.host_numbers import gathered
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, running_samples
 from lightning_shardckpt.system.tensor_digest import bit_digest
 
@@ -167,13 +167,13 @@ def _call_number(samples: SampleNumbers, fqn: str) -> int:
     """Count the calls for these samples. One in a backward pass is by activation checkpointing: it repeats the first.
 
     Raises:
-        TopologyError: if it may repeat another one.
+        UnsupportedCodeError: if it may repeat another one.
     """
     if not in_backward():
         samples.calls[fqn] += 1
         return samples.calls[fqn]
     if samples.calls[fqn] > 1:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"dropout {fqn} was called {samples.calls[fqn]} times for a sample, and activation checkpointing calls it "
             "again in the backward pass: it can't be known which call that repeats. Use a module of its own for each "
             "call, or no activation checkpointing."
@@ -185,7 +185,7 @@ def _dropped(module: Any, x: Tensor, part: DimPart | None, samples: SampleNumber
     settings = _settings(module)
     dim = settings.samples_dim
     if x.ndim <= dim or x.shape[dim] != len(samples.numbers):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"dropout {settings.fqn} got a tensor of shape {tuple(x.shape)}, and dim {dim} was to have the "
             f"{len(samples.numbers)} samples of the batch. Say which dim has them: DropoutBySample(samples_dim="
             f"{{{settings.fqn!r}: …}}); a dim that joins samples with something else can't be used."
@@ -208,7 +208,7 @@ def _dropped(module: Any, x: Tensor, part: DimPart | None, samples: SampleNumber
 
 def _dim_of_row(dim: int, samples_dim: int, settings: DropoutSettings) -> int:
     if dim == samples_dim:
-        raise TopologyError(f"dropout {settings.fqn}: samples can't be sharded over the tensor axis")
+        raise UnsupportedCodeError(f"dropout {settings.fqn}: samples can't be sharded over the tensor axis")
     return dim if dim < samples_dim else dim - 1
 
 
@@ -216,11 +216,11 @@ def _check_replicated(x: Tensor, settings: DropoutSettings) -> None:
     """Compare an activation between tensor-parallel ranks. Collective: all of them must call it.
 
     Raises:
-        TopologyError: on all of them, if they have different ones.
+        UnsupportedCodeError: on all of them, if they have different ones.
     """
     mine = torch.tensor([int(bit_digest(x)), x.numel()])
     if bool((gathered(mine, settings.tensor_group) != mine).any()):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"dropout {settings.fqn} gets another tensor on each tensor-parallel rank: a part of an activation. Say "
             f"of which dim in tensor_parallel_plan: {{{settings.fqn!r}: ShardedDropout(dim=-1)}}"
         )
@@ -278,7 +278,7 @@ def _local_part(x: DTensor, fqn: str) -> tuple[Tensor, DimPart | None]:
     """What this rank has of a tensor of which the ranks know that it is sharded, as with SequenceParallel."""
     shards = [(axis, p.dim % x.ndim) for axis, p in enumerate(x.placements) if isinstance(p, Shard)]
     if len(shards) > 1 or any(p.is_partial() for p in x.placements):
-        raise TopologyError(f"dropout {fqn} got a DTensor with placements {x.placements}; one dim may be sharded")
+        raise UnsupportedCodeError(f"dropout {fqn} got a DTensor with {x.placements}; at most one dim may be sharded")
     local = x.to_local()
     if not shards:
         return local, None

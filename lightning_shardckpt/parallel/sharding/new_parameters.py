@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.dynamo import set_frame_callback
 from lightning_shardckpt.compat.module_slots import parameter_slots
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import where_is
 
@@ -64,7 +64,7 @@ def _refuse_whole(module: nn.Module, name: str) -> None:
     """Raise where a whole parameter is to take the place of one that tensor parallelism shards."""
     present: Any = parameter_slots(module).get(name)
     if isinstance(present, ShardedTensor) and where_is(present).model_mesh is not None:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{name} of {type(module).__name__}, which tensor_parallel_plan shards, was assigned a whole parameter. "
             "Copy the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or "
             "leave the module out of the plan."

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shardckpt.compat.module_class import argument_hooks, keep_hooks, result_hooks, without_global_hooks
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.distributed.host_numbers import any_rank
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import whole
@@ -92,7 +92,7 @@ def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Mod
     """Forward pre-hook of a module that is sharded: refuse hooks of the user's that get a part of an activation."""
     others = (result_hooks(module) if makes else argument_hooks(module)) - of_plan
     if (makes and others) or len(others) > 1:  # this one is among those that get arguments
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"a hook on {fqn}, which tensor_parallel_plan shards, would get the part of its "
             f"{'output' if makes else 'input'} that this rank has. Register it on the module around, or give {fqn} the "
             f'style "{"colwise_gather_output" if makes else "rowwise_split_input"}".'

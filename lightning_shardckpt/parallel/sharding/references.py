@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_shardckpt.compat.dispatch import below_modes, dispatches, storage_id
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 
 _WITHOUT_SHAPE = (UninitializedBuffer, UninitializedParameter)
 _DEPTH = 4  # of containers in containers
@@ -28,14 +28,14 @@ def refuse_shared_memory(root: nn.Module) -> None:
     """Raise for buffers over the memory of parameters, which they could not follow when these are sharded.
 
     Raises:
-        TopologyError: naming the first one.
+        UnsupportedCodeError: naming the first one.
     """
     with below_modes():
         memory = {_memory(parameter): name for name, parameter in root.named_parameters()}
         for name, buffer in root.named_buffers():
             where = _memory(buffer)
             if where is not None and (found := memory.get(where)) and not isinstance(buffer, nn.Parameter):
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"the buffer {name} is in the memory of the parameter {found}: it would change with every step on "
                     "one process, but not when the parameter is sharded. Register a clone(), or read the parameter."
                 )

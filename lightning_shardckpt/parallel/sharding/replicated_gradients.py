@@ -24,7 +24,7 @@ from lightning_shardckpt.compat.autograd_backward import after_backward, returns
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
 from lightning_shardckpt.distributed.host_numbers import gathered, on_device
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
@@ -178,7 +178,7 @@ def all_reduce_gradients(
         hooks_count: whether hooks have seen the part of this rank alone, and should have seen the sum.
 
     Raises:
-        TopologyError: on all ranks, with ``hooks_count``, for a parameter with a hook that several ranks have changed.
+        UnsupportedCodeError: on all ranks, with ``hooks_count``, for a parameter that several of them have changed.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -208,7 +208,7 @@ def _all_reduce(
     if hooked:  # by pipeline stages, which often differ
         anywhere, hooks = gathered(torch.tensor([marks, hooked]), group).sum(0)
     if hooked and bool(((anywhere > 1) & (hooks > 0)).any()):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, of which "
             "each of them has a part. Change the gradient in on_before_optimizer_step, or use pipeline_parallel_size=1."
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.system.random_generators import rng_checksum
 
 
@@ -76,13 +76,13 @@ def parts_of_running(sizes: Sequence[int]) -> list[SampleNumbers | None]:
         sizes: of the parts; one stands for all samples, whatever it is.
 
     Raises:
-        TopologyError: if these samples were divided before: their calls cannot be counted on.
+        UnsupportedCodeError: if these samples were divided before: their calls cannot be counted on.
     """
     samples = running_samples()
     if samples is None:
         return [None] * len(sizes)
     if samples.divided:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             "a pipeline ran a second training step on one batch (as optimizers with a closure do), in which the calls "
             "of dropouts cannot be told from those of the first: leave out DropoutBySample, or pipelines"
         )
@@ -97,7 +97,7 @@ def no_other_draws(what: str) -> Iterator[None]:
     """Surround a computation, ``what``, that must draw nothing from the generators if its samples say so.
 
     Raises:
-        TopologyError: if it does.
+        UnsupportedCodeError: if it does.
     """
     samples = running_samples()
     before = rng_checksum() if samples is not None and samples.alone else None
@@ -106,9 +106,9 @@ def no_other_draws(what: str) -> Iterator[None]:
         raise other_draws(what)
 
 
-def other_draws(what: str) -> TopologyError:
+def other_draws(what: str) -> UnsupportedCodeError:
     """The error that ``what`` drew random numbers that depend on the topology."""
-    return TopologyError(
+    return UnsupportedCodeError(
         f"{what} drew random numbers otherwise than by nn.Dropout modules, with functions such as "
         "torch.nn.functional.dropout or scaled_dot_product_attention(dropout_p=…): these depend on the topology. Use "
         "modules, or let them be with DropoutBySample(strict=False)."

@@ -23,7 +23,7 @@ from lightning_shardckpt.compat.dynamo import compiled_from
 from lightning_shardckpt.compat.module_class import argument_hooks, is_compiled, result_hooks
 from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, nearest
 from lightning_shardckpt.parallel.sharding.lora import has_adapters, styles_inside_adapters
@@ -134,7 +134,7 @@ def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
 
     def check(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"a backward with create_graph=True went through {type(module).__name__}, which tensor_parallel_plan "
                 "shards: torch's DTensor loses parts of second derivatives. Leave its module out of "
                 "tensor_parallel_plan, or train without tensor parallelism."

@@ -41,7 +41,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     version_of,
     without_torch_function,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.carriers import Carried, Carrier, Engine, PlannedUnit
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     KeptGathers,
@@ -278,7 +278,7 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
     for leaf in leaves:
         views, version = _views.pop(leaf, ((), 0))
         if any(view() is not None for view in views) and version_of(local_tensor(leaf)) != version:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"the forward of {name} keeps a view of its parameter of shape {tuple(leaf.shape)} from an earlier "
                 "call (weight.detach(), weight.data). It would not follow the parameter, whose whole is gathered anew "
                 "for each call: take it anew, too, or keep a copy (weight.detach().clone())."
@@ -426,7 +426,7 @@ def _put_in_place(slots: Sequence[tuple[nn.Module, str, ShardedTensor]], wholes:
 def _keep_change(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
     """Take over into the shards what a forward has written into a whole parameter."""
     if isinstance(whole, DTensor):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"the forward of {name} changes a parameter of shape {tuple(whole.shape)} that tensor parallelism shards. "
             "Leave its module out of tensor_parallel_plan."
         )

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.tensor_subclass import with_torch_function, without_torch_function
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.kinds import name_of
 from lightning_shardckpt.parallel.tensors.sharded import (
     Function,
@@ -80,7 +80,7 @@ def _refuse_carried(func: Function, outputs: Any, inputs: Sequence[Tensor]) -> N
     while nodes:
         node = nodes.pop()
         for tensor in (carried[number] for number in getattr(node, CARRIED, ()) if number in carried):
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 f"{func.__name__} asks for the gradient of a parameter of {vars(tensor)[CARRIED] or 'the module'}, of "
                 f"shape {tuple(tensor.shape)}. fully_shard has the gradients of parameters in a whole backward alone: "
                 f"loss.backward(). {REMEDY}"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.autograd_backward import is_batched, is_result_of
 from lightning_shardckpt.compat.collectives import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.peers import MARK_BYTES, Peers
 from lightning_shardckpt.parallel.tensors.placement import Placements, model_shape, placements_of
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
@@ -121,7 +121,7 @@ class GatherPlan:
         """The whole tensors, in memory of their own where they are sharded. Collective: every rank that has a shard.
 
         Raises:
-            TopologyError: on every rank, if the ranks gather for different purposes.
+            UnsupportedCodeError: on every rank, if the ranks gather for different purposes.
         """
         if self._shard is None:
             pairs = zip(self.items, locals_, strict=True)
@@ -246,7 +246,7 @@ class GatherPlan:
 def refuse_sparse(gradient: Tensor | None) -> None:
     """Raise for a gradient of the sparse layout, as embeddings make it, which the ranks can't add up in one buffer."""
     if gradient is not None and gradient.layout != torch.strided:
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse. Make the module without "
             "sparse=True: gradients of parameters on several ranks must be dense."
         )
@@ -255,7 +255,7 @@ def refuse_sparse(gradient: Tensor | None) -> None:
 def refuse_batched(gradient: Tensor) -> None:
     """Raise for a batch of gradients in one, which the ranks can't add up."""
     if is_batched(gradient):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             "a backward of a batch of gradients (is_grads_batched=True, vmap, torch.func.jacrev) goes through tensors "
             "that several ranks reduce. Call torch.autograd.grad for each of them, in a loop."
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.tensor_subclass import without_torch_function
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
 from lightning_shardckpt.parallel.tensors.kinds import Kind, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import local_part
@@ -258,7 +258,7 @@ def _list_of_rows(value: Any, targets: Sequence[DTensor | None], what: str) -> A
 
 
 def _address(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise TopologyError(
+    raise UnsupportedCodeError(
         f"{name_of(func)} asks for the memory of a sharded tensor of shape {tuple(args[0].shape)}, of which this rank "
         "has some rows. Code that works on memory itself (kernels of its own, 8-bit optimizers) can't run on it: give "
         "it tensor.full_tensor(), train without sharding (data_parallel_shard_size=1), or use another optimizer."

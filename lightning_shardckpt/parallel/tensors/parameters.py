@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     set_accumulation_hooks,
     set_gradient_hooks,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import wrapped_hook
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL
 from lightning_shardckpt.parallel.tensors.placement import placements_of, rows_of, spec_over
@@ -52,7 +52,7 @@ class ReplacedParameter(nn.Parameter):
 def _current(value: Any) -> Any:
     if isinstance(value, ReplacedParameter):
         if value._replacement is None:
-            raise TopologyError(
+            raise UnsupportedCodeError(
                 "this parameter is on another pipeline stage. Reach parameters through the module, not through "
                 "references from before it was sharded, and only those that the module has on this stage."
             )
@@ -105,7 +105,7 @@ def _refuse_other_kinds(parameter: nn.Parameter, fqn: str) -> None:
     if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
         return
     remedy = "run a batch through the module first" if is_lazy(parameter) else "make it an nn.Parameter"
-    raise TopologyError(
+    raise UnsupportedCodeError(
         f"the parameter {fqn} is of the class {type(parameter).__name__}, which cannot be sharded: {remedy}, or train "
         "with data_parallel_shard_size=1"
     )

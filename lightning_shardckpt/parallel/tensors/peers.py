@@ -26,7 +26,7 @@ from lightning_shardckpt.compat.process_group import group_of_name
 from lightning_shardckpt.compat.torch_store import Store, default_store, own_view
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 from lightning_shardckpt.distributed.host_numbers import ends_within, host_group, new_gloo_group
-from lightning_shardckpt.errors import RankError, TopologyError
+from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 
 MARK_BYTES = 8
 READ_TIMEOUT_S = 300.0
@@ -93,7 +93,7 @@ class Peers:
         """Compare the marks of all ranks, in their order.
 
         Raises:
-            TopologyError: if they differ, on every rank.
+            UnsupportedCodeError: if they differ, on every rank.
         """
         if all(mark == marks[0] for mark in marks):
             return
@@ -101,13 +101,13 @@ class Peers:
         what = "; ".join(f"rank {rank}: {purpose}" for rank, purpose in zip(self.ranks, purposes, strict=True))
         if len(set(purposes)) == 1:
             what += ", after different modules before that"
-        raise TopologyError(f"{_OTHER_MODULES}: {what}. {_SAME_MODULES}")
+        raise UnsupportedCodeError(f"{_OTHER_MODULES}: {what}. {_SAME_MODULES}")
 
     def meet(self, purpose: str) -> None:
         """Compare over gloo what the ranks gather next: on a GPU, where marks would make the host wait for the device.
 
         Raises:
-            TopologyError: on every rank, if the ranks gather for different modules, or one reads a value.
+            UnsupportedCodeError: on every rank, if the ranks gather for different modules, or one reads a value.
         """
         self._announce(purpose, (), is_read=False)
 
@@ -115,13 +115,13 @@ class Peers:
         """Return the numbers of every rank, at most four, after comparing what they have done.
 
         Raises:
-            TopologyError: on every rank, if the ranks did different things, or one reads a value.
+            UnsupportedCodeError: on every rank, if the ranks did different things, or one reads a value.
         """
         return self._announce(done, numbers, is_read=False)
 
     def refuse_gradients(self, purpose: str) -> None:
-        """Raises TopologyError, on a rank that has reduced gradients with those of another module."""
-        raise TopologyError(
+        """Raises UnsupportedCodeError, on a rank that has reduced gradients with those of another module."""
+        raise UnsupportedCodeError(
             f"the ranks reduce gradients of different modules at a time; rank {dist.get_rank()} those of {purpose}. "
             "Losses must depend on the same modules on all ranks: add 0 * output.sum() for what a batch does not need."
         )
@@ -130,7 +130,7 @@ class Peers:
         """Wait for a collective that all ranks enter; on a GPU its stream does, and this process goes on.
 
         Raises:
-            TopologyError: if a rank waits in a read that this one does not make, on both. Not on a GPU.
+            UnsupportedCodeError: if a rank waits in a read that this one does not make, on both. Not on a GPU.
         """
         self._wait(work, purpose, device, number=None)
 
@@ -140,7 +140,7 @@ class Peers:
         """The numbers of every rank, each on all of them, for what the line of user code that runs asks for.
 
         Raises:
-            TopologyError: on every rank, if the ranks ask for different things.
+            UnsupportedCodeError: on every rank, if the ranks ask for different things.
             RankError: if some rank does not ask within the timeout.
         """
         wide = len(values) > _INLINE
@@ -190,7 +190,7 @@ class Peers:
         said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found.view(self.size, -1)]
         each = "; ".join(f"rank {rank}: {one}" for rank, one in zip(self.ranks, said, strict=True))
         problem = "the ranks ask for values of different sharded tensors at a time" if is_read else _OTHER_MODULES
-        raise TopologyError(f"{problem}: {each}. {_ADVICE if is_read else _SAME_MODULES}")
+        raise UnsupportedCodeError(f"{problem}: {each}. {_ADVICE if is_read else _SAME_MODULES}")
 
     def _wait(self, work: dist.Work | None, what: str, device: torch.device, *, number: int | None) -> None:
         """``number`` of the read that this is; None for what is none."""
@@ -215,7 +215,7 @@ class Peers:
             store.set(f"read/{number}/{self.rank}", f"rank {dist.get_rank()} asks for {what}")
             conflict = f"conflict/{number}"
             if store.check([conflict]):
-                raise TopologyError(f"{store.get(conflict).decode()}. {_ADVICE}")
+                raise UnsupportedCodeError(f"{store.get(conflict).decode()}. {_ADVICE}")
             return
         following = self._reads_done + 1
         asked = [f"read/{following}/{rank}" for rank in range(self.size)]
@@ -223,7 +223,7 @@ class Peers:
         if waiting is not None:
             said = f"{store.get(waiting).decode()}, while rank {dist.get_rank()} waits for it in {what}"
             store.set(f"conflict/{following}", said)
-            raise TopologyError(f"{said}. {_ADVICE}")
+            raise UnsupportedCodeError(f"{said}. {_ADVICE}")
 
     def _store(self) -> Store:
         if self._notices is None:

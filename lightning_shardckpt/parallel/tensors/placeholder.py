@@ -27,7 +27,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     shares_memory,
     without_torch_function,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry, enter
 
 _HERE = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
@@ -181,25 +181,25 @@ class Placeholder(Tensor):
         return iter(result) if name == "__iter__" else result
 
 
-def no_value(what: str, placeholder: Placeholder) -> TopologyError:
+def no_value(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
     """The error for code that asks for a value which this stage cannot know."""
     where = f"{what} needs the value of {placeholder.origin}, which this pipeline stage doesn't have. "
     if not _IN_STAGE_RUN.get():
-        return TopologyError(
+        return UnsupportedCodeError(
             f"{where}Between steps, in hooks and callbacks, values of parameters and gradients can be read only where "
             "the stages have them all: log them from pipeline_modules that every stage runs, or use "
             "pipeline_parallel_size=1. Checkpoints, and lightning_shardckpt.open, have the values of all stages."
         )
-    return TopologyError(
+    return UnsupportedCodeError(
         f"{where}Every stage runs the step; outside its own layers it knows shapes, not values. Let the code outside "
         "the layers depend on values of the batch alone, move it into a layer or into a module that one stage runs, or "
         "give modules to other stages with pipeline_modules."
     )
 
 
-def leaked(what: str, placeholder: Placeholder) -> TopologyError:
+def leaked(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
     """The error for a real result that depends on something only another stage has."""
-    return TopologyError(
+    return UnsupportedCodeError(
         f"{what} depends on {placeholder.origin}, which this pipeline stage doesn't have: between two stages, only the "
         "arguments of the next layer are passed on, in tuples, lists, dicts, dataclasses and outputs of transformers, "
         "not in objects of other classes. Make what is needed an argument of the layers, move the code into a layer, "
@@ -330,19 +330,19 @@ def _written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)] if in_place and args else []
 
 
-def _cannot_write(name: str, source: Placeholder, written: Tensor) -> TopologyError:
+def _cannot_write(name: str, source: Placeholder, written: Tensor) -> UnsupportedCodeError:
     what = f"{name} writes {source.origin}, whose value this pipeline stage doesn't have, into a "
     shape = f"of shape {tuple(written.shape)}. "
     if not _IN_STAGE_RUN.get():
         kind = "parameter" if isinstance(written, nn.Parameter) else "tensor"
-        return TopologyError(
+        return UnsupportedCodeError(
             f"{what}{kind} {shape}Between steps, a stage can compute with the parameters of another one as long as "
             "what it makes of each stays with that one: averages, penalties and decays of single parameters. What "
             "joins parameters of several stages, such as a norm over all of them, needs pipeline_parallel_size=1; "
             "gradients are clipped by Trainer(gradient_clip_val=…), self.clip_gradients or fabric.clip_gradients."
         )
     kind = "parameter" if isinstance(written, nn.Parameter) else "view of a tensor, or into one that has views,"
-    return TopologyError(
+    return UnsupportedCodeError(
         f"{what}{kind} {shape}Assign to the tensor itself, build it with torch.cat or torch.where, or move this code "
         "into a layer or into a module that one stage runs."
     )

@@ -36,7 +36,7 @@ from lightning_shardckpt.compat.tensor_subclass import (
     mark_as_parameter,
     without_torch_function,
 )
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, local_part
@@ -84,7 +84,7 @@ class ShardedTensor(DTensor):
         """Set other memory, as it is if it is laid out alike, else that of the rows of a whole tensor."""
         with without_torch_function():
             if value.shape != self.shape:
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"a tensor of shape {tuple(value.shape)} was assigned to the data of a sharded one of shape "
                     f"{tuple(self.shape)}; a sharded tensor keeps its shape"
                 )

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.tensor_subclass import version_of
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 from lightning_shardckpt.parallel.tensors.placement import Placements, local_part, placements_of
@@ -161,10 +161,10 @@ def check_same(value: Tensor, where: Placements, what: str) -> None:
     """Refuse a plain tensor that is to be written into a sharded one, and is another on other ranks.
 
     Raises:
-        TopologyError: on every rank.
+        UnsupportedCodeError: on every rank.
     """
     if not is_same_everywhere(value, where, what):
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{what} writes a tensor of shape {tuple(value.shape)} into a sharded one, and its values differ between "
             "the ranks: each would write its own into its shard. Compute it alike on all ranks: average what depends "
             "on a batch (self.all_gather, self.trainer.strategy.reduce), and seed what is drawn."
@@ -175,7 +175,7 @@ def check_state_of_shards(optimizer: torch.optim.Optimizer) -> None:
     """Refuse state of sharded parameters that is not sharded and differs between the ranks, such as that of their rows.
 
     Raises:
-        TopologyError: on every rank.
+        UnsupportedCodeError: on every rank.
     """
     for parameter, values in optimizer.state.items():
         if not isinstance(parameter, DTensor) or type(parameter) is DTensor or not isinstance(values, dict):
@@ -184,7 +184,7 @@ def check_state_of_shards(optimizer: torch.optim.Optimizer) -> None:
             if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim == 0:
                 continue
             if not is_same_everywhere(value, where_is(parameter), "the state of an optimizer"):
-                raise TopologyError(
+                raise UnsupportedCodeError(
                     f"{name!r}, of shape {tuple(value.shape)}, in the state of {type(optimizer).__name__} for a "
                     f"parameter of shape {tuple(parameter.shape)}, differs between the ranks: it belongs to their rows "
                     "alone, so that no checkpoint could be resumed on another topology. Use an optimizer that makes "

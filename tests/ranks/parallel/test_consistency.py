@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.distributed.host_numbers import gathered
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_gradients
 from lightning_shardckpt.strategy.replicated_values import ReplicatedValues, refuse
 from tests.support.pool import run_ranks
@@ -18,7 +18,7 @@ from tests.support.pool import run_ranks
 def raised(check: Callable[..., None], *arguments: object) -> str:
     try:
         check(*arguments, dist.group.WORLD)
-    except TopologyError as error:
+    except UnsupportedCodeError as error:
         return str(error)
     return ""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.compat.collectives import all_gather_single, reduce_scatter_single
-from lightning_shardckpt.errors import RankError, TopologyError
+from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import agree, gathered
 from lightning_shardckpt.parallel.pipeline.checks import without_world_collectives
 from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
@@ -150,7 +150,7 @@ def send_what_cannot_be(this: Transport) -> list[str]:
     ):
         try:
             this.send("forward" if this.rank == 0 else "backward", 0, 0, Message(tensors))
-        except TopologyError as error:
+        except UnsupportedCodeError as error:
             said.append(str(error))
     return said
 
@@ -258,13 +258,13 @@ def test_stages_on_one_rank_hand_messages_over_without_communication() -> None:
 OF_THREE: dict[str, list[Exception | None]] = {
     "nobody": [None, None, None],
     "the first": [ValueError("bad row 3"), None, None],
-    "the last": [None, None, TopologyError("no such layer")],
+    "the last": [None, None, UnsupportedCodeError("no such layer")],
     "two": [None, KeyError("a"), OSError("disk")],
-    "all": [ValueError("0"), TopologyError("1"), RankError("2")],
+    "all": [ValueError("0"), UnsupportedCodeError("1"), RankError("2")],
     "a neighbour of the real one": [PeerFailed(), PeerFailed(), RuntimeError("out of memory")],
-    "neighbours after the real one": [TopologyError("shape (2,)"), PeerFailed(), PeerFailed()],
+    "neighbours after the real one": [UnsupportedCodeError("shape (2,)"), PeerFailed(), PeerFailed()],
     "one without a text": [None, ZeroDivisionError(), None],
-    "one with several lines": [None, TopologyError("first\nsecond: ü"), None],
+    "one with several lines": [None, UnsupportedCodeError("first\nsecond: ü"), None],
 }
 
 
@@ -325,7 +325,7 @@ def guard(group: Any) -> dict[str, Any]:
             for world in (None, dist.group.WORLD):
                 try:
                     call(torch.ones(2), world)
-                except TopologyError as error:
+                except UnsupportedCodeError as error:
                     refused.append(name)
                     messages.add(str(error).split(" was called")[0])
         total = torch.ones(2)
@@ -345,7 +345,7 @@ def guard(group: Any) -> dict[str, Any]:
             pass
         try:
             dist.barrier()
-        except TopologyError:
+        except UnsupportedCodeError:
             elsewhere.append("still refused")
     dist.barrier()
     return {
@@ -376,7 +376,7 @@ def test_the_first_real_failure_is_raised_on_every_rank(name: str, three: list[A
         if rank in real:
             assert (kind, text, own) == (type(errors[rank]), str(errors[rank]), True)
             continue
-        assert kind is (TopologyError if isinstance(first, TopologyError) else RankError)
+        assert kind is (UnsupportedCodeError if isinstance(first, UnsupportedCodeError) else RankError)
         assert text == f"rank {real[0]} failed while testing {name}: {type(first).__name__}: {first}"
         assert cause is type(errors[rank])
 

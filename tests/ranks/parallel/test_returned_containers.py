@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.support import tiny
 from tests.support.nets import full_state
 from tests.support.pool import run_ranks
@@ -249,7 +249,7 @@ class UsesWhatIsReturned(Natural):
         assert self.layer.linear.weight.note == "seen" and torch.equal(kept, self.layer.linear.weight)
         try:
             torch.optim.SGD([weight])
-        except TopologyError as error:
+        except UnsupportedCodeError as error:
             self.refused = str(error)
 
 

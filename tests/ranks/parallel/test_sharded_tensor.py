@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, full_state_dict
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from tests.support.pool import run_ranks
@@ -91,7 +91,7 @@ def assign_another_shape(module: Any) -> None:
 def test_what_ranks_cannot_do_apart_is_refused(function: Callable[[Any], Any], said: str) -> None:
     for outcome in run_ranks(2, under_fsdp, function, expect_errors=True, timeout_s=90, grace_s=30):
         assert outcome.error is not None
-        assert outcome.error.type == "TopologyError"
+        assert outcome.error.type == "UnsupportedCodeError"
         assert said in outcome.error.message
 
 
@@ -220,7 +220,7 @@ def combine_with_unknown(module: Any) -> tuple[list[bool], list[str], bool]:
     for write in writes:
         try:
             write()
-        except TopologyError as error:
+        except UnsupportedCodeError as error:
             said.append(str(error))
     return [isinstance(one, Placeholder) for one in made], said, bool(weight.isfinite().all())
 

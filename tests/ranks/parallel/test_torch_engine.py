@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardedStrategy
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.support.nets import full_state
 from tests.support.pool import run_ranks
 
@@ -196,7 +196,7 @@ def _refuse(how: str) -> tuple[str, bool]:
         accelerator="cpu", devices=2, strategy=ShardedStrategy(), max_steps=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(UnsupportedCodeError) as caught:
         trainer.fit(module, DataLoader(torch.randn(8, WIDTH), batch_size=4))
     after = full_state(module)
     return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
@@ -238,7 +238,7 @@ def _keep(how: str) -> str | None:
     loader = DataLoader(torch.randn(16, WIDTH), batch_size=2)
     try:
         trainer.fit(KeepsInValidation(TAKES[how]), loader, loader)
-    except TopologyError as error:
+    except UnsupportedCodeError as error:
         return str(error)
     return None
 

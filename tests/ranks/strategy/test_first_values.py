@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 from lightning_shardckpt import save
-from lightning_shardckpt.errors import StateError, TopologyError
+from lightning_shardckpt.errors import StateError, UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from tests.support import tiny
 from tests.support.pool import RankFailure, run_ranks
@@ -189,7 +189,7 @@ class Shared(Training):
 
 def train_shared(*, deferred: bool) -> None:
     with pytest.raises(
-        TopologyError, match=r"the buffer embed\.first_row is in the memory of the parameter embed\.weight"
+        UnsupportedCodeError, match=r"the buffer embed\.first_row is in the memory of the parameter embed\.weight"
     ):
         tiny.trainer({"defer_init": deferred}, max_steps=1).fit(Shared(), tiny.loader())
 
@@ -227,13 +227,13 @@ class Incomplete(Training):
 
 def begin_incomplete(strategy: dict[str, Any]) -> list[str]:
     told = []
-    with pytest.raises(TopologyError) as error:
+    with pytest.raises(UnsupportedCodeError) as error:
         tiny.trainer(strategy, max_steps=1).fit(Incomplete(), tiny.loader())
     told.append(str(error.value))
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=OfFabric(**strategy))
     fabric.launch()
     (module := Incomplete()).configure_model()
-    with pytest.raises(TopologyError) as error:
+    with pytest.raises(UnsupportedCodeError) as error:
         fabric.setup_module(module)
     return [*told, str(error.value)]
 

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -57,7 +57,7 @@ def train(own: bool, strategy: Any, distributed: bool) -> Any:
     module = Net(own)
     try:
         tiny.trainer(strategy, max_epochs=1, use_distributed_sampler=distributed).fit(module)
-    except TopologyError as error:
+    except UnsupportedCodeError as error:
         return str(error)
     return module.seen
 
@@ -69,7 +69,7 @@ def train_alike() -> list[Any]:
 def load_by_fabric() -> str:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(data_parallel_shard_size=2))
     fabric.launch()
-    with pytest.raises(TopologyError) as error:
+    with pytest.raises(UnsupportedCodeError) as error:
         fabric.setup_dataloaders(LoadsBatches(Rows()))
     return str(error.value)
 

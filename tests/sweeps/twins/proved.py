@@ -137,7 +137,7 @@ def recorded(name: str, topology: str | None, plan: RunPlan) -> str:
     return ""
 
 
-_REFUSALS = ("TopologyError", "StateError")
+_REFUSALS = ("TopologyError", "UnsupportedCodeError", "StateError")
 
 
 class _Ended(Exception):

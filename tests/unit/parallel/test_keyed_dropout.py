@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.keyed_dropout import (
     DimPart,
     DropoutSettings,
@@ -163,13 +163,13 @@ def test_parts_of_a_batch_have_calls_of_their_own_and_one_division() -> None:
         first, second = parts_of_running([2, 1])
         assert first is not None and second is not None
         assert (first.numbers.tolist(), second.numbers.tolist()) == ([5, 6], [7])
-        with pytest.raises(TopologyError, match="a second training step on one batch"):
+        with pytest.raises(UnsupportedCodeError, match="a second training step on one batch"):
             parts_of_running([3])
 
 
 def test_a_tensor_of_other_samples_is_refused() -> None:
     said = r"shape \(6, 2\), and dim 0 was to have the 3"
-    with for_samples(samples(1, 2, 3)), pytest.raises(TopologyError, match=said):
+    with for_samples(samples(1, 2, 3)), pytest.raises(UnsupportedCodeError, match=said):
         keyed(nn.Dropout(0.5))(torch.ones(6, 2))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_meta
 
@@ -191,7 +191,7 @@ INCOMPLETE: dict[str, tuple[Build, str]] = {
 @pytest.mark.parametrize("name", INCOMPLETE)
 def test_what_no_method_fills_is_refused_by_name(name: str) -> None:
     build, error = INCOMPLETE[name]
-    with pytest.raises(TopologyError, match=error):
+    with pytest.raises(UnsupportedCodeError, match=error):
         filled(build)
 
 
@@ -209,7 +209,7 @@ def test_what_constructors_do_by_data_or_instead_of_reset_parameters_is_seen_in_
     deferred = DeferredInit()
     with deferred, torch.device("meta"):
         modules = nn.Sequential(build(), *(build() for build in COMPLETE.values()))
-    with pytest.raises(TopologyError, match=r"1 of .*\n  0\." + error):
+    with pytest.raises(UnsupportedCodeError, match=r"1 of .*\n  0\." + error):
         initialize_meta(modules, deferred, ())
 
 
@@ -219,7 +219,7 @@ def test_constants_that_constructors_make_in_the_context_need_no_method() -> Non
         norm = RMSNorm()
     initialize_meta(norm, deferred, ())
     assert_same(values(norm, deferred), tensors(RMSNorm()))
-    with pytest.raises(TopologyError, match=r"2 of .*\n  weight .*\n  steps "):
+    with pytest.raises(UnsupportedCodeError, match=r"2 of .*\n  weight .*\n  steps "):
         filled(RMSNorm)
 
 
@@ -325,7 +325,7 @@ def test_adapters_of_peft_on_the_meta_device_are_refused() -> None:
 
     model, config = config_of("LlamaForCausalLM")
     error = r"(?s)8 of .*q_proj\.lora_A\.default\.weight  parameter of Linear, which PEFT fills only when it makes it"
-    with pytest.raises(TopologyError, match=error):
+    with pytest.raises(UnsupportedCodeError, match=error):
         filled(lambda: peft.get_peft_model(model(config), peft.LoraConfig(target_modules=["q_proj", "v_proj"])))
 
 
@@ -333,5 +333,5 @@ def test_what_a_checkpoint_will_fill_may_be_left_without_a_value() -> None:
     with torch.device("meta"):
         partly, fully = nn.Sequential(Scaled(), Half()), Half()
     initialize_meta(fully, DeferredInit(), (), lambda: True)
-    with pytest.raises(TopologyError, match=r"1 of .*\n  0\.scale  buffer of Scaled"):  # which is not in a state dict
+    with pytest.raises(UnsupportedCodeError, match=r"1 of .*\n  0\.scale  buffer of Scaled"):  # not persistent
         initialize_meta(partly, DeferredInit(), (), lambda: True)

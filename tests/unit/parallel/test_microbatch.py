@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import copied, join, samples_in, split_batch
 
 
@@ -151,7 +151,7 @@ def test_what_has_no_tensors_counts_as_one_sample() -> None:
 def test_tensors_that_disagree_are_an_error_that_lists_them() -> None:
     batch = {"x": rows(8, 2), "y": [rows(8), rows(4, 2)]}
     message = r"batch\['x'\]': 8.*batch\['y'\]\[1\]\": 4.*pipeline_microbatches=1"
-    with pytest.raises(TopologyError, match=r"first dims.*differ.*8.*4.*pipeline_microbatches=1") as caught:
+    with pytest.raises(UnsupportedCodeError, match=r"first dims.*differ.*8.*4.*pipeline_microbatches=1") as caught:
         samples_in(batch)
     assert "batch['y'][1]" in str(caught.value), message
 
@@ -160,7 +160,7 @@ def test_tensors_that_disagree_are_an_error_that_lists_them() -> None:
     ("value", "what"), [(np.ones(4), "ndarray"), ({1, 2}, "set"), (object(), "object"), (iter([]), "list_iterator")]
 )
 def test_what_cannot_be_split_is_an_error_that_says_where_it_is(value: Any, what: str) -> None:
-    with pytest.raises(TopologyError, match=rf"batch\['more'\]\[1\] is a {what}"):
+    with pytest.raises(UnsupportedCodeError, match=rf"batch\['more'\]\[1\] is a {what}"):
         split_batch({"x": rows(4), "more": [1, value]}, 2)
 
 
@@ -170,7 +170,7 @@ class Strict(dict[str, Any]):
 
 
 def test_a_mapping_that_cannot_be_made_from_a_dict_is_an_error() -> None:
-    with pytest.raises(TopologyError, match="Strict cannot be made from a dict"):
+    with pytest.raises(UnsupportedCodeError, match="Strict cannot be made from a dict"):
         split_batch(Strict(size=4), 2)
 
 
@@ -243,7 +243,7 @@ def test_the_dim_is_told_by_the_shape(shapes: list[tuple[int, ...]], whole: tupl
     ],
 )
 def test_parts_that_make_no_whole_are_an_error_with_their_shapes(shapes: list[Any], whole: tuple[int, ...]) -> None:
-    with pytest.raises(TopologyError, match=r"tensor 1 of head cannot be joined.*pipeline_loss") as caught:
+    with pytest.raises(UnsupportedCodeError, match=r"tensor 1 of head cannot be joined.*pipeline_loss") as caught:
         join([torch.rand(shape) for shape in shapes], whole, "tensor 1 of head")
     assert str(shapes) in str(caught.value)
     assert str(whole) in str(caught.value)
@@ -274,7 +274,7 @@ def test_a_whole_requires_gradients_if_one_part_does() -> None:
 
 def test_nested_tensors_are_refused_by_their_place() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with pytest.raises(TopologyError, match=r"batch\['x'\] is a NestedTensor"):
+    with pytest.raises(UnsupportedCodeError, match=r"batch\['x'\] is a NestedTensor"):
         split_batch({"x": nested, "y": torch.ones(2)}, 2)
 
 
