@@ -21,16 +21,31 @@ def test_both_strategies_have_one_signature() -> None:
     assert {parameter.kind for parameter in ours.parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
+BY_MICROBATCH = {"pipeline_parallel_size": 2, "pipeline_loss": "microbatch"}
+
+
 @pytest.mark.parametrize("strategy", BOTH)
-def test_what_cannot_be_is_refused_at_once(strategy: type) -> None:
-    with pytest.raises(TopologyError, match="pipeline_microbatches"):
-        strategy(pipeline_microbatches=0)
-
-
-@pytest.mark.parametrize("name", ["pipeline_layers", "fsdp_units", "activation_checkpointing"])
-def test_a_pattern_is_not_taken_for_a_list_of_letters(name: str) -> None:
-    with pytest.raises(TopologyError, match=rf"{name}=\['blocks.\*'\]"):
-        pytorch.ShardedStrategy(**{name: "blocks.*"})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_microbatches": 0}, "pipeline_microbatches must be at least 1, found 0"),
+        ({"pipeline_loss": "sample"}, "pipeline_loss must be one of .*found 'sample'"),
+        ({"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, 'pipeline_loss="microbatch".*"gpipe"'),
+        ({"pipeline_schedule": "interleaved_1f1b", **BY_MICROBATCH}, "interleaved_1f1b.*at least 2 stages"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward is True, False or None, found 'no'"),
+        *(
+            (options, message)
+            for name in ("pipeline_layers", "fsdp_units", "activation_checkpointing")
+            for options, message in [
+                ({name: "blocks.*"}, rf"{name}=\['blocks.\*'\]"),
+                ({name: ["blocks.*", nn.Linear]}, rf"{name} is a list.*, found <class .*: write 'Linear'"),
+            ]
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(strategy: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        strategy(**options)
 
 
 @pytest.mark.parametrize("defers", [True, False])
@@ -41,19 +56,6 @@ def test_fabric_builds_modules_without_memory_only_if_it_may(defers: bool) -> No
     assert not module.weight.is_meta
     with without_torch_function():
         assert module.weight.is_meta == defers
-
-
-@pytest.mark.parametrize("name", ["pipeline_layers", "fsdp_units", "activation_checkpointing"])
-def test_a_class_among_names_is_refused_with_its_name(name: str) -> None:
-    options: dict[str, Any] = {name: ["blocks.*", nn.Linear]}
-    with pytest.raises(TopologyError, match=rf"{name} is a list of names or patterns, found <class .*: write 'Linear'"):
-        pytorch.ShardedStrategy(**options)
-
-
-def test_reshard_after_forward_is_no_text() -> None:
-    wrong: Any = "no"
-    with pytest.raises(TopologyError, match="reshard_after_forward is True, False or None, found 'no'"):
-        pytorch.ShardedStrategy(reshard_after_forward=wrong)
 
 
 def test_an_option_that_there_is_not_is_one_of_the_class_that_users_know() -> None:
