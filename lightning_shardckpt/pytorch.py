@@ -25,6 +25,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduced
 from lightning_shardckpt.compat.lightning_trainer import (
     forget_optimizers,
@@ -34,7 +35,6 @@ from lightning_shardckpt.compat.lightning_trainer import (
     syncs_batch_norms,
     wrap_actions,
 )
-from lightning_shardckpt.compat.module_state import live_state_dict
 from lightning_shardckpt.compat.torchmetrics import gather_metrics_over
 from lightning_shardckpt.distributed.error_report import is_of_a_collective
 from lightning_shardckpt.distributed.ranks import Ranks

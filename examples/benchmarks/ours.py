@@ -14,7 +14,7 @@ from state import State
 from turns import Missing, Way
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.module_state import live_state_dict
+from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.module_targets import module_targets

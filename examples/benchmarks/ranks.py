@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_store import own_view, put_bytes
+from lightning_shardckpt.compat.torch_distributed import own_view, put_bytes
 from lightning_shardckpt.distributed.ranks import Ranks
 
 _NAME = "benchmark"

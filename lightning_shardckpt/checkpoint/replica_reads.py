@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.collectives import all_gather_single
 from lightning_shardckpt.compat.dtensor import spec_of
-from lightning_shardckpt.compat.process_group import backend_name
+from lightning_shardckpt.compat.torch_distributed import all_gather_single, backend_name
 from lightning_shardckpt.distributed.liveness import host
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.sources.source import ReadTarget, ShardedSource, Source

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.plan_cache import SavePlan
 from lightning_shardckpt.compat import dtensor
-from lightning_shardckpt.compat.copies import copy_each
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.torch_autograd import copy_each
+from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.system.page_memory import pages

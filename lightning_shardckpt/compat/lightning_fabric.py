@@ -31,7 +31,7 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.autograd_backward import accumulates_gradient_of
+from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 
 
 class FabricScriptLauncher(_SubprocessScriptLauncher):

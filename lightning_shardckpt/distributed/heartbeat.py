@@ -20,8 +20,14 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.process_group import abort_accelerators
-from lightning_shardckpt.compat.torch_store import Store, default_store, get_if_there, own_view, put_bytes
+from lightning_shardckpt.compat.torch_distributed import (
+    Store,
+    abort_accelerators,
+    default_store,
+    get_if_there,
+    own_view,
+    put_bytes,
+)
 from lightning_shardckpt.distributed.error_report import is_of_a_collective
 from lightning_shardckpt.distributed.neighbours import Neighbours
 from lightning_shardckpt.errors import RankError

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.collectives import all_gather_single
-from lightning_shardckpt.compat.process_group import backend_name, group_of_name
+from lightning_shardckpt.compat.torch_distributed import all_gather_single, backend_name, group_of_name
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 
 _STILL_WAITING = "Operation timed out!"

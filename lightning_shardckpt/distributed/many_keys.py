@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_shardckpt.compat.torch_store import Store
+from lightning_shardckpt.compat.torch_distributed import Store
 
 _BLOCK = 512  # keys of one request: a server of TCPStore takes longer for each key of a far longer one
 

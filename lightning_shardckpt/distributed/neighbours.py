@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from lightning_shardckpt.compat.torch_store import Store, put_bytes
+from lightning_shardckpt.compat.torch_distributed import Store, put_bytes
 from lightning_shardckpt.distributed.liveness import Process, host
 from lightning_shardckpt.distributed.many_keys import known_values
 

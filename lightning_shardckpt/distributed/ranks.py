@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_store import Store, default_store, get_if_there, own_view, put_bytes
+from lightning_shardckpt.compat.torch_distributed import Store, default_store, get_if_there, own_view, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
 from lightning_shardckpt.distributed.heartbeat import heartbeat
 from lightning_shardckpt.distributed.many_keys import Arrivals, lacking

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_shardckpt.compat.dynamo import compiled_from
-from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
+from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from, parameter_slots
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_shardckpt.compat.dataloader import IndexedLoader, IndexSource
-from lightning_shardckpt.compat.distributed_sampler import (
+from lightning_shardckpt.compat.data_loading import (
+    IndexedLoader,
+    IndexSource,
     is_strided,
     makes_plain_batches,
     order_of_all_ranks,

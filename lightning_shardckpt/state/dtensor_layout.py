@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_shardckpt.compat import dtensor
-from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, new_dtensor, spec_of
-from lightning_shardckpt.compat.sibling_meshes import sibling_ranks
+from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, new_dtensor, sibling_ranks, spec_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, Part, parts_of_rank

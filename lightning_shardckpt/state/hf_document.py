@@ -21,9 +21,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_shardckpt.compat.dispatch import DispatchMode
-from lightning_shardckpt.compat.module_slots import buffer_slots, non_persistent_buffers
-from lightning_shardckpt.compat.tensor_subclass import memory_id
+from lightning_shardckpt.compat.torch_modules import buffer_slots, non_persistent_buffers
+from lightning_shardckpt.compat.torch_tensors import DispatchMode, memory_id
 from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns, revert_function, save_code
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.compat.tensor_subclass import local_part
+from lightning_shardckpt.compat.torch_tensors import local_part
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.json_values import (
     SEQUENCES,

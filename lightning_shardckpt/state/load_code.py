@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shardckpt.compat.load_hooks import code_before, has_code_after, has_own_load
+from lightning_shardckpt.compat.torch_modules import code_before, has_code_after, has_own_load
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 

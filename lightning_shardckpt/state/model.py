@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.compat import dtensor
-from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn, shared_names
 from lightning_shardckpt.format.index import Component

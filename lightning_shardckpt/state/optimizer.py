@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, loads_in_its_own_way, saves_in_its_own_way
+from lightning_shardckpt.compat.torch_optimizers import has_load_hooks, loads_in_its_own_way, saves_in_its_own_way
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.compound_tensors import is_compound, take_apart

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.dtensor import shape_of
-from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together

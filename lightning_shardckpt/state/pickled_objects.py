@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.compat.tensor_subclass import local_part
+from lightning_shardckpt.compat.torch_tensors import local_part
 
 
 def pickled(value: Any) -> bytes | None:

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from lightning_shardckpt.compat.distributed_sampler import draw_orders_within, drawn_order, wrapped_sampler
+from lightning_shardckpt.compat.data_loading import draw_orders_within, drawn_order, wrapped_sampler
 from lightning_shardckpt.state.data_position import (
     OTHER_ORDER,
     checksum_of,

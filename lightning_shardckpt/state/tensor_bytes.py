@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from lightning_shardckpt.compat.tensor_subclass import local_part
+from lightning_shardckpt.compat.torch_tensors import local_part
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 from lightning_shardckpt.system.page_memory import prefer_huge_pages

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt.compat.module_slots import (
+from lightning_shardckpt.compat.torch_modules import (
     NormWithStatistics,
     buffer_slots,
     non_persistent_buffers,

@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_shardckpt.checkpoint.lightning_save import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
-from lightning_shardckpt.compat.module_state import copied_state_dict, live_state_dict
+from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.load_code import ForCode

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.support import nets

@@ -30,11 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lightning_shardckpt.compat.dispatch import below_modes
-from lightning_shardckpt.compat.module_class import after_unpickling, parameters_made_of
-from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
 from lightning_shardckpt.compat.pytree import tree_leaves
-from lightning_shardckpt.compat.tensor_subclass import version_of, without_torch_function
+from lightning_shardckpt.compat.torch_modules import after_unpickling, buffer_slots, parameter_slots, parameters_made_of
+from lightning_shardckpt.compat.torch_tensors import below_modes, version_of, without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import Log, TrackedView
 from lightning_shardckpt.parallel.deferred_init.recorder import Facade, Recorder

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.module_class import convert_tensors
-from lightning_shardckpt.compat.module_slots import parameter_slots
+from lightning_shardckpt.compat.torch_modules import convert_tensors, parameter_slots
 from lightning_shardckpt.errors import TopologyError
 
 CopySlice = Callable[[Tensor, Tensor], None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.module_slots import buffer_slots, parameter_slots
+from lightning_shardckpt.compat.torch_modules import buffer_slots, parameter_slots
 from lightning_shardckpt.compat.transformers import initialize, is_model, mark_initialized
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn

@@ -21,8 +21,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lightning_shardckpt.compat.dispatch import Overload, alive, dispatches, storage_id
 from lightning_shardckpt.compat.pytree import TreeSpec, tree_flatten, tree_unflatten
+from lightning_shardckpt.compat.torch_tensors import Overload, alive, dispatches, storage_id
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.system.tuning import Tuning
 

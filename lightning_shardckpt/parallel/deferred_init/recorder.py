@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shardckpt.compat.dispatch import (
+from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
+from lightning_shardckpt.compat.torch_tensors import (
     DispatchMode,
     Overload,
     below_modes,
@@ -23,7 +24,6 @@ from lightning_shardckpt.compat.dispatch import (
     storage_id,
     written_arguments,
 )
-from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import (
     ALTERNATIVE,

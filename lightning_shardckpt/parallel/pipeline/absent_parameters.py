@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.tensor_subclass import (
+from lightning_shardckpt.compat.torch_tensors import (
     accumulation_hooks,
     gradient_hooks,
     version_of,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.pipelining import pickled, unpickled
+from lightning_shardckpt.compat.torch_distributed import pickled, unpickled
 from lightning_shardckpt.distributed.host_numbers import wait_for
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed

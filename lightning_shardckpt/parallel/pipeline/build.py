@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt.compat.module_class import child_slots, compiled_call, has_forward_hooks
+from lightning_shardckpt.compat.torch_modules import child_slots, compiled_call, has_forward_hooks
 from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn

@@ -18,10 +18,16 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.module_class import any_global_hook, compiled_call, result_hooks, withholds_state
-from lightning_shardckpt.compat.module_slots import BatchNorm, buffer_slots
-from lightning_shardckpt.compat.pipelining import watched_collectives
-from lightning_shardckpt.compat.tensor_subclass import replaced_hooks, version_of, without_torch_function
+from lightning_shardckpt.compat.torch_distributed import watched_collectives
+from lightning_shardckpt.compat.torch_modules import (
+    BatchNorm,
+    any_global_hook,
+    buffer_slots,
+    compiled_call,
+    result_hooks,
+    withholds_state,
+)
+from lightning_shardckpt.compat.torch_tensors import replaced_hooks, version_of, without_torch_function
 from lightning_shardckpt.distributed.host_numbers import Copied
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn

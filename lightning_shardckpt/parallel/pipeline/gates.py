@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.module_class import intercept_calls
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
+from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.stages import Where

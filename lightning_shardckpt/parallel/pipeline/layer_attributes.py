@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.attribute_owners import INTERNAL, MOST_ITEMS
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shardckpt.compat.dynamo import not_compiled
-from lightning_shardckpt.compat.module_class import withholds_state
+from lightning_shardckpt.compat.torch_modules import not_compiled, withholds_state
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import joined_dim, whole_and_halves

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.tensor_subclass import (
+from lightning_shardckpt.compat.torch_tensors import (
     accumulation_hooks,
     gradient_hooks,
     set_accumulation_hooks,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state

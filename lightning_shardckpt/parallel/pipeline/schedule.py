@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
-from lightning_shardckpt.compat.pipeline_schedules import actions_of, has_order, torch_schedule
+from lightning_shardckpt.compat.torch_distributed import actions_of, has_order, torch_schedule
 from lightning_shardckpt.errors import TopologyError
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]

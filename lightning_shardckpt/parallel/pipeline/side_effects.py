@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_shardckpt.compat.module_slots import buffer_slots
+from lightning_shardckpt.compat.torch_modules import buffer_slots
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.attribute_owners import (
     INTERNAL,

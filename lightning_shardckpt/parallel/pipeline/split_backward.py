@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
-from lightning_shardckpt.compat.autograd import accumulated_leaf
+from lightning_shardckpt.compat.torch_autograd import accumulated_leaf
 
 Received = tuple[Tensor | None, ...]
 

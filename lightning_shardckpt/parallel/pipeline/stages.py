@@ -14,8 +14,7 @@ from typing import Literal, cast, get_args
 
 from torch import nn
 
-from lightning_shardckpt.compat.module_class import child_slots
-from lightning_shardckpt.compat.module_slots import NormWithStatistics
+from lightning_shardckpt.compat.torch_modules import NormWithStatistics, child_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, module_names, named_modules, nearest

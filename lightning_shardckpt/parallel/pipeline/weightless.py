@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.compat.module_class import clear_hooks, unregister_tensors, withhold_state
-from lightning_shardckpt.compat.module_slots import parameter_slots
+from lightning_shardckpt.compat.torch_modules import clear_hooks, parameter_slots, unregister_tensors, withhold_state
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 

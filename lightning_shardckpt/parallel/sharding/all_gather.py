@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.collectives import all_gather_single
+from lightning_shardckpt.compat.torch_distributed import all_gather_single
 from lightning_shardckpt.distributed.host_numbers import gathered
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched

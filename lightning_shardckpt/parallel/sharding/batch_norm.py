@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt.compat.module_slots import BatchNorm, NormWithStatistics
+from lightning_shardckpt.compat.torch_modules import BatchNorm, NormWithStatistics
 from lightning_shardckpt.errors import TopologyError
 
 

@@ -33,12 +33,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.autograd import in_backward
-from lightning_shardckpt.compat.autograd_backward import after_backward
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.module_slots import parameter_slots
 from lightning_shardckpt.compat.pytree import tree_leaves
-from lightning_shardckpt.compat.tensor_subclass import (
+from lightning_shardckpt.compat.torch_autograd import after_backward, in_backward
+from lightning_shardckpt.compat.torch_modules import parameter_slots
+from lightning_shardckpt.compat.torch_tensors import (
     keep_version,
     storage_uses,
     version_of,

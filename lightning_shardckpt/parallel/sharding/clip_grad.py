@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.gradient_kernels import norms as foreach_norms
+from lightning_shardckpt.compat.torch_autograd import norms as foreach_norms
 from lightning_shardckpt.distributed.host_numbers import on_device
 
 RanksOf = Callable[[Tensor], int]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shardckpt.compat.autograd import in_backward
-from lightning_shardckpt.compat.tensor_subclass import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
+from lightning_shardckpt.compat.torch_autograd import in_backward
+from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.module_slots import parameter_slots
-from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.compat.torch_modules import parameter_slots
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import Scatter, where_is
 

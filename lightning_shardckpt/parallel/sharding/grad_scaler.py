@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.gradient_kernels import replace_unscale, unscale
+from lightning_shardckpt.compat.torch_autograd import replace_unscale, unscale
 
 
 def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_shardckpt.compat.autograd import in_backward
-from lightning_shardckpt.compat.module_class import mix_in, mix_out
+from lightning_shardckpt.compat.torch_autograd import in_backward
+from lightning_shardckpt.compat.torch_modules import mix_in, mix_out
 from lightning_shardckpt.distributed.host_numbers import gathered
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, running_samples

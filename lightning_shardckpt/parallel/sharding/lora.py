@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_shardckpt.compat.module_class import child_slots
+from lightning_shardckpt.compat.torch_modules import child_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
 

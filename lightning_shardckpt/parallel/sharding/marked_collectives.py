@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.collectives import all_gather_single
+from lightning_shardckpt.compat.torch_distributed import all_gather_single
 from lightning_shardckpt.parallel.tensors.peers import MARK_BYTES, Peers
 
 _EXACT = (torch.float32, torch.float64)  # hold the numbers of modules, and their squares, exactly

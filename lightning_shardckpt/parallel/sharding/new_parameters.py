@@ -16,8 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shardckpt.compat.dynamo import set_frame_callback
-from lightning_shardckpt.compat.module_slots import parameter_slots
+from lightning_shardckpt.compat.torch_modules import parameter_slots, set_frame_callback
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import where_is

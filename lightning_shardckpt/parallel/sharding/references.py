@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lightning_shardckpt.compat.dispatch import below_modes, dispatches, storage_id
+from lightning_shardckpt.compat.torch_tensors import below_modes, dispatches, storage_id
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 _WITHOUT_SHAPE = (UninitializedBuffer, UninitializedParameter)

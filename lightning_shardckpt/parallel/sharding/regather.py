@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.autograd_backward import packing_hook
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.tensor_subclass import memory_id, version_of
+from lightning_shardckpt.compat.torch_autograd import packing_hook
+from lightning_shardckpt.compat.torch_tensors import memory_id, version_of
 
 
 class SavedParameters:

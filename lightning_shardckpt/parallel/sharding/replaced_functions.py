@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_shardckpt.compat.custom_functions import change_arguments
 from lightning_shardckpt.compat.dtensor import look_for_anomalies_in_rows
-from lightning_shardckpt.compat.parameter_copies import on_deepcopy
+from lightning_shardckpt.compat.torch_autograd import change_arguments
+from lightning_shardckpt.compat.torch_modules import on_deepcopy
 from lightning_shardckpt.parallel.sharding.gathered_parameters import sharded_for
 from lightning_shardckpt.parallel.sharding.replicated_gradients import average_copy
 from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.autograd_backward import after_backward, returns_gradient_of
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
+from lightning_shardckpt.compat.torch_autograd import after_backward, returns_gradient_of
+from lightning_shardckpt.compat.torch_tensors import accumulation_hooks, gradient_hooks
 from lightning_shardckpt.distributed.host_numbers import gathered, on_device
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse

@@ -19,9 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_shardckpt.compat.dynamo import compiled_from
-from lightning_shardckpt.compat.module_class import argument_hooks, is_compiled, result_hooks
-from lightning_shardckpt.compat.module_slots import parameter_slots
+from lightning_shardckpt.compat.torch_modules import (
+    argument_hooks,
+    compiled_from,
+    is_compiled,
+    parameter_slots,
+    result_hooks,
+)
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns

@@ -32,10 +32,16 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.dynamo import has_compiled, set_frame_callback, skip_folders
-from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights, restore_flat_weights
 from lightning_shardckpt.compat.pytree import map_tensors
-from lightning_shardckpt.compat.tensor_subclass import (
+from lightning_shardckpt.compat.torch_modules import (
+    has_compiled,
+    parameter_slots,
+    refresh_flat_weights,
+    restore_flat_weights,
+    set_frame_callback,
+    skip_folders,
+)
+from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
     memory_id,
     version_of,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.tensor_subclass import with_torch_function, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import with_torch_function, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.kinds import name_of
 from lightning_shardckpt.parallel.tensors.sharded import (

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.autograd_backward import is_batched, is_result_of
-from lightning_shardckpt.compat.collectives import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.torch_autograd import is_batched, is_result_of
+from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.peers import MARK_BYTES, Peers
 from lightning_shardckpt.parallel.tensors.placement import Placements, model_shape, placements_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shardckpt.compat.tensor_subclass import keep_version
+from lightning_shardckpt.compat.torch_tensors import keep_version
 
 
 class GraphEntry:

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
 from lightning_shardckpt.parallel.tensors.kinds import Kind, name_of, writes_first

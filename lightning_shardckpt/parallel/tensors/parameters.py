@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.module_slots import parameter_slots, refresh_flat_weights
-from lightning_shardckpt.compat.tensor_subclass import (
+from lightning_shardckpt.compat.torch_modules import parameter_slots, refresh_flat_weights
+from lightning_shardckpt.compat.torch_tensors import (
     accumulation_hooks,
     gradient_hooks,
     mark_as_parameter,

@@ -21,9 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shardckpt.compat.collectives import all_gather_single
-from lightning_shardckpt.compat.process_group import group_of_name
-from lightning_shardckpt.compat.torch_store import Store, default_store, own_view
+from lightning_shardckpt.compat.torch_distributed import (
+    Store,
+    all_gather_single,
+    default_store,
+    group_of_name,
+    own_view,
+)
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 from lightning_shardckpt.distributed.host_numbers import ends_within, host_group, new_gloo_group
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError

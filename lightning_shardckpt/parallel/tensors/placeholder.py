@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
-from lightning_shardckpt.compat.tensor_subclass import (
+from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
     mark_as_parameter,
     shares_memory,

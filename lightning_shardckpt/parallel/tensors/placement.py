@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.compat.device_mesh import joined_mesh
-from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, local_tensor
+from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, joined_mesh, local_tensor
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 
 DATA_AXES = ("replicate", "shard")

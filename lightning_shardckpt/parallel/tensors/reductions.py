@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.parallel.tensors.kinds import name_of
 from lightning_shardckpt.parallel.tensors.sharded import Function, is_sharded
 from lightning_shardckpt.parallel.tensors.values import combined, differentiable_sum, where_is

@@ -31,7 +31,7 @@ from lightning_shardckpt.compat.dtensor import (
     replace_local,
     spec_of,
 )
-from lightning_shardckpt.compat.tensor_subclass import (
+from lightning_shardckpt.compat.torch_tensors import (
     is_marked_as_parameter,
     mark_as_parameter,
     without_torch_function,

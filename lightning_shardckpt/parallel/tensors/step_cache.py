@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.torch_tensors import version_of
 
 _Key = tuple[int, int, bool]
 _open: list[dict[int, tuple[DTensor, _Key, Tensor]]] = []

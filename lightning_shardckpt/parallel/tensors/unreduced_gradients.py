@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.tensor_subclass import accumulation_hooks, gradient_hooks
+from lightning_shardckpt.compat.torch_tensors import accumulation_hooks, gradient_hooks
 
 
 class ReductionPlan(Protocol):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.tensor_subclass import version_of
+from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public
 
-from lightning_shardckpt.compat.torch_store import Store, own_view, put_bytes
+from lightning_shardckpt.compat.torch_distributed import Store, own_view, put_bytes
 from lightning_shardckpt.distributed.heartbeat import Heartbeat, heartbeat
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import RankError

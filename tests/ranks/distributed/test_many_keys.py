@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_store import own_view
+from lightning_shardckpt.compat.torch_distributed import own_view
 from lightning_shardckpt.distributed.many_keys import Arrivals, known_values, lacking
 
 COUNT = 1100  # more than two requests ask for

@@ -7,7 +7,7 @@ import signal
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_store import default_store
+from lightning_shardckpt.compat.torch_distributed import default_store
 from lightning_shardckpt.distributed.neighbours import Neighbours
 from tests.support.pool import run_ranks
 

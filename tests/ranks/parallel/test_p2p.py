@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.collectives import all_gather_single, reduce_scatter_single
+from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import agree, gathered
 from lightning_shardckpt.parallel.pipeline.checks import without_world_collectives

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_shardckpt import fabric, pytorch
-from lightning_shardckpt.compat.tensor_subclass import without_torch_function
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import TopologyError
 
 BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]

@@ -1,4 +1,4 @@
-"""Collectives are watched in one thread and one block; objects travel as bytes."""
+"""Collectives that are watched, objects as bytes, and orders of pipelines mean what this package takes them for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe, ScheduleZBVZeroBubble
 
-from lightning_shardckpt.compat.pipelining import pickled, unpickled, watched_collectives
+from lightning_shardckpt.compat.torch_distributed import (
+    actions_of,
+    has_order,
+    pickled,
+    torch_schedule,
+    unpickled,
+    watched_collectives,
+)
 
 
 @pytest.fixture
@@ -71,3 +80,23 @@ def test_every_collective_of_this_torch_is_watched() -> None:
     with watched_collectives(lambda name, group: None):
         watched = {name for name, value in vars(dist).items() if originals.get(name) is not value}
     assert len(expected) > 18 and watched == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_actions_are_those_that_torch_shows(name: str) -> None:
+    for ranks, microbatches in ((2, 4), (3, 6), (4, 8)):
+        shown = get_schedule_ops(name, ranks, microbatches, num_stages_per_rank=2)
+        expected = [[str(action) for action in row if action is not None] for row in shown]
+        assert actions_of(torch_schedule(name), ranks, 2, microbatches) == expected
+
+
+def test_schedules_are_found_by_name_and_those_of_one_stage_have_no_order() -> None:
+    assert torch_schedule("zbvzerobubble") is ScheduleZBVZeroBubble
+    assert has_order(ScheduleZBVZeroBubble) and has_order(PipelineScheduleMulti)
+    assert not has_order(ScheduleGPipe)
+    with pytest.raises(ValueError):
+        torch_schedule("2f2b")
+    with pytest.raises(ValueError):
+        actions_of(torch_schedule("DualPipeV"), 2, 2, 1)

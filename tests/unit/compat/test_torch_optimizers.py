@@ -1,4 +1,4 @@
-"""An optimizer's own ways of saving and loading are seen, however they got there."""
+"""What optimizers are built with, and how they save and load, can be changed and asked for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,31 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_shardckpt.compat.torch_optimizer import has_load_hooks, loads_in_its_own_way, saves_in_its_own_way
+from lightning_shardckpt.compat.torch_optimizers import (
+    changed_parameters,
+    has_load_hooks,
+    loads_in_its_own_way,
+    saves_in_its_own_way,
+)
+
+
+def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
+    given: list[Any] = []
+    other = torch.zeros(1, requires_grad=True)
+
+    def change(params: Any) -> list[Tensor]:
+        given.append(params)
+        return [other]
+
+    with changed_parameters(change):
+        optimizers = [torch.optim.SGD([], lr=0.1), torch.optim.AdamW([]), torch.optim.LBFGS([])]
+    assert given == [[], [], []]
+    assert all(optimizer.param_groups[0]["params"] == [other] for optimizer in optimizers)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        torch.optim.SGD([], lr=0.1)
 
 
 class Own(SGD):

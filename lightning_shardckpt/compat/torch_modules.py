@@ -1,19 +1,23 @@
-"""Change what live modules, and the classes of modules and parameters, do: mixed-in classes, hooks, constructors.
+"""Change what live modules do, read what is registered in them, and see through torch.compile.
 
-Checked with torch 2.12 to 2.15.
-"""
+Checked with torch 2.12 to 2.15 and Python 3.11 to 3.14."""
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+# ── calls, hooks and constructors ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
@@ -235,3 +239,173 @@ def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__setstate__ = original  # type: ignore[method-assign]
+
+
+# ── what is registered ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+BatchNorm = _BatchNorm
+"""What every batch norm derives from, synchronized and lazy ones included."""
+
+NormWithStatistics = _NormBase
+"""What every norm with running statistics derives from: batch and instance norms."""
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name, in order of registration, to be read and assigned."""
+    return module._parameters
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name, in order of registration, to be read and assigned."""
+    return module._buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
+    """The names of the module's own buffers that are not in its state dict."""
+    return frozenset(module._non_persistent_buffers_set)
+
+
+def refresh_flat_weights(modules: Iterable[nn.Module]) -> list[tuple[nn.RNNBase, list[Tensor | None]]]:
+    """Let recurrent modules have no parameters but those of their slots: they keep them in a list besides.
+
+    Their forward makes the list anew when it finds others in the slots, and keeps them alive with it.
+
+    Returns:
+        The recurrent ones among ``modules``, each with its list of before, for `restore_flat_weights`.
+    """
+    before = [(m, m.__dict__["_flat_weights"]) for m in modules if isinstance(m, nn.RNNBase)]
+    for module, _ in before:
+        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in module._flat_weights_names]
+    return before
+
+
+def restore_flat_weights(before: Iterable[tuple[nn.RNNBase, list[Tensor | None]]]) -> None:
+    """Undo `refresh_flat_weights`."""
+    for module, weights in before:
+        module.__dict__["_flat_weights"] = weights
+
+
+# ── code that runs when a state dict is loaded ────────────────────────────────────────────────────────────────────────
+
+
+_LIBRARIES = ("torch.", "transformers.", "peft.")
+
+
+def code_before(module: nn.Module) -> set[str]:
+    """Return where the functions come from that get the state dict before it is in the module, or load it themselves.
+
+    Each is "user" or "library"; functions of torch.distributed, which only put its own shards in order, are left out.
+    Those of torch, transformers (5.x) and PEFT (0.21) do something only where other names or shapes are stored than the
+    module has: they make files of earlier versions fit.
+    """
+    found = [vars(hook).get("hook") for hook in module._load_state_dict_pre_hooks.values()]
+    load = module.__dict__.get("_load_from_state_dict", type(module)._load_from_state_dict)
+    return set(_origins([*found, *([] if load is nn.Module._load_from_state_dict else [load])]))
+
+
+def has_code_after(module: nn.Module) -> bool:
+    """Return whether hooks run when the module is loaded, other than those of torch.distributed."""
+    return any(_origins(module._load_state_dict_post_hooks.values()))
+
+
+def has_own_load(module: nn.Module) -> bool:
+    """Return whether its class has a ``load_state_dict`` of its own, which runs where it is the root."""
+    return "user" in _origins([type(module).load_state_dict])
+
+
+def _origins(functions: Any) -> Iterator[str]:
+    for function in functions:
+        while isinstance(function, partial):
+            function = function.func
+        package = getattr(function, "__module__", None) or type(function).__module__
+        if not package.startswith(("torch.distributed.", "lightning_shardckpt.")):
+            yield "library" if package.startswith(_LIBRARIES) else "user"
+
+
+# ── copies ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+Told = Callable[[nn.Parameter, nn.Parameter], None]
+_told: list[Told] = []
+
+
+def on_deepcopy(told: Told) -> Callable[[], None]:
+    """Call a function with each parameter of the class ``nn.Parameter`` that is deep-copied from now on, and its copy.
+
+    Relies on ``copy._deepcopy_dispatch``, in which a class is looked up before its ``__deepcopy__``.
+
+    Returns:
+        A function that ends it.
+    """
+    dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]  # private
+
+    def end() -> None:
+        _told.remove(told)
+        if not _told:
+            del dispatch[nn.Parameter]
+
+    _told.append(told)
+    dispatch[nn.Parameter] = _copied
+    return end
+
+
+def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    found: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
+    for told in _told:
+        told(parameter, found)
+    return found
+
+
+# ── torch.compile ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+set_frame_callback: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+"""Set what looks at the frames of Python in this thread, None for nothing; returns what did before.
+
+While a compiled function runs, that is what compiles the functions that it calls. Relies on the callback being a state
+of the thread, and on its return value being accepted as an argument later.
+"""
+
+
+def skip_folders(folders: Iterable[str]) -> None:
+    """Let torch.compile run functions of these folders as they are; it compiles what they call.
+
+    Does nothing while ``torch._dynamo`` is not imported, which takes long, and without which nothing is compiled.
+    Relies on ``trace_rules.SKIP_DIRS``, and on the regular expression that is made of it.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return
+    known = dynamo.trace_rules.SKIP_DIRS
+    missing = [folder for folder in folders if folder not in known]
+    if missing:
+        known.extend(missing)
+        dynamo.trace_rules._recompile_re()
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """A context in which compiled functions run as they were, and nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def has_compiled(root: nn.Module) -> bool:
+    """Return whether ``root``, or a module inside it, is compiled, in place or by a wrapper."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return any(is_compiled(m) or compiled_from(m) is not None for m in root.modules())
+
+
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile(module)`` wrapped to make this one; None if it made none of it.
+
+    Relies on the class name, so that ``torch._dynamo`` need not be imported to ask.
+    """
+    if type(module).__name__ != "OptimizedModule":
+        return None
+    found = module._orig_mod
+    assert isinstance(found, nn.Module)
+    return found

@@ -1,0 +1,133 @@
+"""Ask autograd what runs, change what functions of users get, and call kernels over lists of tensors.
+
+Checked with torch 2.12 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import Optimizer
+
+
+def accumulated_leaf(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node accumulates; None for other nodes.
+
+    Relies on the name of the nodes that torch makes for leaves, and on their attribute ``variable``.
+    """
+    if node.name() != "torch::autograd::AccumulateGrad":
+        return None
+    return cast(Tensor, cast(Any, node).variable)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is running in this thread.
+
+    Relies on ``torch._C._current_graph_task_id``.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that runs in this thread has done everything else.
+
+    Relies on ``queue_callback``, which DistributedDataParallel and FSDP use.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def returns_gradient_of(leaf: Tensor) -> bool:
+    """Return, in a hook of a leaf, whether ``torch.autograd.grad`` asks for its gradient, which is then not
+    accumulated.
+
+    Relies on ``_will_engine_execute_node`` refusing to answer for leaves then, and only then.
+    """
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def accumulates_gradient_of(leaf: Tensor) -> bool:
+    """Return, in a backward, whether it is going to accumulate the gradient of a leaf; ``autograd.grad`` is not.
+
+    Relies on what ``returns_gradient_of`` does.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return False
+
+
+def is_result_of(tensor: Tensor, function: type[torch.autograd.Function]) -> bool:
+    """Return whether a tensor with history was returned by ``function.apply``."""
+    return isinstance(tensor.grad_fn, function._backward_cls)
+
+
+def packing_hook() -> Callable[[Tensor], Any] | None:
+    """Return the first of the ``saved_tensors_hooks`` that are active in this thread, or None."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if found is None else found[0]
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for a batch of tensors, inside of ``vmap`` or of batched gradients."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+_NOT_OF_USERS = ("torch.", "lightning_shardckpt.")
+_OF_TORCH: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def change_arguments(change: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[], None]:
+    """Let every ``Function.apply``, but those of torch and of this package, get ``change(function, args)``.
+
+    Relies on ``apply`` being a class method of ``torch.autograd.Function``. One change at a time.
+
+    Returns:
+        What ends it.
+    """
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith(_NOT_OF_USERS):
+            args = change(cls, args)
+        return _OF_TORCH.__get__(None, cls)(*args, **kwargs)
+
+    _set_apply(classmethod(apply))
+    return lambda: _set_apply(_OF_TORCH)
+
+
+def _set_apply(descriptor: Any) -> None:
+    torch.autograd.Function.apply = descriptor  # type: ignore[method-assign]  # put back, or changed on purpose
+
+
+Unscale = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
+"""(optimizer, inverse scale, a zero, whether float16 is allowed) → by device, 1 if a gradient is infinite or NaN."""
+
+
+def norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each of some tensors of one device and dtype, computed in ``dtype``; on CUDA by a few kernels."""
+    return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
+
+
+def unscale(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply gradients of one device and dtype in place; writes 1 to ``found_inf`` if one is infinite or NaN."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse_scale)
+
+
+def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> None:
+    """Let ``scaler.unscale_`` and ``scaler.step`` call a function of ours; torch has no public way to."""
+    scaler._unscale_grads_ = function  # type: ignore[method-assign,assignment]  # called by position
+
+
+def copy_each(tensors: Sequence[Tensor], copies: Sequence[Tensor], *, non_blocking: bool) -> None:
+    """Fill each copy with a tensor of its shape; ``non_blocking`` as in ``Tensor.copy_``, which takes longer to call.
+
+    Relies on ``torch._foreach_copy_``, which does not take empty lists.
+    """
+    if tensors:
+        torch._foreach_copy_(list(copies), list(tensors), non_blocking)

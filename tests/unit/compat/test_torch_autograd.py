@@ -1,0 +1,229 @@
+"""Autograd tells what runs, and kernels over lists of tensors do what one call each does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shardckpt.compat.torch_autograd import (
+    accumulated_leaf,
+    accumulates_gradient_of,
+    after_backward,
+    change_arguments,
+    copy_each,
+    in_backward,
+    is_batched,
+    is_result_of,
+    norms,
+    packing_hook,
+    replace_unscale,
+    returns_gradient_of,
+    unscale,
+)
+
+
+def test_only_the_nodes_of_leaves_have_one() -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2)
+    node = (leaf * other).grad_fn
+    assert node is not None and accumulated_leaf(node) is None
+    below = node.next_functions[0][0]
+    assert below is not None and accumulated_leaf(below) is leaf
+
+
+def test_a_backward_pass_is_noticed_while_it_runs_and_no_longer() -> None:
+    seen: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True)
+    out = leaf * 2
+    out.register_hook(lambda gradient: seen.append(in_backward()))
+    assert not in_backward()
+    out.sum().backward()
+    assert seen == [True] and not in_backward()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_a_function_runs_once_when_all_gradients_are_there() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[bool] = []
+    a.register_hook(lambda gradient: after_backward(lambda: seen.append(a.grad is not None and b.grad is not None)))
+    (b.exp() * a).sum().backward()
+    assert seen == [True]
+
+
+def test_a_hook_knows_whether_its_gradient_is_returned_or_accumulated() -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[bool] = []
+    leaf.register_hook(lambda gradient: seen.append(returns_gradient_of(leaf)))
+    (leaf * other).sum().backward()
+    torch.autograd.grad((leaf * other).sum(), [leaf])
+    (leaf * other).sum().backward(inputs=[leaf])
+    assert seen == [False, True, False]
+
+
+def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[list[bool]] = []
+
+    def product() -> Tensor:
+        inside = leaf * other
+        inside.register_hook(lambda gradient: seen.append([accumulates_gradient_of(p) for p in (leaf, other)]))
+        return inside.sum()
+
+    product().backward()
+    torch.autograd.grad(product(), [leaf])
+    product().backward(inputs=[leaf])
+    assert seen == [[True, True], [False, False], [True, False]]
+    assert not accumulates_gradient_of(leaf), "no backward runs"
+
+
+def test_a_tensor_is_a_result_of_the_function_that_made_it() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    made: Tensor = Doubled.apply(leaf)  # type: ignore[no-untyped-call]
+    assert is_result_of(made, Doubled)
+    assert not is_result_of(made + 1, Doubled) and not is_result_of(leaf, Doubled)
+
+
+def test_checkpointing_and_offloading_pack_what_is_saved() -> None:
+    seen: list[bool] = []
+
+    def run(tensor: Tensor) -> Tensor:
+        seen.append(packing_hook() is not None)
+        return tensor.exp()
+
+    tensor = torch.ones(2, requires_grad=True)
+    run(tensor)
+    checkpoint(run, tensor, use_reentrant=False)
+    with save_on_cpu():
+        run(tensor)
+    assert seen == [False, True, True]
+
+
+def test_a_batch_of_gradients_is_told_from_a_gradient() -> None:
+    found = list[bool]()
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            found.append(is_batched(gradient))
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Looks.apply(x), x, torch.ones(2))
+    torch.autograd.grad(Looks.apply(x), x, torch.eye(2), is_grads_batched=True)
+    assert found == [False, True]
+
+
+class Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2, None
+
+
+def test_functions_of_users_are_called_with_other_arguments_until_it_ends() -> None:
+    of_torch = torch.autograd.Function.__dict__["apply"]
+    seen, x = list[str](), torch.ones(2, requires_grad=True)
+
+    def change(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append(function.__name__)
+        return args[0] + 1, *args[1:]
+
+    end = change_arguments(change)
+    try:
+        found = Multiplied.apply(x, 2)
+        checkpoint(torch.sin, x, use_reentrant=True)  # by a function of torch
+    finally:
+        end()
+    found.sum().backward()
+    assert found.tolist() == [4, 4] and seen == ["Multiplied"]
+    assert x.grad is not None and x.grad.tolist() == [2, 2]
+    assert Multiplied.apply(x, 2).tolist() == [2, 2]
+    assert torch.autograd.Function.__dict__["apply"] is of_torch
+
+
+def test_norms_are_those_of_each_tensor_in_the_given_dtype() -> None:
+    tensors = [torch.full((4,), 300.0, dtype=torch.float16), torch.tensor([3.0, -4.0], dtype=torch.float16)]
+    found = norms(tensors, 2.0, torch.float32)
+    assert [n.item() for n in found] == [600.0, 5.0] and {n.dtype for n in found} == {torch.float32}
+    assert norms(tensors[1:], math.inf, torch.float32)[0].item() == 4
+
+
+def test_gradients_are_scaled_in_place_and_infinities_are_reported() -> None:
+    finite, found = torch.tensor([2.0, 4.0]), torch.zeros(())
+    unscale([finite], torch.tensor(0.5), found)
+    assert finite.tolist() == [1, 2] and found.item() == 0
+    unscale([finite, torch.tensor([math.nan])], torch.tensor(1.0), found)
+    assert found.item() == 1
+
+
+def test_a_scaler_calls_what_took_the_place_of_its_own_and_skips_a_step_by_its_answer() -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    answer = torch.zeros(())
+    seen: list[tuple[float, bool]] = []
+
+    def function(
+        of: torch.optim.Optimizer, inverse: Tensor, zero: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        assert of is optimizer and zero.item() == 0
+        seen.append((inverse.item(), allow_fp16))
+        return {torch.device("cpu"): answer}
+
+    replace_unscale(scaler, function)
+    scaler.scale(parameter.sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert seen == [(0.25, False)] and parameter.item() == 1 - 4  # nothing has unscaled it
+    answer.fill_(1.0)
+    scaler.step(optimizer)
+    assert len(seen) == 2 and parameter.item() == 1 - 4
+
+
+def test_each_copy_is_filled_as_torch_fills_one() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    tensors = [
+        base.t(),
+        base[:, 1::2],
+        torch.tensor(3, dtype=torch.int16),
+        torch.empty(0, 5),
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        base.to(torch.float8_e4m3fn),
+    ]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    copy_each(tensors, copies, non_blocking=False)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert copy.is_contiguous() and not copy.is_conj() and not copy.is_neg()
+        assert copy.tolist() == tensor.tolist()
+
+
+def test_nothing_is_copied_of_nothing() -> None:
+    copy_each([], [], non_blocking=True)
+
+
+def test_lists_of_two_lengths_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        copy_each([torch.ones(1)], [torch.ones(1), torch.ones(1)], non_blocking=False)

@@ -1,0 +1,420 @@
+"""Modules are changed, read and compiled as this package relies on."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch._dynamo  # so that something is compiled at all
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lightning_shardckpt.compat.torch_modules import (
+    BatchNorm,
+    NormWithStatistics,
+    after_unpickling,
+    any_global_hook,
+    argument_hooks,
+    buffer_slots,
+    child_slots,
+    clear_hooks,
+    code_before,
+    compiled_call,
+    compiled_from,
+    convert_tensors,
+    has_code_after,
+    has_compiled,
+    has_forward_hooks,
+    has_own_load,
+    intercept_calls,
+    is_compiled,
+    keep_hooks,
+    mix_in,
+    mix_out,
+    non_persistent_buffers,
+    not_compiled,
+    on_deepcopy,
+    parameter_slots,
+    parameters_made_of,
+    refresh_flat_weights,
+    restore_flat_weights,
+    result_hooks,
+    skip_folders,
+    unregister_tensors,
+    withhold_state,
+    withholds_state,
+    without_global_hooks,
+)
+
+
+class Doubling(nn.Module):
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+def test_a_mixin_is_called_first_and_the_class_keeps_its_name() -> None:
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    expected = 2 * layer(torch.ones(2))
+    mix_in(layer, Doubling)
+    assert torch.equal(layer(torch.ones(2)), expected)
+    assert isinstance(layer, nn.Linear)
+    assert (type(layer).__name__, type(layer).__module__) == (nn.Linear.__name__, nn.Linear.__module__)
+    assert type(other) is nn.Linear
+    mix_out(layer, Doubling)
+    assert type(layer) is nn.Linear and torch.equal(2 * layer(torch.ones(2)), expected)
+
+
+def test_without_state_a_part_of_a_model_neither_gives_nor_takes_nor_moves() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert not withholds_state(model[1])
+    withhold_state(model[1])
+    assert withholds_state(model[1]) and not withholds_state(model[0])
+    assert type(model[1]) is nn.BatchNorm1d
+    assert set(model.state_dict()) == {"0.weight", "0.bias"}
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    model.double()
+    assert model[0].weight.dtype == torch.float64 and model[1].weight.dtype == torch.float32
+    copied = copy.deepcopy(model)
+    assert copied[1].double() is copied[1] and set(copied.state_dict()) == {"0.weight", "0.bias"}
+
+
+class CallsTwice(nn.Linear):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) + super().__call__(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, CallsTwice])
+def test_a_call_is_intercepted_around_hooks_and_the_class_stays(kind: type[nn.Linear]) -> None:
+    layer, x = kind(2, 2), torch.ones(2)
+    expected, said = layer(x), list[str]()
+    layer.register_forward_hook(lambda *args: said.append("hook"))
+
+    def call(original: Any, *args: Any) -> Any:
+        said.append("before")
+        return 3 * original(*args)
+
+    intercept_calls(layer, call)
+    assert torch.equal(layer(x), 3 * expected)
+    assert said == ["before", *["hook"] * (2 if kind is CallsTwice else 1)]
+    assert isinstance(layer, kind) and (type(layer) is nn.Linear) == (kind is nn.Linear)
+    assert torch.equal(nn.Linear.forward(copy.deepcopy(layer), x), nn.Linear.forward(layer, x))
+
+
+def test_what_a_call_runs_instead_is_known() -> None:
+    layer, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert compiled_call(layer) is compiled_call(compiled) is None
+    compiled.compile(backend="eager")
+    assert callable(compiled_call(compiled))
+    intercept_calls(layer, lambda original, *args: original(*args))
+    assert callable(compiled_call(layer)) and torch.equal(layer(torch.ones(2)), layer.forward(torch.ones(2)))
+    intercept_calls(compiled, lambda original, *args: original(*args))
+    assert is_compiled(compiled) and not is_compiled(layer) and not is_compiled(nn.Linear(2, 2))
+
+
+def test_children_can_be_replaced_in_their_slots() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    new = nn.ReLU()
+    child_slots(model)["1"] = new
+    assert list(child_slots(model)) == ["0", "1"] and list(model)[1] is new
+
+
+def test_unregistered_tensors_are_attributes() -> None:
+    norm = nn.BatchNorm1d(2)
+    norm.register_buffer("scratch", torch.zeros(1), persistent=False)
+    weight, mean = norm.weight, norm.running_mean
+    unregister_tensors(norm)
+    assert norm.weight is weight and norm.running_mean is mean
+    assert not list(norm.parameters()) and not list(norm.buffers())
+    norm.register_buffer("other", torch.zeros(1))
+    norm.__dict__.pop("scratch")
+    norm.register_buffer("scratch", torch.zeros(1))
+    assert set(norm.state_dict()) == {"other", "scratch"}
+
+
+def test_parameters_and_buffers_are_converted() -> None:
+    norm = nn.BatchNorm1d(2)
+    convert_tensors(norm, lambda tensor: torch.full_like(tensor, 7))
+    assert all(bool((tensor == 7).all()) for tensor in [*norm.parameters(), *norm.buffers()])
+
+
+def test_hooks_are_seen_and_removed() -> None:
+    calls: list[str] = []
+    layer = nn.Linear(1, 1)
+    assert not has_forward_hooks(layer) and not result_hooks(layer)
+    layer.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    assert not result_hooks(layer)
+    handles = [
+        layer.register_forward_hook(lambda *_: calls.append("forward")),
+        layer.register_full_backward_hook(lambda *_: calls.append("backward")),
+        layer.register_full_backward_pre_hook(lambda *_: calls.append("backward pre")),
+    ]
+    layer.register_state_dict_pre_hook(lambda *_: calls.append("state dict"))
+    assert has_forward_hooks(layer) and result_hooks(layer) == {handle.id for handle in handles}
+    clear_hooks(layer)
+    layer(torch.ones(1, requires_grad=True)).sum().backward()
+    layer.state_dict()
+    assert calls == [] and not has_forward_hooks(layer) and not result_hooks(layer)
+
+
+def test_hooks_before_a_forward_are_seen_and_some_are_kept() -> None:
+    module, ran = nn.Linear(2, 2), list[str]()
+    kept = module.register_forward_pre_hook(lambda module, args: ran.append("before"))
+    module.register_forward_pre_hook(lambda module, args: ran.append("removed"))
+    after = module.register_forward_hook(lambda module, args, result: ran.append("after"))
+    assert len(argument_hooks(module)) == 2 and kept.id in argument_hooks(module)
+    keep_hooks(module, {kept.id, after.id})
+    module(torch.ones(1, 2))
+    assert ran == ["before", "after"] and argument_hooks(module) == {kept.id}
+
+
+def test_a_hook_of_all_modules_is_noticed() -> None:
+    assert not any_global_hook()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert any_global_hook()
+    handle.remove()
+    assert not any_global_hook()
+
+
+def test_hooks_of_all_modules_can_be_left_out_of_a_call() -> None:
+    module, ran, of = nn.Linear(2, 2), list[str](), torch.nn.modules.module
+    handles = [
+        of.register_module_forward_pre_hook(lambda *_: ran.append("before")),
+        of.register_module_forward_hook(lambda *_: ran.append("after")),
+        of.register_module_full_backward_hook(lambda *_: ran.append("backward")),
+    ]
+    with without_global_hooks():
+        module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert ran == []
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert ran == ["before", "after", "backward"]
+    for handle in handles:
+        handle.remove()
+    assert not any_global_hook()
+
+
+def test_parameters_are_made_of_other_data_inside_and_in_this_thread_only() -> None:
+    found: list[Tensor] = []
+    with parameters_made_of(lambda data: data + 1):
+        found.append(nn.Parameter(torch.zeros(1)))
+        found.append(nn.Linear(1, 1, bias=False).weight)
+        other = threading.Thread(target=lambda: found.append(nn.Parameter(torch.zeros(1), requires_grad=False)))
+        other.start()
+        other.join()
+    found.append(nn.Parameter(torch.zeros(1)))
+    assert [found[i].item() for i in (0, 2, 3)] == [1, 0, 0]
+    assert type(found[0]) is nn.Parameter and [p.requires_grad for p in found] == [True, True, False, True]
+
+
+def test_deep_copies_are_told_of_inside_only() -> None:
+    seen: list[nn.Module] = []
+    layer = nn.Sequential(nn.Linear(1, 1))
+    with after_unpickling(seen.append):
+        twin = copy.deepcopy(layer)
+    copy.deepcopy(layer)
+    assert {id(module) for module in seen} == {id(module) for module in twin.modules()}
+
+
+def test_slots_are_what_the_module_uses() -> None:
+    module = nn.Linear(2, 3, bias=False)
+    assert list(parameter_slots(module)) == ["weight", "bias"] and parameter_slots(module)["bias"] is None
+    other = nn.Parameter(torch.zeros(3, 2))
+    parameter_slots(module)["weight"] = other
+    assert module.weight is other and list(module.parameters()) == [other]
+    norm = nn.BatchNorm1d(2)
+    assert list(buffer_slots(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+    buffer_slots(norm)["running_mean"] = mean = torch.ones(2)
+    assert norm.running_mean is mean
+
+
+def test_buffers_that_are_not_saved_are_named_while_they_are_there() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("derived", torch.zeros(1), persistent=False)
+    module.register_buffer("empty", None, persistent=False)
+    assert non_persistent_buffers(module) == {"derived", "empty"} and module.state_dict().keys() == {"kept"}
+    module.register_buffer("derived", torch.zeros(1))
+    assert non_persistent_buffers(module) == {"empty"} and module.state_dict().keys() == {"kept", "derived"}
+
+
+def test_norms_are_told_by_what_they_derive_from() -> None:
+    batch = [nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.LazyBatchNorm2d(), nn.SyncBatchNorm(2)]
+    assert all(isinstance(norm, BatchNorm) and isinstance(norm, NormWithStatistics) for norm in batch)
+    instance = nn.InstanceNorm2d(2, track_running_stats=True)
+    assert isinstance(instance, NormWithStatistics) and not isinstance(instance, BatchNorm)
+    assert not isinstance(nn.LayerNorm(2), NormWithStatistics)
+
+
+@torch.no_grad()  # a graph would keep parameters, too
+def test_a_recurrent_module_keeps_no_parameters_but_those_of_its_slots_once_refreshed() -> None:
+    x, module, twin = torch.randn(4, 3), nn.GRU(3, 2), nn.GRU(3, 2)
+    expected, before = twin(x)[0], module(x)[0]
+    kept = dict(parameter_slots(module))
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in twin.named_parameters()}
+    parameter_slots(module).update(copies)
+    flat = refresh_flat_weights([module, nn.Linear(2, 2)])
+    assert [m for m, _ in flat] == [module]
+    assert torch.equal(module(x)[0], expected)
+    parameter_slots(module).update(kept)
+    restore_flat_weights(flat)
+    references = [weakref.ref(copy) for copy in copies.values()]
+    copies.clear()
+    assert [reference() for reference in references] == [None] * 4  # they are in no list
+    assert torch.equal(module(x)[0], before)
+    old = [weakref.ref(p) for p in module.parameters()]
+    parameter_slots(module).update({name: nn.Parameter(p.detach()) for name, p in twin.named_parameters()})
+    kept.clear()
+    flat.clear()
+    assert None not in [reference() for reference in old]  # the list has them
+    refresh_flat_weights([module])
+    assert [reference() for reference in old] == [None] * 4
+
+
+def hook(*arguments: Any) -> None:
+    """Do nothing."""
+
+
+class Own(nn.Linear):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+class Overridden(nn.BatchNorm1d):
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+
+
+def test_code_of_users_and_of_libraries_is_told_apart() -> None:
+    assert code_before(nn.Linear(1, 1)) == code_before(pl.LightningModule()) == set()
+    assert code_before(nn.BatchNorm1d(1)) == {"library"}
+    assert code_before(Overridden(1)) == {"user"}
+    module = nn.Linear(1, 1)
+    module.register_load_state_dict_pre_hook(partial(hook, 1))  # type: ignore[no-untyped-call]  # torch's
+    assert code_before(module) == {"user"} and not has_code_after(module)
+    module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]  # torch's
+    assert has_code_after(module)
+
+
+def test_code_of_torch_distributed_does_not_count() -> None:
+    wrapped = checkpoint_wrapper(nn.Linear(1, 1))
+    assert len(wrapped._load_state_dict_pre_hooks) == 1 and code_before(wrapped) == set()
+
+
+def test_a_load_state_dict_of_the_users_own_is_told() -> None:
+    assert has_own_load(Own(1, 1))
+    assert not has_own_load(nn.Linear(1, 1)) and not has_own_load(pl.LightningModule())
+
+
+def test_each_parameter_that_is_deep_copied_is_told_with_its_copy_until_it_ends() -> None:
+    told = list[tuple[nn.Parameter, nn.Parameter]]()
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    net[1].weight = net[0].weight  # type: ignore[assignment]  # tied
+    end = on_deepcopy(lambda *pair: told.append(pair))
+    try:
+        copied = copy.deepcopy(net)
+    finally:
+        end()
+    pairs = zip(net.parameters(), copied.parameters(), strict=True)
+    assert [(id(a), id(b)) for a, b in told] == [(id(p), id(q)) for p, q in pairs]
+    assert all(torch.equal(a, b) for a, b in told)
+    copy.deepcopy(net)
+    assert len(told) == 2
+
+
+CODE = """
+from lightning_shardckpt.compat.torch_modules import set_frame_callback
+
+def outer(x, inner):
+    return inner(x + 1) + 1
+
+def half_seen(x, inner):
+    before = set_frame_callback(None)
+    first = inner(x)
+    assert set_frame_callback(before) is None
+    return inner(first)
+"""
+
+
+@pytest.fixture
+def skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module in a folder that is to be skipped; what is skipped besides is as before in the end."""
+    (tmp_path / "shardckpt_to_skip.py").write_text(CODE)
+    spec = importlib.util.spec_from_file_location("shardckpt_to_skip", tmp_path / "shardckpt_to_skip.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rules = torch._dynamo.trace_rules
+    monkeypatch.setattr(rules, "SKIP_DIRS", list(rules.SKIP_DIRS))
+    monkeypatch.setattr(rules, "SKIP_DIRS_RE", rules.SKIP_DIRS_RE)
+    torch._dynamo.reset()
+    yield module
+    torch._dynamo.reset()
+
+
+def graph_sizes(function: Callable[..., Tensor], inner: Callable[[Tensor], Tensor]) -> list[int]:
+    """Run a function compiled; returns how many calls of torch each compiled graph has."""
+    sizes: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        sizes.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.compile(lambda x: function(x, inner), backend=backend)(torch.ones(2))
+    torch._dynamo.reset()
+    return sizes
+
+
+def times_two(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_of_skipped_folders_only_what_they_call_is_compiled(tmp_path: Path, skipped: ModuleType) -> None:
+    assert graph_sizes(skipped.outer, times_two) == [3]
+    skip_folders([str(tmp_path)])
+    skip_folders([str(tmp_path)])
+    assert torch._dynamo.trace_rules.SKIP_DIRS.count(str(tmp_path)) == 1
+    assert graph_sizes(skipped.outer, times_two) == [1]
+
+
+def test_without_a_callback_what_is_called_is_not_compiled(tmp_path: Path, skipped: ModuleType) -> None:
+    skip_folders([str(tmp_path)])
+    assert graph_sizes(skipped.half_seen, times_two) == [1]  # the second call
+
+
+def test_a_compiled_module_has_the_one_that_it_wraps() -> None:
+    module = nn.Linear(2, 2)
+    assert compiled_from(torch.compile(module, backend="eager")) is module  # type: ignore[arg-type]  # a module
+    assert compiled_from(module) is None
+
+
+def test_a_module_has_compiled_ones_inside_if_they_are_compiled_in_place_or_wrapped() -> None:
+    in_place, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    assert not has_compiled(in_place)
+    in_place[0].compile(backend="eager")
+    wrapped[0] = torch.compile(wrapped[0], backend="eager")  # type: ignore[assignment]  # a module
+    assert has_compiled(in_place) and has_compiled(in_place[0]) and has_compiled(wrapped)
+
+
+def test_inside_nothing_is_compiled() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with not_compiled():
+        assert double(torch.ones(2)).tolist() == [2, 2]
+    assert not compiled
+    double(torch.ones(2))
+    assert compiled
+    torch._dynamo.reset()
