@@ -452,12 +452,17 @@ class AddedUp(Good):
 
 class BackwardAfterBreaks(Good):
     def after(self, x: Tensor) -> Tensor:
-        logits = super().after(x)
-        if logits.requires_grad:
-            logits.register_hook(self.break_down)
-        return logits
+        broken: Tensor = BreaksDown.apply(super().after(x))  # type: ignore[no-untyped-call]
+        return broken
 
-    def break_down(self, gradient: Tensor) -> None:
+
+class BreaksDown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
         raise KeyError("in a backward after the layers")
 
 
@@ -690,7 +695,7 @@ class Watching(Good):
     def before(self, tokens: Tensor) -> Tensor:
         x = super().before(tokens)
         if x.requires_grad:
-            x.register_hook(lambda gradient: self.losses.append(0.0))
+            x.register_hook(lambda gradient: gradient.clamp(-1, 1))
         return x
 
 
@@ -849,7 +854,7 @@ CASES = {
     "iterator before the layers": Case(
         CountsSamples, ("words of CountsSamples, an iterator or a file", "CombinedLoader")
     ),
-    "watches an activation": Case(Watching, ("a hook of an activation of shape", "changes nothing")),
+    "watches an activation": Case(Watching, ("registers the hook Watching.before", "on a tensor of shape")),
     "retains a gradient": Case(Retaining, ("calls retain_grad of a tensor of shape", "pipeline_parallel_size=1")),
     "gradient with respect to an input": Case(
         InputGradient, ("torch.autograd.grad needs the value of", "doesn't have")

@@ -1,13 +1,13 @@
 """The parameters that only other stages of a pipeline have, as code between steps meets them.
 
 ``parameters()`` has them all on every stage, in the order of the whole module. Those of other stages are placeholders:
-they have a shape and say whether they have a gradient; what is done to one alone is done where it is, and who needs its
-value is told so. Hooks run on the stage that has the parameter, so they may do nothing but change the gradient.
+they have a shape and say whether they have a gradient. A change of one alone is made where it is. Using its value is an
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,20 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.torch_tensors import (
-    accumulation_hooks,
-    gradient_hooks,
-    version_of,
-    without_torch_function,
-)
+from lightning_shardckpt.compat.torch_tensors import accumulation_hooks, gradient_hooks, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import gathered
-from lightning_shardckpt.parallel.pipeline.attribute_owners import is_installed
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 _BITS = 62  # of an int64 that carries flags
-_OURS = ("lightning_shardckpt.parallel.", "lightning_shardckpt.compat.")  # modules whose hooks may note things down
+_OWNERS = ("torch.distributed.", "torch.utils.", "lightning_shardckpt.")  # modules whose hooks may be there
 
 
 class AbsentParameters:
@@ -74,8 +68,7 @@ class AbsentParameters:
         """Check what was done to this rank's parameters since the step before.
 
         Raises:
-            UnsupportedCodeError: for one that was given another stage's memory, which torch doesn't report; in the
-                backward, for a hook that changes neither gradient nor parameter.
+            UnsupportedCodeError: for one that was given another stage's memory, of which torch tells nobody.
         """
         for name, own, _ in self._places:
             if own is None:
@@ -87,77 +80,45 @@ class AbsentParameters:
                     "torch.nn.utils.vector_to_parameters). Change each parameter by itself, or use "
                     "pipeline_parallel_size=1."
                 )
-            _guard(own, gradient_hooks(own), _GradientHook)
-            _guard(own, accumulation_hooks(own), _AccumulatedHook)
+
+    def check_hooks(self) -> None:
+        """Check the hooks of this rank's parameters.
+
+        Raises:
+            UnsupportedCodeError: for one of the user's.
+        """
+        for name, own, _ in self._places:
+            if own is None:
+                continue
+            hooks = [*(gradient_hooks(own) or {}).values(), *(accumulation_hooks(own) or {}).values()]
+            if any(not _module_of(hook).startswith(_OWNERS) for hook in hooks):
+                raise UnsupportedCodeError(
+                    f"{name} has a hook (register_hook, register_post_accumulate_grad_hook), which in a pipeline sees "
+                    "gradients of microbatches, on one stage. Change gradients in on_before_optimizer_step, or use "
+                    "pipeline_parallel_size=1."
+                )
 
 
-class _GuardedHook:
-    """A hook of the user's that must change what it sees."""
+def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a hook that a step registers on a tensor, if the hook may be there.
 
-    def __init__(self, hook: Callable[[Any], Any], of: str) -> None:
-        self._hook, self._of = hook, of
+    Those of parameters are looked at after the passes.
 
-
-class _GradientHook(_GuardedHook):
-    """A hook of a gradient that must return another one, or change it."""
-
-    def __call__(self, gradient: Tensor | None) -> Any:
-        if gradient is None:  # other parameters that were gathered together have one
-            return self._hook(gradient)
-        part = local_tensor(gradient)
-        before = version_of(part)
-        found = self._hook(gradient)
-        if found is None and version_of(part) == before:
-            raise _watches(self._hook, self._of)
-        return found
-
-
-class _AccumulatedHook(_GuardedHook):
-    """A hook of an accumulated gradient that must change it, or the parameter."""
-
-    def __call__(self, parameter: Tensor) -> None:
-        before = _versions(parameter)
-        self._hook(parameter)
-        if before is not None and _versions(parameter) == before:
-            raise _watches(self._hook, self._of)
-
-
-def _versions(parameter: Tensor) -> tuple[int, int, int] | None:
-    """What changes with a parameter or its gradient; None if only others that were gathered with it have one."""
-    with without_torch_function():
-        if parameter.grad is None:
-            return None
-        gradient = local_tensor(parameter.grad)
-        return id(gradient), version_of(gradient), version_of(local_tensor(parameter))
-
-
-def _guard(parameter: nn.Parameter, hooks: MutableMapping[int, Any] | None, kind: type[_GuardedHook]) -> None:
-    if not hooks:
-        return
-    for number, hook in hooks.items():
-        if not isinstance(hook, _GuardedHook) and not getattr(hook, "__module__", "").startswith(_OURS):
-            hooks[number] = kind(hook, f"a parameter of shape {tuple(parameter.shape)}")
-
-
-def guarded_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a hook that does what ``hook`` does, and must change the gradient, if ``tensor`` is an activation.
-
-    Those of parameters are looked at between steps.
+    Raises:
+        UnsupportedCodeError: for a hook of the user's on an activation.
     """
-    function = hook.func if isinstance(hook, partial) else hook
-    owner = getattr(function, "__module__", "")
-    if isinstance(tensor, nn.Parameter) or owner.startswith(_OURS) or is_installed(owner):
+    if isinstance(tensor, nn.Parameter) or _module_of(hook).startswith(_OWNERS):
         return hook
-    return _GradientHook(hook, f"an activation of shape {tuple(tensor.shape)}")
-
-
-def _watches(hook: Any, of: str) -> UnsupportedCodeError:
-    name = getattr(hook, "__qualname__", repr(hook))
-    return UnsupportedCodeError(
-        f"{name}, a hook of {of}, changes nothing: what it notes down is known to one stage of "
-        "the pipeline only, the one that has the tensor. A hook may return another gradient, or change it; read "
-        "gradients in on_before_optimizer_step of a run with pipeline_parallel_size=1."
+    raise UnsupportedCodeError(
+        f"a pipelined step registers the hook {getattr(hook, '__qualname__', hook)} on a tensor of shape "
+        f"{tuple(tensor.shape)}, whose gradient one stage has, and for microbatches. Change the gradient in a "
+        "torch.autograd.Function, or use pipeline_parallel_size=1."
     )
+
+
+def _module_of(hook: Any) -> str:
+    """Return the name of the module of Python that a function is from."""
+    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:

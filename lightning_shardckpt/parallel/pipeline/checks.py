@@ -31,7 +31,7 @@ from lightning_shardckpt.compat.torch_tensors import replaced_hooks, version_of,
 from lightning_shardckpt.distributed.host_numbers import Copied
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.pipeline.absent_parameters import guarded_hook
+from lightning_shardckpt.parallel.pipeline.absent_parameters import refuse_hook
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
@@ -166,10 +166,9 @@ class StepChecks:
                 "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
             )
 
-    def begin(self) -> list[tuple[str, nn.Parameter]]:
-        """Begin a step, and return this rank's parameters, by name as registered: those that are looked at in it."""
+    def begin(self) -> None:
+        """Begin a step: note this rank's parameters, by name as registered."""
         self._own = list(own_parameters(self._root))
-        return self._own
 
     def notes(self) -> list[tuple[Tensor | None, dict[str, Any]]]:
         """The gradient of each of this rank's parameters, and what somebody has written onto it."""
@@ -300,11 +299,8 @@ def guarded_step() -> Iterator[None]:
 
 
 def guarded_hooks() -> AbstractContextManager[None]:
-    """Inside, hooks of activations that only look at gradients are an error in this thread, as one stage has them.
-
-    So are gradients that are to be retained.
-    """
-    return replaced_hooks(guarded_hook, _refuse_retaining)
+    """Inside, hooks of the user's on activations, and retained gradients, are an error in this thread."""
+    return replaced_hooks(refuse_hook, _refuse_retaining)
 
 
 def without_world_collectives() -> AbstractContextManager[None]:

@@ -112,7 +112,7 @@ class MicrobatchCheck:
         trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
         trial.samples, trial.stored = [None] * _PARTS, {}
         trial.attributes = attributes
-        kept, precision = self._as_it_was(state), _Precision()
+        kept, precision = self._as_it_was(), _Precision()
         with kept, kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
             try:
                 trial.batches = whole_and_halves(state.step.batch, len(state.batches))
@@ -145,12 +145,11 @@ class MicrobatchCheck:
         )
 
     @contextmanager
-    def _as_it_was(self, state: StepState) -> Iterator[None]:
-        """At the end, the modules of this stage have the attributes, buffers and hooks that they had."""
+    def _as_it_was(self) -> Iterator[None]:
+        """At the end, the modules of this stage have the attributes and buffers that they had."""
         memory, attributes = Memory(self._own), [(vars(module), dict(vars(module))) for module in self._own]
         try:
-            with state.hooks.undone():
-                yield
+            yield
         finally:
             memory.restore()
             for now, before in attributes:  # those that a memory doesn't cover, too

@@ -34,7 +34,6 @@ from lightning_shardckpt.parallel.pipeline.layer_attributes import results_as_pl
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
 from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, SIZES, MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.p2p import Transport
-from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks, accumulate
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
@@ -138,7 +137,7 @@ class Pipeline:
 
         def work() -> tuple[Packed | None, int]:
             before = self._checks.buffer_marks()
-            with self._gathering(), state.hooks.put_off() if early else nullcontext():
+            with self._gathering():
                 self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
                 self._checks.check_buffers(state, before)
                 self._checks.compare_parameters()
@@ -146,6 +145,7 @@ class Pipeline:
                     self._finish(state)
                 report = step.report(state.outputs) if self.has_last_stage else None
                 wait_for_copies(self._device)
+                self.absent.check_hooks()
                 self._checks.check_parameters(state)
                 if not early:
                     self._checks.check_notes(state, notes)
@@ -177,8 +177,9 @@ class Pipeline:
         finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
         def work() -> list[int]:
-            with self._gathering(), state.hooks.once():
+            with self._gathering():
                 self._stages.run(state, len(state.batches), "backward", first=finish)
+            self.absent.check_hooks()
             if not alone:
                 return []
             self._gradients.finish_kept(self._kept)
@@ -196,7 +197,7 @@ class Pipeline:
         else:
             self._finish_gradients()
 
-    def add(self, found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    def add(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Add gradients that `forward` made where it ran the backward passes already; it is called in place of
         `backward`.
 
@@ -205,7 +206,8 @@ class Pipeline:
         with refused_once_interrupted("a backward", self._group):
             self._gradients.begin_passes()
             with self._gradients.no_sync():
-                accumulate(found)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             self._finish_gradients()
 
     def _finish_gradients(self) -> None:
@@ -227,12 +229,12 @@ class Pipeline:
     # --- before the first stage run ---
 
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
-        own = self._checks.begin()
-
+        self._checks.begin()
         digest: list[Copied | None] = [None]
 
         def measure() -> tuple[int, int, int]:
             self.absent.check_own()
+            self.absent.check_hooks()
             self._checks.check_calls()
             most = self._microbatches
             wanted = min(most, samples_in(step.batch)) if most > 1 else 1
@@ -252,8 +254,7 @@ class Pipeline:
             raise self._other_batches(step, [one[:2] for one in every])
 
         whole_steps = self._loss_of == "microbatch" and step.train
-        hooks = ParameterHooks(dict(own))
-        return StepState(step, [None] * count, [], seed, scale, whole_steps, hooks, batch_digest=digest[0])
+        return StepState(step, [None] * count, [], seed, scale, whole_steps, batch_digest=digest[0])
 
     def _other_batches(self, step: UserStep, marks: Sequence[Any]) -> UnsupportedCodeError:
         return UnsupportedCodeError(
@@ -313,7 +314,6 @@ class Pipeline:
             with torch.no_grad(), for_samples(state.samples[0], counted=False):
                 before = rng_checksum()
                 self._stages.run_stage(run, lambda: state.step.run(copied(state.batches[0]), None))
-                state.hooks.check()
                 state.draws = state.draws or rng_checksum() != before or state.step.drew
             state.carries[stage] = run.carry
         self._checks.check_draws(state)

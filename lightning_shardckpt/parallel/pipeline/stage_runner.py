@@ -125,10 +125,6 @@ class StageRunner:
         seed_rng(state.seed + microbatch)
         with for_samples(state.samples[microbatch]), state.watched(stage, microbatch):
             self.run_stage(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
-        if microbatch == 0:
-            state.hooks.allow()
-        else:
-            state.hooks.check()
         outputs = run.outputs
         if whole:
             loss = state.step.loss(run.returned)

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_shardckpt.distributed.host_numbers import Copied
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
-from lightning_shardckpt.parallel.pipeline.parameter_hooks import ParameterHooks
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
@@ -60,7 +59,6 @@ class StepState:
         seed: of what the step draws outside of modules, the same on all stages.
         scale: the gradient of the loss.
         whole_steps: whether the last stage runs the whole step on each microbatch.
-        hooks: those of this rank's parameters.
         draws: whether it draws random numbers before its layers.
         attributes: those of modules that see microbatches, where that matters.
         carries: for each stage of this rank, the positions of the arguments that cross the boundary after it.
@@ -78,7 +76,6 @@ class StepState:
     seed: int
     scale: Tensor | None
     whole_steps: bool
-    hooks: ParameterHooks
     draws: bool = False
     attributes: LayerAttributes | None = None
     samples: list[SampleNumbers | None] = field(default_factory=list)
