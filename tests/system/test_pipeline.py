@@ -585,7 +585,7 @@ def count_runs(strategy: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("strategy", "first", "later"),
-    [(PIPELINE, 8, [5, 5]), (PIPELINE | dict(ONE_F_ONE_B), 8, [5, 4])],
+    [(PIPELINE, 7, [5, 5]), (PIPELINE | dict(ONE_F_ONE_B), 7, [5, 4])],
     ids=["batch", "microbatch"],
 )
 def test_the_step_runs_once_for_each_microbatch_and_once_more(

@@ -52,15 +52,21 @@ def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
     return [_slice(batch, stop - size, stop, samples, "batch") for size, stop in zip(sizes, stops, strict=True)], sizes
 
 
-def whole_and_halves(batch: T, count: int) -> list[T]:
-    """As many samples as are in one of ``count`` microbatches, but at least 2, and their two halves.
+def some_and_middle(batch: T, count: int) -> tuple[list[T], tuple[int, int, int]]:
+    """Return some samples of a batch, and those in their middle.
+
+    As many as are in one of ``count`` microbatches, but at least 3.
+
+    Returns:
+        The two batches; and how many samples the first has, and where those of the second begin and end among them.
 
     Raises:
         UnsupportedCodeError: as ``split_batch``.
     """
     samples = samples_in(batch)
-    most = min(samples, max(2, samples // count))
-    return [_slice(batch, *ends, samples, "batch") for ends in ((0, most), (0, most // 2), (most // 2, most))]
+    most = min(samples, max(3, samples // count))
+    start, stop = max(1, most // 3), most - most // 3
+    return [_slice(batch, *ends, samples, "batch") for ends in ((0, most), (start, stop))], (most, start, stop)
 
 
 def copied(value: Any) -> Any:

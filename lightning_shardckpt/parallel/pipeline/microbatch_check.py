@@ -3,7 +3,7 @@
 Microbatches pass through the layers, and what comes out is joined in their order. That is what the whole batch would
 have given if each row of it follows from its own sample alone: not if samples are not the first dim, if the step joins
 two views of the batch before the layers, or if a layer computes with the other samples. No shape tells, so some samples
-pass through the layers together and in two halves, without gradients and dropout, and the results are compared.
+pass through the layers, then those in their middle alone, without gradients and dropout, and the results are compared.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.overrides import TorchFunctionMode
 from lightning_shardckpt.compat.torch_modules import not_compiled, withholds_state
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
-from lightning_shardckpt.parallel.pipeline.microbatch import joined_dim, whole_and_halves
+from lightning_shardckpt.parallel.pipeline.microbatch import some_and_middle
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.system.random_generators import kept_rng, rng_checksum
 
 _WHEN = (1, 10, 100)  # layers that begin as the identity show later
-SIZES = (2, 1, 1)
-"""Of the microbatches of a trial, the whole and its halves."""
+SIZES = (3, 1)
+"""Of the microbatches of a trial, all samples and those in the middle."""
 _PARTS = len(SIZES)
 _HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
 _UNIT = 1e6  # of numbers that ranks exchange as integers
@@ -112,16 +112,15 @@ class MicrobatchCheck:
         trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
         trial.samples, trial.stored = [None] * _PARTS, {}
         trial.attributes = attributes
-        kept, precision = self._as_it_was(), _Precision()
+        kept, precision, places = self._as_it_was(), _Precision(), (0, 0, 0)
         with kept, kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
             try:
-                trial.batches = whole_and_halves(state.step.batch, len(state.batches))
+                trial.batches, places = some_and_middle(state.step.batch, len(state.batches))
             except Exception as error:
                 failure = error
             self._stages.run(trial, _PARTS, "forward", failure=failure)
-        places = [(self._last, part) for part in range(_PARTS)]
-        results = [trial.stored[place].outputs for place in places if place in trial.stored]
-        off = self._difference(results) if results else 0.0
+        results = [trial.stored[self._last, part].outputs for part in range(_PARTS) if trial.stored]
+        off = self._difference(*results, places) if results else 0.0
         return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(off, 1.0))
 
     @staticmethod
@@ -156,23 +155,29 @@ class MicrobatchCheck:
                 now.clear()
                 now.update(before)
 
-    def _difference(self, results: Sequence[Sequence[Tensor]]) -> float:
-        whole, *halves = results
-        if any(len(half) != len(whole) for half in halves):
+    def _difference(self, some: Sequence[Tensor], middle: Sequence[Tensor], places: tuple[int, int, int]) -> float:
+        if len(some) != len(middle):
             return 0.0  # it depends on values how many there are; the joining of microbatches says so
-        return max((self._distance(one, parts) for one, *parts in zip(whole, *halves, strict=True)), default=0.0)
+        return max((self._distance(a, b, *places) for a, b in zip(some, middle, strict=True)), default=0.0)
 
-    def _distance(self, whole: Tensor, parts: Sequence[Tensor]) -> float:
-        """How far two parts, joined, are from the whole, relative to its size."""
-        dim = joined_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
-        if dim is None or not whole.numel() or not (whole.is_floating_point() or whole.is_complex()):
+    def _distance(self, some: Tensor, middle: Tensor, samples: int, start: int, stop: int) -> float:
+        """How far results of samples in the middle are from those among all, relative to their size."""
+        shapes = list(enumerate(zip(some.shape, middle.shape, strict=False)))
+        others = [(dim, sizes) for dim, sizes in shapes if sizes[0] != sizes[1]]
+        numbers = some.is_floating_point() or some.is_complex()
+        if some.ndim != middle.ndim or len(others) != 1 or not middle.numel() or not numbers:
             return 0.0
-        joined = torch.cat(list(parts), dim)
-        a, b = ((t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (whole, joined))
-        if not self._in_order:  # whoever has the losses of microbatches never joins them
-            a, b = (t.movedim(dim, 0).flatten(1).norm(dim=1).sort().values for t in (a, b))
-        found, size = float((a - b).norm()), float(b.norm())
-        return found / size if found > 0 and size > 0 else float(found > 0)
+        ((dim, (rows, rows_of_middle)),) = others
+        if rows * (stop - start) != rows_of_middle * samples:
+            return 0.0
+        a, b = ((t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (some, middle))
+        if self._in_order:
+            a = a.narrow(dim, rows * start // samples, rows_of_middle)
+        else:  # code that has the losses of microbatches never joins them: any row of all will do
+            a, b = (t.movedim(dim, 0).flatten(1).norm(dim=1) for t in (a, b))
+            a = a[(b[:, None] - a).abs().argmin(1)]
+        difference, size = float((a - b).norm()), float(b.norm())
+        return difference / size if difference > 0 and size > 0 else float(difference > 0)
 
 
 class _Precision(TorchFunctionMode):
