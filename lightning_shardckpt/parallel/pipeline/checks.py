@@ -288,6 +288,13 @@ def guarded_step() -> Iterator[None]:
     try:
         with without_world_collectives():
             yield
+    except AttributeError as error:
+        if not isinstance(error.obj, nn.Module):
+            raise
+        raise TopologyError(
+            f"{error}. If the forward of a layer sets it: in a pipeline, one stage calls the layer, with microbatches. "
+            "Return it from the layer, or use pipeline_parallel_size=1."
+        ) from error
     except RuntimeError as error:
         if _UNUSED not in str(error):
             raise

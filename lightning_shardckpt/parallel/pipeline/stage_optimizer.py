@@ -18,11 +18,16 @@ from torch.optim import Optimizer
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
+_DOES_NOT_LOAD = "Error(s) in loading state_dict"  # torch's words
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
 
 
 class user_code:  # a context manager, entered dozens of times in a step
-    """Inside, param groups show the parameters of all stages; or, if not ``is_run``, those of this stage again."""
+    """Inside, param groups show the parameters of all stages; or, if not ``is_run``, those of this stage again.
+
+    Raises:
+        TopologyError: in place of torch's error, if a state dict does not fit.
+    """
 
     __slots__ = ("_is_run", "_token")
 
@@ -32,8 +37,14 @@ class user_code:  # a context manager, entered dozens of times in a step
     def __enter__(self) -> None:
         self._token = _IN_USER_CODE.set(self._is_run)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         _IN_USER_CODE.reset(self._token)
+        if self._is_run and isinstance(error, RuntimeError) and str(error).startswith(_DOES_NOT_LOAD):
+            raise TopologyError(
+                "a hook loads a state dict that does not fit. In a pipeline, state_dict() has the tensors of one stage, "
+                "and no parameter can take another's place (assign=True). Load in __init__ or configure_model, or use "
+                f"pipeline_parallel_size=1. {error}"
+            ) from error
 
 
 class GroupParameters(list[Tensor]):
