@@ -79,8 +79,8 @@ REFUSED_IN_PIPELINES = {
     "ScalesActivations": "registers the hook ScalesActivations.training_step",
     "RetainsGradients": "calls retain_grad of a tensor of shape (16, 8)",
     "PenalizesInputGradients": "torch.autograd.grad finds no way through the layers of other stages",
-    "LoadsByAssignment": "a hook loads a state dict that does not fit",
-    "ClonesByClass": "a hook loads a state dict that does not fit",
+    "LoadsByAssignment": "a hook loads a state dict that doesn't fit",
+    "ClonesByClass": "a hook loads a state dict that doesn't fit",
     "DistillsAttention": "'Attention' object has no attribute 'map'. If the forward of a layer sets it:",
     "FollowsByTorch": "__float__ needs the value of net.",
 }

@@ -291,7 +291,7 @@ def guarded_step() -> Iterator[None]:
     except AttributeError as error:
         if not isinstance(error.obj, nn.Module):
             raise
-        raise TopologyError(
+        raise UnsupportedCodeError(
             f"{error}. If the forward of a layer sets it: in a pipeline, one stage calls the layer, with microbatches. "
             "Return it from the layer, or use pipeline_parallel_size=1."
         ) from error

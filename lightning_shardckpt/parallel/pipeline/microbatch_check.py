@@ -119,8 +119,10 @@ class MicrobatchCheck:
             except Exception as error:
                 failure = error
             self._stages.run(trial, _PARTS, "forward", failure=failure)
-        results = [trial.stored[self._last, part].outputs for part in range(_PARTS) if trial.stored]
-        off = self._difference(*results, places) if results else 0.0
+        off = 0.0
+        if trial.stored:
+            some, middle = (trial.stored[self._last, part].outputs for part in range(_PARTS))
+            off = self._difference(some, middle, places)
         return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(off, 1.0))
 
     @staticmethod

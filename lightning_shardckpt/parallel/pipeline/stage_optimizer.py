@@ -26,7 +26,7 @@ class user_code:  # a context manager, entered dozens of times in a step
     """Inside, param groups show the parameters of all stages; or, if not ``is_run``, those of this stage again.
 
     Raises:
-        TopologyError: in place of torch's error, if a state dict does not fit.
+        UnsupportedCodeError: in place of torch's error, if a state dict does not fit.
     """
 
     __slots__ = ("_is_run", "_token")
@@ -40,8 +40,8 @@ class user_code:  # a context manager, entered dozens of times in a step
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         _IN_USER_CODE.reset(self._token)
         if self._is_run and isinstance(error, RuntimeError) and str(error).startswith(_DOES_NOT_LOAD):
-            raise TopologyError(
-                "a hook loads a state dict that does not fit. In a pipeline, state_dict() has the tensors of one stage, "
+            raise UnsupportedCodeError(
+                "a hook loads a state dict that doesn't fit. In a pipeline, state_dict() has the tensors of one stage, "
                 "and no parameter can take another's place (assign=True). Load in __init__ or configure_model, or use "
                 f"pipeline_parallel_size=1. {error}"
             ) from error
