@@ -147,7 +147,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         wanted, self._pretrained = self._pretrained, None
         if (values := self._deferred) is not None:
             self._ranks.step("comparing random numbers", lambda: values.random_digest, _check_drawn_alike)
-        sharded = self._shard_module(module, values, wanted, is_called=True)
+        sharded = self._shard_module(module, values, wanted, precision=self.precision, is_called=True)
         self._sharded.add(sharded)
         if self._agreement.values is not None:
             self._agreement.values.add(sharded.root)

@@ -221,7 +221,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return not self._ranks.step(phase, lacks_weights, any)
 
         wanted = None if wanted is not None and restores() else wanted
-        sharded = self._shard_module(module, self._build.first_values(), wanted, restores=restores)
+        sharded = self._shard_module(
+            module, self._build.first_values(), wanted, precision=self.precision_plugin, restores=restores
+        )
         remember(self._module, sharded)
         for size, group in (
             (self.topology.tensor, self.meshes.tensor_group),

@@ -58,7 +58,11 @@ from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGr
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Instructions for sharding a module; the arguments of ``ShardedStrategy`` that give them."""
+    """Instructions for sharding a module; the arguments of ``ShardedStrategy`` that give them.
+
+    Attributes:
+        autocast_dtype: of the precision plugin, to which autocast casts parameters in steps; None without autocast.
+    """
 
     tensor_parallel_plan: Plan = "auto"
     fsdp_units: Sequence[str] | None = None
@@ -67,6 +71,7 @@ class Recipe:
     cpu_offload: bool = False
     fsdp_engine: str = "torch"
     reduce_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
     pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
 
     def keeps_gathered(self, meshes: Meshes) -> bool:
@@ -337,6 +342,7 @@ def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch
         peers,
         offload=recipe.cpu_offload,
         reduce_dtype=recipe.reduce_dtype,
+        autocast_dtype=recipe.autocast_dtype,
         plan=partial(list_units, root),
     )
 

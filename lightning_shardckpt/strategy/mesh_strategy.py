@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ from lightning_shardckpt.parallel.sharding.references import refuse_shared_memor
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.strategy.precision_plugin import autocast_dtype
 from lightning_shardckpt.strategy.pretrained import Pretrained, beginning
 from lightning_shardckpt.strategy.trainer_checkpoint import checked_io
 from lightning_shardckpt.system.remade import Remade
@@ -304,11 +305,13 @@ class MeshStrategy(Remade):
         values: DeferredInit | None,
         wanted: Pretrained | None,
         *,
+        precision: object,
         restores: Callable[[], bool] = lambda: False,
         is_called: bool = False,
     ) -> ShardedModule:
         """Shard a module in place and give it its first values, or those it is to begin with.
 
+        ``precision``: the precision plugin.
         ``restores`` and ``is_called``: as for `shard`.
         Collective: every rank of the world must call it.
         """
@@ -320,7 +323,7 @@ class MeshStrategy(Remade):
                 sharded = shard(
                     module,
                     self.meshes,
-                    self._recipe,
+                    replace(self._recipe, autocast_dtype=autocast_dtype(precision)),
                     device=self.root_device,
                     values=values,
                     copy_slice=copy_slice,

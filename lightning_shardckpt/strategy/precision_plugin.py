@@ -22,6 +22,11 @@ def scaler_factor(precision: object) -> float:
     return float(scaler.get_scale()) if isinstance(scaler, torch.amp.GradScaler) else 1.0
 
 
+def autocast_dtype(precision: object) -> torch.dtype | None:
+    """Return the dtype to which a precision plugin lets autocast cast parameters in steps; None without autocast."""
+    return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(getattr(precision, "precision", ""))
+
+
 def unscale_shards(precision: object, device: torch.device) -> None:
     """Let the gradient scaler of a precision plugin, if there is one, look at the shards of all ranks.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -48,6 +48,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
 from lightning_shardckpt.parallel.sharding.marked_collectives import MarkedGather, MarkedReduction
 from lightning_shardckpt.parallel.sharding.regather import saves_elsewhere
+from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL, GatherItem, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.peers import Peers
@@ -60,10 +61,12 @@ class CarriedWhole(NamedTuple):
     Attributes:
         whole: as a forward is to see it.
         again: gives a backward the memory, gathered again if it was freed.
+        history: of a parameter that is gathered in the dtype of autocast, see `CastWeight`; None for others.
     """
 
     whole: Tensor
     again: Callable[[], Tensor]
+    history: Tensor | None = None
 
 
 class PlannedUnit(NamedTuple):
@@ -74,12 +77,14 @@ class PlannedUnit(NamedTuple):
         number: of that name, from `Peers.register`.
         leaves: sharded parameters that no other unit has.
         reshard: whether to free them between forward and backward.
+        multiplied: the ids of those that only linear layers and convolutions have, of which autocast casts them.
     """
 
     name: str
     number: int
     leaves: Sequence[ShardedTensor]
     reshard: bool
+    multiplied: Collection[int] = ()
 
 
 Carried = dict[int, CarriedWhole]
@@ -95,6 +100,7 @@ class Engine:
         peers: the ranks of each axis of ``mesh`` that has several, those that shard first.
         offload: whether the shards are in CPU memory.
         reduce_dtype: in which gradients are reduced; None for that of the parameters.
+        autocast_dtype: to which autocast casts parameters in steps; None without it.
         plan: names the units; called once, before the first forward.
     """
 
@@ -106,11 +112,12 @@ class Engine:
         *,
         offload: bool,
         reduce_dtype: torch.dtype | None,
+        autocast_dtype: torch.dtype | None,
         plan: Callable[[], Sequence[PlannedUnit]],
     ) -> None:
         self.mesh, self.device, self.peers, self._plan = mesh, device, peers, plan
         self.offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
-        self.precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        self.reduce_dtype, self._autocast_dtype = reduce_dtype, autocast_dtype
         self._carriers, self._by_unit = list[Carrier](), defaultdict[str, list[Carrier]](list)
         self._root: Any = None
         self._is_in_backward = False
@@ -143,11 +150,12 @@ class Engine:
             return
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._plan():
-                together = defaultdict[torch.dtype, list[ShardedTensor]](list)
+                together = defaultdict[tuple[torch.dtype, torch.dtype | None], list[ShardedTensor]](list)
                 for leaf in unit.leaves:
-                    together[leaf.dtype].append(leaf)
-                for leaves in together.values():
-                    carrier = Carrier(self, unit._replace(leaves=leaves))
+                    is_cast = leaf.dtype == torch.float32 and id(leaf) in unit.multiplied
+                    together[leaf.dtype, self._autocast_dtype if is_cast else None].append(leaf)
+                for (_, cast_to), leaves in together.items():
+                    carrier = Carrier(self, unit._replace(leaves=leaves), cast_to)
                     self._carriers.append(carrier)
                     self._by_unit[unit.name].append(carrier)
             del self._plan
@@ -197,10 +205,16 @@ class Engine:
 
 
 class Carrier:
-    """Sharded parameters of one dtype that torch gathers together, for the forward of a unit."""
+    """Sharded parameters of one dtype that torch gathers together, for the forward of a unit.
 
-    def __init__(self, engine: Engine, unit: PlannedUnit) -> None:
-        self._engine, self._name = engine, unit.name
+    Args:
+        engine: that it is a part of.
+        unit: with the parameters.
+        cast_to: the dtype of autocast, in which they are gathered; None for that of the parameters.
+    """
+
+    def __init__(self, engine: Engine, unit: PlannedUnit, cast_to: torch.dtype | None) -> None:
+        self._engine, self._name, self._cast_to = engine, unit.name, cast_to
         self._leaves = list(unit.leaves)
         self._numbers = {id(leaf): n for n, leaf in enumerate(self._leaves)}
         self._items = [GatherItem.of(leaf) for leaf in self._leaves]
@@ -216,7 +230,11 @@ class Carrier:
             module,
             mesh=engine.mesh,
             reshard_after_forward=unit.reshard,
-            mp_policy=engine.precision,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=cast_to,
+                reduce_dtype=engine.reduce_dtype or self._dtype,
+                cast_forward_inputs=False,
+            ),
             offload_policy=engine.offload_policy,
         )
         if engine.device.type == "cpu":
@@ -236,11 +254,17 @@ class Carrier:
         self._accumulators: dict[int, Any] = {}
         self.begin_backward()
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether it gathers parameters in the dtype of autocast."""
+        return self._cast_to is not None
+
     def takes(self, leaf: ShardedTensor) -> bool:
         """Return whether torch's engine can gather a parameter for the forward that begins."""
         return (
             id(leaf) in self._numbers
             and leaf.dtype == self._dtype
+            and (self._cast_to is None or is_autocast(self._engine.device, self._cast_to))
             and not with_hooks([leaf])  # they get the sum of all gradients, which torch may reduce in parts
             and PARTIAL not in leaf.__dict__
         )
@@ -329,15 +353,15 @@ class Carrier:
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
         copies = torch.is_grad_enabled() and saves_elsewhere()  # checkpointing may keep them for longer than torch
         uses = self._count_uses(numbers)
-        wholes = self._as_seen(numbers, token, copies=copies)
+        wholes, histories = self._as_seen(numbers, token, copies=copies)
         if torch.is_grad_enabled():
             self._free_before(inputs)
         given = {
-            id(self._leaves[n]): CarriedWhole(whole, partial(self._memory, n))
-            for n, whole in zip(numbers, wholes, strict=True)
+            id(self._leaves[n]): CarriedWhole(whole, partial(self._memory, n), history)
+            for n, whole, history in zip(numbers, wholes, histories, strict=True)
         }
         seen = [ref(whole) for whole in wholes]
-        del wholes
+        del wholes, histories
         found = body(given)
         del given
         if self._has_more_uses(numbers, uses):
@@ -350,18 +374,32 @@ class Carrier:
             self._refuse("makes an array of NumPy of a parameter's memory")
         return found
 
-    def _as_seen(self, numbers: Sequence[int], token: Tensor, *, copies: bool) -> list[Tensor]:
-        """Whole parameters as a forward is to see them, with history if gradients are enabled."""
+    def _as_seen(
+        self, numbers: Sequence[int], token: Tensor, *, copies: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Whole parameters as a forward is to see them, with history if gradients are enabled.
+
+        Those in another dtype, and then their histories: their gradients are in the dtype of the parameters.
+        """
         some = [self._wholes[n] for n in numbers]
+        if self.is_cast:
+            for whole in some:
+                whole.grad_dtype = self._dtype
         if not torch.is_grad_enabled() or not any(whole.requires_grad for whole in some):
-            return [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)]
+            wholes = [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)]
+            return wholes, [self._without_memory(n) if self.is_cast else None for n in numbers]
         for n in numbers:
             self._leaves[n].__dict__[CARRIED] = self._name
             self._order_direct_gradients(n)
         if any(not whole.requires_grad for whole in self._wholes):  # frozen ones may be needed after the last gradient
             token = token.detach().requires_grad_()
-        found: tuple[Tensor, ...] = _Whole.apply(self, tuple(numbers), copies, token, *some)  # type: ignore[no-untyped-call]
-        return list(found)
+        made: tuple[Tensor, ...] = _Whole.apply(self, tuple(numbers), copies, token, *some)  # type: ignore[no-untyped-call]
+        if not self.is_cast:
+            return made, [None] * len(made)
+        return [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)], made
+
+    def _without_memory(self, number: int) -> Tensor:
+        return torch.empty((), dtype=self._dtype, device=self._engine.device).expand(self._items[number].shape)
 
     def _order_direct_gradients(self, number: int) -> None:
         """Let a gradient that comes through no unit wait for torch's, which its streams may be adding to the same."""
@@ -450,7 +488,9 @@ class Carrier:
             _lay_out(self._leaves[n])
             self._used[n] |= gradient is not None
             self._filled[n] |= gradient is None
-            found.append(torch.full_like(whole, -0.0) if gradient is None else gradient)  # -0.0 + x is x, in every bit
+            if gradient is None:
+                gradient = torch.full_like(whole, -0.0, dtype=self._dtype)  # -0.0 + x is x, in every bit
+            found.append(gradient)
         return found
 
     def _unused(self) -> list[int]:
@@ -510,7 +550,7 @@ def _lay_out(leaf: ShardedTensor) -> None:
 
 
 class _Whole(torch.autograd.Function):
-    """torch's whole parameters → tensors over their memory, or copies."""
+    """torch's whole parameters → tensors over their memory, or copies, or without memory."""
 
     @staticmethod
     def forward(
@@ -519,7 +559,10 @@ class _Whole(torch.autograd.Function):
         ctx.carrier, ctx.numbers = carrier, numbers
         setattr(ctx, CARRIED, [id(carrier._leaves[n]) for n in numbers])
         ctx.set_materialize_grads(False)
-        wholes = [carrier._over(n, p, copies=copies) for n, p in zip(numbers, parameters, strict=True)]
+        if carrier.is_cast:
+            wholes = [carrier._without_memory(n) for n in numbers]
+        else:
+            wholes = [carrier._over(n, p, copies=copies) for n, p in zip(numbers, parameters, strict=True)]
         frozen = [whole for whole, p in zip(wholes, parameters, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)

@@ -62,6 +62,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
 from lightning_shardckpt.parallel.sharding.given_weights import sharded_as_planned
 from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
+from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWeight, cast_weights, has_cast_weight
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -172,19 +173,25 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
                 return forward(*args, **kwargs)
         _refuse_kept_views(unit.name, leaves)
         body = partial(_run_with, module, unit, slots, leaves, partial(forward, *args, **kwargs), compiler)
-        for carrier, some in _carried(unit, leaves):
+        for carrier, some in _carried(unit, leaves, is_compiled=compiler is not None or _is_compiled(module)):
             body = partial(_run_carried, carrier, some, (args, kwargs), body)
         return body({})
     finally:
         set_frame_callback(compiler)
 
 
-def _carried(unit: Unit, leaves: Sequence[ShardedTensor]) -> list[tuple[Carrier, list[ShardedTensor]]]:
+def _carried(
+    unit: Unit, leaves: Sequence[ShardedTensor], *, is_compiled: bool
+) -> list[tuple[Carrier, list[ShardedTensor]]]:
     """Return which parameters torch's engine gathers for the forward that begins."""
     if unit.engine is None or KeptGathers.current is not None or in_functional_transform():
         return []
     carriers = unit.engine.carriers_of(unit.name) if not unit.inner else ()
-    found = [(carrier, [leaf for leaf in leaves if carrier.takes(leaf)]) for carrier in carriers]
+    found = [
+        (carrier, [leaf for leaf in leaves if carrier.takes(leaf)])
+        for carrier in carriers
+        if not (is_compiled and carrier.is_cast)  # the compiler sees no functions of sharded tensors
+    ]
     return [(carrier, some) for carrier, some in found if some]
 
 
@@ -210,9 +217,16 @@ def _run_with(
     """Run a forward with whole parameters, those in ``carried`` and others that are gathered here."""
     rest = [leaf for leaf in leaves if id(leaf) not in carried]
     gathered = dict(zip(map(id, rest), _gathered(module, unit, rest) if rest else (), strict=True))
+    cast = dict[int, CastWeight]()
     for leaf in leaves:
-        if id(leaf) in carried:
-            gathered[id(leaf)] = as_gathered(carried[id(leaf)].whole, leaf)
+        if id(leaf) not in carried:
+            continue
+        whole, _, history = carried[id(leaf)]
+        if history is None:
+            gathered[id(leaf)] = as_gathered(whole, leaf)
+        else:
+            gathered[id(leaf)], cast[id(leaf)] = whole, CastWeight.of(leaf, whole, history)
+    slots = [slot for slot in slots if id(slot[2]) not in cast]
     wholes = [gathered[id(leaf)] for leaf in leaves]
     begin_forward(wholes)
     if compiler is not None or _is_compiled(module):
@@ -228,7 +242,7 @@ def _run_with(
         saved = SavedParameters(unit.name, leaves, wholes, again, elsewhere)
     try:
         noted = nullcontext() if saved is None else saved.context()
-        with sharded_as_planned(_places[module]), _put_in_place(slots, gathered), noted:
+        with sharded_as_planned(_places[module]), _put_in_place(slots, gathered), cast_weights(cast), noted:
             set_frame_callback(compiler)
             try:
                 found = forward()
@@ -312,7 +326,9 @@ def _slots(module: nn.Module) -> list[tuple[nn.Module, str, ShardedTensor]]:
     if known is None:
         known = _places[module] = [(m, name) for m in _own_modules(module) for name in parameter_slots(m)]
     found: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in known]
-    return [(m, name, leaf) for m, name, leaf in found if isinstance(leaf, ShardedTensor)]
+    return [
+        (m, name, leaf) for m, name, leaf in found if isinstance(leaf, ShardedTensor) and not has_cast_weight(leaf)
+    ]
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -335,13 +351,14 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
     inside = {id(m) for unit in units for m in _own_modules(unit)}
     counts = Counter(number for leaves in owned.values() for number in leaves)
     counts.update(id(leaf) for m in root.modules() if id(m) not in inside for leaf in parameter_slots(m).values())
-    planned = []
+    planned, is_compiled = [], has_compiled(root)
     for unit, slots in owned.items():
         settings: Unit = unit.__dict__["forward"].unit
         sharded: list[Any] = [leaf for leaf in slots.values() if isinstance(leaf, ShardedTensor)]
         leaves = [p for p in sharded if p.is_floating_point() and p.numel() and counts[id(p)] == 1]
         if leaves:
-            planned.append(PlannedUnit(settings.name, settings.number, leaves, settings.reshard))
+            multiplied = set() if is_compiled else _multiplied(unit)
+            planned.append(PlannedUnit(settings.name, settings.number, leaves, settings.reshard, multiplied))
     carried = {id(leaf) for unit in planned for leaf in unit.leaves}
     others = [n for n, p in root.named_parameters() if isinstance(p, ShardedTensor) and id(p) not in carried]
     if others and dist.get_rank() == 0:
@@ -351,6 +368,18 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
             ", ".join(others),
         )
     return planned
+
+
+def _multiplied(unit: nn.Module) -> set[int]:
+    """The ids of the parameters of a unit that only linear layers and convolutions have, as torch makes them."""
+    inside, others = set[int](), set[int]()
+    for module in _own_modules(unit):
+        is_plain = type(module) in LAYERS and not isinstance(getattr(module, "padding", None), str)
+        slots: dict[str, Any] = {**parameter_slots(module)}
+        for name, leaf in slots.items():
+            is_whole = isinstance(leaf, ShardedTensor) and where_is(leaf).model_mesh is None
+            (inside if is_plain and is_whole and name in ("weight", "bias") else others).add(id(leaf))
+    return inside - others
 
 
 def _is_compiled(module: nn.Module) -> bool:

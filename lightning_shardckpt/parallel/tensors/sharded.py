@@ -37,6 +37,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, local_part
@@ -71,6 +72,8 @@ class ShardedTensor(DTensor):
         kwargs = kwargs or {}
         if not args and "tensor" in kwargs:  # so torch.nn.init does it
             args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}
+        if (cast := cast_arguments(func, args, kwargs)) is not None:
+            return func(*cast[0], **cast[1])
         return HANDLERS[kind_of(func)](func, tuple(args), kwargs)
 
     @property

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardedStrategy
@@ -61,9 +61,11 @@ class Module(pl.LightningModule):
     def configure_model(self) -> None:
         if self.by_hand and not isinstance(self.net, FSDPModule):
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index]  # the strategy has made it
+            mixed = self.trainer.precision == "bf16-mixed"
+            policy = MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32, cast_forward_inputs=False)
             for block in self.net.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(self.net, mesh=mesh, mp_policy=policy)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return self.net(batch).square().mean()  # type: ignore[no-any-return]
@@ -117,8 +119,9 @@ def _noted(events: list[Event]) -> Iterator[None]:
             setattr(dist, name, function)
 
 
-def test_a_step_communicates_as_fully_shard_does() -> None:
-    ours, theirs = run_ranks(2, _train, False)[0], run_ranks(2, _train, True)[0]
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_step_communicates_as_fully_shard_does(precision: str) -> None:
+    ours, theirs = (run_ranks(2, _train, by_hand, precision)[0] for by_hand in (False, True))
     assert ours.state.keys() == theirs.state.keys()
     torch.testing.assert_close(ours.state, theirs.state, rtol=0, atol=0)
     assert [kind for kind, _ in ours.events] == [kind for kind, _ in theirs.events]

@@ -1,0 +1,141 @@
+"""What is gathered in the dtype of autocast. Oracle: one process under plain Lightning, and the exact engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt import ShardedStrategy
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
+
+WIDTH, BLOCKS, STEPS = 16, 3, 3
+
+
+class Block(nn.Module):
+    """Layers of each kind, used in a way that a test chooses."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH)
+        self.conv = nn.Conv1d(2, 2, 3, padding="same" if how == "pads by name" else 1)
+        if how == "frozen":
+            self.up.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [parameter.dtype for parameter in self.parameters()]
+        assert {*seen} == {torch.float32}
+        hidden = self.norm(torch.tanh(FORWARDS.get(self.how, Block.plain)(self, x)))
+        mixed = self.conv(hidden.view(len(x), 2, WIDTH)).view(len(x), 2 * WIDTH)
+        return x + self.down(mixed)  # type: ignore[no-any-return]
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.up(x)  # type: ignore[no-any-return]
+
+    def without_autocast(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.up(x.float())  # type: ignore[no-any-return]
+
+    def penalized(self, x: Tensor) -> Tensor:
+        return self.up(x) + self.up.weight.square().sum() * 1e-3  # type: ignore[no-any-return]
+
+    def many_times(self, x: Tensor) -> Tensor:
+        return sum(self.up(x * n) for n in range(1, 8))  # type: ignore[return-value]
+
+    def by_function(self, x: Tensor) -> Tensor:
+        return F.linear(x, weight=self.up.weight, bias=self.up.bias) + F.linear(x, 2 * self.up.weight)
+
+    def without_gradients(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.up(x)
+        return self.up(x) + target  # type: ignore[no-any-return]
+
+    def checkpointed(self, x: Tensor) -> Tensor:
+        return checkpoint(self.up, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def changed(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return self.up(x)  # type: ignore[no-any-return]
+
+
+FORWARDS: dict[str, Callable[[Block, Tensor], Tensor]] = {
+    "without autocast": Block.without_autocast,
+    "penalized": Block.penalized,
+    "many times": Block.many_times,
+    "by function": Block.by_function,
+    "without gradients": Block.without_gradients,
+    "checkpointed": Block.checkpointed,
+    "changed": Block.changed,
+}
+HOWS = ["plain", "frozen", "pads by name", *FORWARDS]
+
+
+class Module(pl.LightningModule):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(how) for _ in range(BLOCKS))
+        self.out = nn.Linear(WIDTH, 4)
+        self.outputs = list[Tensor]()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        self.outputs.append(self.out(batch).detach())
+        return self.out(batch).float().square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+Trained = tuple[dict[str, Tensor], list[Tensor]]
+
+
+def _train(how: str, precision: Any, options: dict[str, Any] | None) -> Trained:
+    """Train on the same batches on every rank, so that the mean of their gradients is that of one process."""
+    pl.seed_everything(5, verbose=False)
+    module = Module(how)
+    distributed: dict[str, Any] = {} if options is None else {"strategy": ShardedStrategy(**options)}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1 if options is None else 2, plugins=[MixedPrecision(precision, "cpu")],
+        max_steps=STEPS, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, use_distributed_sampler=False, **distributed,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(torch.randn(8 * STEPS, WIDTH), batch_size=8))
+    return full_state(module), module.outputs
+
+
+def _train_each(precision: Any, options: dict[str, Any] | None) -> dict[str, Trained]:
+    return {how: _train(how, precision, options) for how in HOWS}
+
+
+def test_layers_gathered_in_the_dtype_of_autocast_train_as_on_one_process() -> None:
+    (expected,) = run_ranks(1, _train_each, "bf16-mixed", None, init_process_group=False)
+    for found in run_ranks(2, _train_each, "bf16-mixed", {}):
+        for how in HOWS:
+            torch.testing.assert_close(found[how], expected[how], rtol=0, atol=0, msg=lambda text, how=how: how + text)
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("16-mixed", {}),
+        ("bf16-mixed", {"activation_checkpointing": True}),
+        ("bf16-mixed", {"cpu_offload": True, "reshard_after_forward": False}),
+    ],
+)
+def test_mixed_precision_trains_as_on_one_process_with_each_option(precision: str, options: dict[str, Any]) -> None:
+    (expected,) = run_ranks(1, _train, "many times", precision, None, init_process_group=False)
+    for found in run_ranks(2, _train, "many times", precision, options):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
