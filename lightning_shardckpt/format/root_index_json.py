@@ -16,12 +16,10 @@ from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, document_name, documents_by_rank, file_info, rank_index_name
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
-from lightning_shardckpt.format.index_envelope import FORMAT, compact, decoded
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout, as_holders
-from lightning_shardckpt.format.strict_json import check_json_size, parse_json
+from lightning_shardckpt.format.strict_json import FORMAT, check_json_size, compact, decoded, parse_json
 from lightning_shardckpt.format.value_checks import (
     bytes_in,
-    check_digests,
     check_dtype,
     check_file_name,
     check_save_id,
@@ -37,7 +35,7 @@ from lightning_shardckpt.format.value_checks import (
 #
 # In large worlds nearly all of the root index would be the names of such files. They follow from the rank, so columns
 # of sizes and checksums say as much. Packed as bytes in base64 (RFC 4648) a file takes about 15 characters, of which 11
-# are its checksum; as numbers and hex digits, as version 2 has them, it takes 23.
+# are its checksum.
 
 
 _DIGEST_BYTES = 8
@@ -83,22 +81,6 @@ def from_packed_columns(value: Any, name_of: Callable[[int], str], world: int) -
     }
 
 
-def from_text_columns(value: Any, name_of: Callable[[int], str], world: int) -> dict[int, FileInfo]:
-    """Return the files of columns as version 2 has them: sizes as numbers, checksums as hex digits in one text.
-
-    Raises FormatError or ValueError for anything else.
-    """
-    ranks = _ranks(value["ranks"], name_of, world)
-    sizes, text = value["sizes"], value["checksums"]
-    if not isinstance(text, str) or len(text) != 16 * len(ranks) or len(sizes) != len(ranks):
-        raise ValueError(f"{len(sizes)} sizes and {len(text)} digits of checksums for {len(ranks)} ranks")
-    digests = check_digests([text[at : at + 16] for at in range(0, len(text), 16)])
-    return {
-        rank: FileInfo(name_of(rank), check_size(nbytes), digest)
-        for rank, nbytes, digest in zip(ranks, sizes, digests, strict=True)
-    }
-
-
 def _ranks(pairs: Any, name_of: Callable[[int], str], world: int) -> list[int]:
     """The ranks in ascending ranges that don't touch."""
     edges = [check_size(edge) for pair in pairs for edge in (*pair,)]
@@ -130,8 +112,7 @@ def _unpacked(text: Any, what: str, count: int, most: int) -> bytes:
     return found
 
 
-_VERSIONS = (1, 2, 4)
-_COLUMNS = {2: from_text_columns, 4: from_packed_columns}
+_VERSIONS = (1, 4)
 MANY_RANKS = 256
 """Worlds of more have a root index of version 4, which does not repeat names that follow from the rank."""
 COMPONENTS = ("model", "optimizer", "trainer")
@@ -235,8 +216,8 @@ def _root(value: dict[str, Any]) -> RootIndex:
             raise FormatError(f"unknown component {shown(name)}")
         components[name] = _component(name, item, layouts, world, value["version"])
     documents = {name: file_info(name, n, c) for name, (n, c) in value["documents"].items()}
-    for stem, columns in value["documents_by_rank"].items() if value["version"] in _COLUMNS else ():
-        found = _COLUMNS[value["version"]](columns, partial(document_name, stem), world)
+    for stem, columns in value["documents_by_rank"].items() if value["version"] == 4 else ():
+        found = from_packed_columns(columns, partial(document_name, stem), world)
         documents |= {info.name: info for info in found.values()}
     return RootIndex(
         save_id=check_save_id(value["save_id"]),
@@ -268,8 +249,8 @@ def _component(
     for alias, of in aliases.items():
         if of not in tensors or alias in tensors:
             raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
-    if version in _COLUMNS:
-        columns = _COLUMNS[version](item["indexes"], partial(rank_index_name, component), world)
+    if version == 4:
+        columns = from_packed_columns(item["indexes"], partial(rank_index_name, component), world)
         return Component(tensors, aliases, columns)
     indexes = {}
     for rank, (name, nbytes, sums) in item["indexes"].items():

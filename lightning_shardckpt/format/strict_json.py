@@ -1,17 +1,25 @@
-"""Strict JSON: no duplicate keys, no NaN, no deep nesting, and a size that bounds the memory that parsing takes."""
+"""Strict JSON: no duplicate keys, no NaN, no deep nesting, and a size that bounds the memory that parsing takes.
+
+Indexes are compact JSON of one format and a few versions; see FORMAT.md for the rules.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import shown
 
+FORMAT = "lightning-shardckpt"
+VERSION = 4
+"""The highest that is read. A file that needs no later version is written as version 1."""
 MAX_JSON_BYTES = 1 << 26
 MAX_VALUES = 1 << 21  # of one JSON text: Python needs up to 80 bytes for each
 MAX_DEPTH = 128
+_T = TypeVar("_T")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 
@@ -74,3 +82,38 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def compact(value: Any) -> str:
+    """Return a value as JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], versions: tuple[int, ...]) -> _T:
+    """Return what ``decode`` makes of a JSON object of our format.
+
+    Args:
+        value: the JSON.
+        where: the file, for errors.
+        decode: makes the index of the object.
+        versions: those that it can have, in ascending order.
+
+    Raises:
+        FormatError: for everything that ``decode`` trips over, too.
+    """
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise FormatError(f"{where}: not an index of {FORMAT}")
+    version = value.get("version")
+    if type(version) is not int or version not in versions:
+        *others, newest = versions
+        raise FormatError(
+            f"{where}: format version {shown(version)}, this package reads {', '.join(map(str, others))} and "
+            f"{newest}; use a newer lightning-shardckpt"
+        )
+    try:
+        return decode(value)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise FormatError(f"{where}: a part is missing or malformed: {what}") from None

@@ -33,10 +33,10 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import Component, RankIndex, RootIndex, ShardEntry, TensorSpec
-from lightning_shardckpt.format.index_envelope import VERSION
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout
 from lightning_shardckpt.format.rank_index_json import rank_index_from_json, rank_index_to_json
 from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
+from lightning_shardckpt.format.strict_json import VERSION
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.snapshot import Leaves
@@ -46,7 +46,6 @@ from tests.support.pool import run_ranks
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 MADE = {
     "v1": "76450e70483cbdb2e0b4cf89bb3cbb9af39b3f3e645766d69d9473a2b6df5e7a",
-    "v2": "047b91f25e537bcb868a0dd8aad20febd937605ad4938c1a8636e70ac30cb93d",
     "v3": "a1693cd006d1fe96567676529b370f7d5ff48c28f371dd8250f261760984c205",
     "v4": "ecc2b258f257fc3fec10cfb15a94d3f9bd1cf6f9e41abe638220b6cd04789b88",
 }
@@ -148,7 +147,7 @@ def expected(golden: pathlib.Path, kind: str) -> dict[str, Tensor]:
 
 
 def test_each_version_has_a_golden_checkpoint_that_nobody_has_touched() -> None:
-    assert MADE.keys() == {p.name for p in GOLDEN.glob("v*")} == {f"v{n}" for n in range(1, VERSION + 1)}
+    assert MADE.keys() == {p.name for p in GOLDEN.glob("v*")} == {f"v{n}" for n in (1, 3, VERSION)}
     assert {name: digest(GOLDEN / name) for name in MADE} == MADE
     assert sum(p.stat().st_size for p in GOLDEN.rglob("*")) < 200_000
 
@@ -234,12 +233,6 @@ def large_root() -> RootIndex:
         named,
         step=5,
     )
-
-
-def test_the_root_index_of_a_large_world_as_it_was_written_before_is_read() -> None:
-    content = (GOLDEN / "v2" / "checkpoint.index.json").read_bytes()
-    assert root_from_json(content, "golden") == large_root()
-    assert b'"version":2' in content and len(content) < 20_000
 
 
 def test_the_root_index_of_a_large_world_is_read_and_still_written_so() -> None:

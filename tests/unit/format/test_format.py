@@ -278,7 +278,7 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F22", with_root("components/model/aliases", {"bias": "weight"}), FormatError, "alias 'bias' of 'weight'"),
     ("F23", with_root("components/other", {}), FormatError, "unknown component 'other'"),
     ("F25", linked(version=1), FormatError, f"{INDEX}: a part is missing or malformed"),
-    ("F25", linked(version=2), FormatError, f"{INDEX}: a part is missing or malformed"),
+    ("F25", linked(version=2), FormatError, f"{INDEX}: format version 2, this package reads 1 and 3"),
     ("F25", linked(in_index="0" * 31), FormatError, f"{INDEX}: .* is not a save id"),
     ("F25", linked(in_index="1" * 32), CorruptionError, f"{SHARD}: belongs to save 0000.*, this file is of save 1111"),
     ("F25", linked(in_header=SAVE_ID), CorruptionError, f"{SHARD}: belongs to save 5afe.*, this file is of save 0000"),
