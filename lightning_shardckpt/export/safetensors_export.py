@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -27,14 +27,12 @@ from lightning_shardckpt.state.documents import document_of, is_companion
 from lightning_shardckpt.state.json_values import decode_with
 from lightning_shardckpt.storage.protocol import Contents, File, NewFile
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.file_filler import fill
+from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.regions import Destination, DtypeConversion, Region
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 from lightning_shardckpt.transfer.writer import MB
 
 _OPEN_FILES = 64  # at a time; a process may often have 1,024
-_RUNS = 1 << 20  # that the parts of one tensor may consist of
 _LISTED = 5
 _WRITTEN = (".safetensors", ".safetensors.index.json")
 _LAST = (".safetensors.index.json", "config.json")
@@ -237,7 +235,7 @@ def write_file(
     stored: ExportSource, export: Export, file: File, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
     """Fill the one file of an export, and tell ``advance`` of the bytes as they are written."""
-    fill(file, _regions(stored, export.containers, [file]), stored.tensors, None, advance, tuning=tuning)
+    fill(file, _regions(stored, export.containers), stored.tensors, None, advance, tuning=tuning)
 
 
 def write_directory(
@@ -257,7 +255,7 @@ def write_directory(
                 files.append(stack.enter_context(new(batch[-1].name, _file_nbytes(batch[-1]))))
                 if not isinstance(files[-1], int):
                     break  # its parts are in memory
-            fill(files, _regions(stored, batch, files), stored.tensors, None, advance, tuning=tuning)
+            fill(files, _regions(stored, batch), stored.tensors, None, advance, tuning=tuning)
     for name, content in sorted(export.files.items(), key=lambda one: (one[0] in _LAST, one[0].endswith(_LAST))):
         with new(name, len(content)) as file:
             fill(file, [Region(0, len(content), 0, memoryview(content))], stored.tensors, None, lambda nbytes: None)
@@ -277,28 +275,14 @@ def file_nbytes(export: Export) -> int:
     return sum(map(_file_nbytes, export.containers))
 
 
-def _regions(stored: ExportSource, batch: Sequence[OutputFile], files: Sequence[File]) -> list[Region]:
-    """Return the regions of some files, by number.
-
-    A tensor that is written in parts is read once where the files can be written anywhere; for a stream part by part.
-    """
+def _regions(stored: ExportSource, batch: Sequence[OutputFile]) -> list[Region]:
+    """Return the regions of some files, by number."""
     regions: list[Region] = []
-    apart: dict[tuple[str, str], list[tuple[OutputTensor, int, int]]] = {}
-    tensors = stored.tensors
     for number, one in enumerate(batch):
         regions.append(Region(0, len(one.header), 0, memoryview(one.header), number))
         for tensor, begin in zip(one.tensors, one.begins, strict=True):
-            if tensor.box is not None and isinstance(files[number], int):
-                apart.setdefault(tensor.source, []).append((tensor, begin, number))
-                continue
-            change = _conversion(tensors.spec(*tensor.source).dtype, tensor)
+            change = _conversion(stored.tensors.spec(*tensor.source).dtype, tensor)
             regions.append(Region(begin, tensor.nbytes, 0, tensor.source, number, change, tensor.box))
-    for source, parts in apart.items():
-        spec, dtype = tensors.spec(*source), parts[0][0].dtype
-        to = sorted(_destinations(spec.shape, parts), key=lambda one: one.at)
-        size = prod(spec.shape) * DTYPE_BYTES[dtype]
-        change = _conversion(spec.dtype, parts[0][0])
-        regions.append(Region(0, size, 0, source, to[0].file, change, destinations=tuple(to)))
     return regions
 
 
@@ -322,20 +306,6 @@ def conversion(stored: str, written: str) -> DtypeConversion:
         return host_bytes(torch.frombuffer(data, dtype=TORCH_DTYPES[stored]).to(TORCH_DTYPES[written]))
 
     return DtypeConversion(convert, DTYPE_BYTES[stored], DTYPE_BYTES[written])
-
-
-def _destinations(shape: tuple[int, ...], parts: Sequence[tuple[OutputTensor, int, int]]) -> Iterator[Destination]:
-    """Yield where the runs of a stored tensor belong that is written in parts."""
-    count = 0
-    for tensor, begin, number in parts:
-        assert tensor.box is not None
-        size, at = DTYPE_BYTES[tensor.dtype], begin
-        for first, last in tensor.box.runs(shape):
-            count += 1
-            if count > _RUNS:
-                raise FormatError(f"{tensor.source[1]!r} is to be written in more than {_RUNS} pieces")
-            yield Destination(first * size, (last - first) * size, at, number)
-            at += (last - first) * size
 
 
 def is_replaceable(contents: Contents) -> bool:

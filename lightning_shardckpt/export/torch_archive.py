@@ -30,7 +30,7 @@ from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 from lightning_shardckpt.state.json_tree import tensor_from_bytes
 from lightning_shardckpt.state.json_values import Dropped, OfTorch, Pickled
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
-from lightning_shardckpt.transfer.regions import Region
+from lightning_shardckpt.transfer.file_filler import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
 _LOCAL_HEADER, _ZIP64_FIELD = 30, 20

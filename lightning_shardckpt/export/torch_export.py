@@ -29,8 +29,7 @@ from lightning_shardckpt.state.module_versions import METADATA, renamed_versions
 from lightning_shardckpt.state.state_dicts import is_told_apart, states_of_checkpoint
 from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.file_filler import fill
-from lightning_shardckpt.transfer.regions import Region
+from lightning_shardckpt.transfer.file_filler import Region, fill
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
 

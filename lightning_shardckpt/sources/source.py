@@ -32,12 +32,10 @@ from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_ho
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
 from lightning_shardckpt.system.page_memory import pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.fetch import fetch
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.tensor_windows import windows
-from lightning_shardckpt.transfer.verified_reads import Files
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
+from lightning_shardckpt.transfer.shard_reader import Files, fetch
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors, windows
 
 # ── whether stored tensors are equal ──────────────────────────────────────────────────────────────────────────────────
 # Compare stored tensors with each other: names of one tensor may be stored apart.

@@ -14,8 +14,7 @@ from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.dtensor_layout import local_tensor, view_at
 from lightning_shardckpt.state.module_versions import renamed_versions
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
-from lightning_shardckpt.transfer.tensor_windows import windows
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, windows
 
 
 def origin_of(source: Source, component: str, key: str) -> tuple[Source, str]:

@@ -32,7 +32,6 @@ class Tuning:
     # ── filling large files: exports and consolidation ──
     fill_window_bytes: int = 4 << 20  # of each thread, twice; less stays in a cache, more takes fewer calls
     fill_threads: int = 4  # one at a time can write to a file, and that is about half of the work
-    span_bytes: int = 1 << 20  # of one read: hashed and written while the caches still have it
 
     # ── writing files ──
     device_window_bytes: int = 64 << 20  # of a GPU's memory that is copied at a time; torch pins powers of two

@@ -23,8 +23,7 @@ from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.tools.ownership import boxes_of
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
-from lightning_shardckpt.transfer.tensor_windows import TensorWindows
-from lightning_shardckpt.transfer.whole_tensors import StoredBox, WholeTensors
+from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_windows
 
 _WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again to scatter boxes
 _LISTED = 20
@@ -201,7 +200,10 @@ class _ByValue:
         found = TensorDistance()
         if prod(spec.shape):
             sides = zip(self._sides, keys, strict=True)
-            streams = [_windows(spec, wholes.boxes(component, key), source) for (wholes, source), key in sides]
+            streams = [
+                read_windows(source, spec.shape, wholes.boxes(component, key), _WINDOW_BYTES)
+                for (wholes, source), key in sides
+            ]
             for a, b in zip(*streams, strict=True):
                 found.add(a, b, spec.dtype)
                 self._advance(len(a))
@@ -214,13 +216,6 @@ class _ByValue:
             "max_abs": found.max_abs if isfinite(found.max_abs) else None,  # JSON has no infinity
             "relative_l2": found.relative_l2,
         }
-
-
-def _windows(spec: TensorSpec, boxes: list[StoredBox], source: ShardReader) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order, in windows that depend on its shape alone and not on the boxes."""
-    windows = TensorWindows(spec.shape, boxes, _WINDOW_BYTES)
-    while (window := windows.fill(source)) is not None:
-        yield window[1]
 
 
 # ── hyper-parameters ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -30,8 +30,7 @@ from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
-from lightning_shardckpt.transfer.tensor_windows import TensorWindows, windows
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors, read_windows, windows
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
@@ -228,12 +227,11 @@ class _Reading:
         spec = self._stored.spec(component, key)
         if not prod(spec.shape):
             return
-        read = TensorWindows(spec.shape, self._stored.boxes(component, key), _WINDOW_BYTES)
-        for window in windows(spec.shape, _WINDOW_BYTES // DTYPE_BYTES[spec.dtype]):
-            filled = read.fill(self._source)
-            assert filled is not None, "both are cut alike"
-            yield window, filled[1]
-            self._advance(len(filled[1]))
+        boxes = self._stored.boxes(component, key)
+        cut = windows(spec.shape, _WINDOW_BYTES // DTYPE_BYTES[spec.dtype])
+        for window, data in zip(cut, read_windows(self._source, spec.shape, boxes, _WINDOW_BYTES), strict=True):
+            yield window, data
+            self._advance(len(data))
 
 
 def _hugging_face_parts(stored: _Stored, component: Component) -> dict[str, list[OutputTensor]]:

@@ -27,9 +27,9 @@ from lightning_shardckpt.tools.target_topology import (
     parse_topology,
     topology_text,
 )
-from lightning_shardckpt.transfer.fetch import planned_reads
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.shard_reader import planned_reads
 
 _LISTED = 32
 

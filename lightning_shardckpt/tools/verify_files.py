@@ -30,11 +30,10 @@ from lightning_shardckpt.state.documents import HUGGING_FACE, checked
 from lightning_shardckpt.state.hf_directory import pick
 from lightning_shardckpt.storage.protocol import Reader, read_all
 from lightning_shardckpt.system.text import one_line
-from lightning_shardckpt.transfer.fetch import fetch
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.tensor_windows import windows
-from lightning_shardckpt.transfer.verified_reads import BlockChecksums
+from lightning_shardckpt.transfer.shard_reader import BlockChecksums, fetch
+from lightning_shardckpt.transfer.whole_tensors import windows
 
 _CHUNK_BYTES = 4 << 20
 _NAMED = 5

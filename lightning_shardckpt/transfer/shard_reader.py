@@ -1,17 +1,81 @@
-"""Do the reads of a plan on one thread: read, compare with checksums, put into place."""
+"""Read what a plan says into memory: read, compare with checksums, put into place, by a few threads.
+
+Tasks are taken in the order of the files, so that the system reads ahead; where a process has two cores, by two
+threads, of which one reads while the other computes checksums. Where every call takes long, there are more. Extra
+memory is a window for each of them. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
 
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES
+import xxhash
+
+from lightning_shardckpt.distributed.liveness import own_cores
+from lightning_shardckpt.errors import CorruptionError
+from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, count_of, from_number
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
 from lightning_shardckpt.storage.local.posix import naming
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.page_memory import pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.read_plan import ReadPlan, Request, Rows, Slice, Span, Task
-from lightning_shardckpt.transfer.verified_reads import check_blocks, read_verbatim
+
+
+def fetch(
+    files: Files,
+    requests: Iterable[Request],
+    *,
+    verify: bool,
+    tuning: Tuning = TUNING,
+    threads: int | None = None,
+) -> None:
+    """Read what the requests need; compare it with the checksums, put it into their targets, or both in one pass.
+
+    Args:
+        files: an opened checkpoint, whose files were checked by ``Checkpoint.check_file``.
+        requests: in any order; those without a target are only verified.
+        verify: read every block that a request touches whole, and compare it, where there are checksums.
+        tuning: sizes.
+        threads: how many, the calling one included; by default as many as the work is worth.
+
+    Raises:
+        CorruptionError: naming the file, the tensor and the rank that wrote it. Targets may be filled in part.
+    """
+    plan = ReadPlan(verify, files.reader.high_latency, tuning)
+    wanted = plan.in_order(requests)
+    count = threads or _thread_count(plan, wanted)
+
+    @contextmanager
+    def open_worker() -> Iterator[Callable[[Task], None]]:
+        with cloned(files.path, files.reader) if count > 1 else nullcontext(files.reader) as reader:
+            yield ShardReader(files.path, reader, verify=verify, tuning=tuning).do
+
+    run_tasks(plan.tasks(wanted), open_worker, threads=count, name="shardckpt-reader")
+
+
+def planned_reads(
+    files: Files, requests: Iterable[Request], *, verify: bool, tuning: Tuning = TUNING
+) -> Iterator[tuple[str, int, int]]:
+    """The ranged reads that ``fetch`` would make: file, offset, length. Nothing is read, and no target is touched."""
+    plan = ReadPlan(verify, files.reader.high_latency, tuning)
+    return plan.reads(plan.in_order(requests))
+
+
+def _thread_count(plan: ReadPlan, requests: list[Request]) -> int:
+    if not plan.high_latency and own_cores() == 1:
+        return 1
+    nbytes = sum(request.nbytes for request in requests)
+    if plan.high_latency:
+        tasks = max(len(requests), nbytes // plan.window_bytes)  # or fewer
+        return max(min(plan.tuning.high_latency_threads, tasks), 1)
+    return 2 if nbytes >= plan.tuning.threaded_read_bytes else 1
+
+
+# ── one thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ShardReader:
@@ -113,3 +177,89 @@ def cloned(path: str, reader: Reader) -> Iterator[Reader]:
         yield found
     finally:
         found.close()
+
+
+# ── checksums ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Files(Protocol):
+    """An opened checkpoint, of any format."""
+
+    path: str
+    reader: Reader
+
+
+def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> None:
+    """Fill ``target`` from ``offset`` on in a file; nothing is verified.
+
+    Raises:
+        CorruptionError: naming the file, if it is missing or ends before that.
+    """
+    try:
+        files.reader.read_into(file, offset, target)
+    except (EOFError, FileNotFoundError) as error:
+        raise CorruptionError(f"checkpoint {files.path!r}, file {file}: {error}") from None
+
+
+def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memoryview, low: int) -> None:
+    """Compare whole blocks of a box with its checksums.
+
+    Args:
+        path: of the checkpoint, for the message.
+        key: of the tensor, for the message.
+        writer: the rank that wrote the box, for the message.
+        entry: the box, with its checksums.
+        data: bytes of the file from ``low`` on; it ends with a block, or with the box.
+        low: where ``data`` begins in the file, in bytes; a block begins there.
+
+    Raises:
+        CorruptionError: naming the checkpoint, the tensor, the file, the rank that wrote it and the bytes.
+    """
+    block = entry.block
+    found = block_checksums(data, block)
+    if found == entry.checksums:  # a shortcut: of a box as a whole
+        return
+    expected = from_number(entry.checksums, (low - entry.begin) // block, count_of(found))
+    if found != expected:
+        pairs = zip(found.split(BETWEEN), expected.split(BETWEEN), strict=True)
+        at = next(i for i, (one, other) in enumerate(pairs) if one != other) * block
+        raise corrupted(path, key, writer, entry, low + at, low + min(at + block, len(data)))
+
+
+def corrupted(path: str, key: str, writer: int, entry: ShardEntry, first: int, last: int) -> CorruptionError:
+    """The error for bytes ``[first, last)`` of a file that are not what was saved."""
+    return CorruptionError(
+        f"checkpoint {path!r}: corrupted data of {key!r} in {entry.file}, written by rank {writer}, "
+        f"bytes {first} to {last}. Load another checkpoint, or restore the file; verify lists all damage"
+    )
+
+
+class BlockChecksums:
+    """Compares the bytes of a stored box with its checksums as they come by, in order, in pieces of any size.
+
+    A box without checksums, of another format, is taken as it is.
+    """
+
+    def __init__(self, entry: ShardEntry) -> None:
+        self.at = 0
+        self._entry, self._digest, self._nbytes = entry, xxhash.xxh3_64(), entry.nbytes
+
+    def feed(self, data: memoryview) -> Iterator[tuple[int, int]]:
+        """Ranges in the file, ``[first, last)``, of the blocks that ended in ``data`` and are not what was saved."""
+        entry, block, done = self._entry, self._entry.block, 0
+        while done < len(data):
+            count = min(block - self.at % block, len(data) - done)
+            piece = data[done : done + count]
+            done, self.at = done + count, self.at + count
+            if self.at % block and self.at != self._nbytes:
+                self._digest.update(piece)
+                continue
+            number = (self.at - 1) // block
+            if count == self.at - number * block:
+                found = xxhash.xxh3_64_hexdigest(piece)
+            else:
+                self._digest.update(piece)
+                found = self._digest.hexdigest()
+                self._digest.reset()
+            if entry.checksums and found != from_number(entry.checksums, number, 1):
+                yield entry.begin + number * block, entry.begin + self.at

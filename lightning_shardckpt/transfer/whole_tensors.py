@@ -1,15 +1,15 @@
-"""The places of whole tensors' boxes: in their tensors, and in the shard files. No tensor is read; no torch."""
+"""Whole tensors: the places of their boxes in them and in the shard files, and their bytes in order. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import Protocol
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.box import Box, Shape, corners
 from lightning_shardckpt.format.index import ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
@@ -17,6 +17,8 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.read_plan import Request
 from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.shard_reader import BlockChecksums, ShardReader, corrupted, read_verbatim
+from lightning_shardckpt.transfer.strided_copy import scatter
 
 _PLANS, _PLANNED_BOXES = 1024, 64  # plans that are kept, and how many boxes one may have
 
@@ -48,10 +50,6 @@ class StoredBox:
         """Put the box into ``target``, the memory of its tensor, whose shape is ``shape``."""
         run = (0, self.place.begin, self.place.nbytes) if self.place.in_one_piece else None
         return Request(self.key, self.place.overlap, self.entry, shape, run, target)
-
-    def part(self, at: int, nbytes: int, target: memoryview) -> Request:
-        """Put ``nbytes`` of the box, from ``at`` on, at the beginning of ``target``."""
-        return Request(self.key, self.place.overlap, self.entry, (nbytes,), (at, 0, nbytes), target)
 
 
 class StoredTensors(Protocol):
@@ -115,3 +113,80 @@ def _places(spec: TensorSpec, replica: int | None) -> Iterator[BoxRuns]:
     for overlap in plan_load(spec, replica, (Part(whole, whole.start),)):
         runs = list(islice(overlap.stored.runs(spec.shape), 2))
         yield BoxRuns(overlap, runs[0][0] * size, overlap.stored.numel * size, len(runs) == 1)
+
+
+# ── whole tensors, window after window ────────────────────────────────────────────────────────────────────────────
+
+
+def windows(shape: Shape, limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements that follow one another in row-major memory and cover a tensor of ``shape``.
+
+    >>> [(w.start, w.stop) for w in windows((3, 2), 4)]
+    [((0, 0), (2, 2)), ((2, 0), (3, 2))]
+    """
+    if not shape:
+        yield Box((), ())
+    if not shape or 0 in shape:
+        return
+    dim = next((d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit), len(shape) - 1)
+    step, inner = max(limit // prod(shape[dim + 1 :]), 1), shape[dim + 1 :]
+    for corner in corners(shape[:dim]):
+        above = tuple(i + 1 for i in corner)
+        for low in range(0, shape[dim], step):
+            yield Box((*corner, low, *(0 for _ in inner)), (*above, min(low + step, shape[dim]), *inner))
+
+
+def read_windows(
+    source: ShardReader, shape: Shape, boxes: Sequence[StoredBox], window_bytes: int
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor of any boxes in order, in ``windows``; each stored byte is read once.
+
+    Windows ascend in the tensor, so they also ascend in every stored box: its bytes come by in order, and its checksums
+    are compared on the way. Reads of whole blocks would read a block that two windows share twice.
+
+    A block that a window ends in the middle of is verified with the next window. So a window may be used before all of
+    it is verified, but at the end everything is. A window is valid until the next one.
+
+    Raises:
+        CorruptionError: naming file, tensor and rank.
+    """
+    if not boxes:
+        return
+    size = DTYPE_BYTES[boxes[0].entry.dtype]
+    left = [(stored, BlockChecksums(stored.entry)) for stored in sorted(boxes, key=lambda s: s.box)]
+    for window in windows(shape, window_bytes // size):
+        target, filled = source.target[: window.numel * size], 0
+        begin, end = _along_dim_0(window)
+        left = [one for one in left if _along_dim_0(one[0].box)[1] > begin]
+        for stored, blocks in left:
+            if _along_dim_0(stored.box)[0] >= end:
+                break  # boxes are sorted
+            filled += _read_common(source, stored, blocks, window, target)
+        assert filled == len(target), f"{boxes[0].key}: boxes tile a tensor"
+        yield target
+
+
+def _read_common(
+    source: ShardReader, stored: StoredBox, blocks: BlockChecksums, window: Box, target: memoryview
+) -> int:
+    """Put into ``target``, the bytes of the window, those that a box has of it; returns how many."""
+    box, size = stored.box, DTYPE_BYTES[stored.entry.dtype]
+    common = box.intersect(window)
+    if common is None:
+        return 0
+    ((begin, end),) = common.within(box).runs(box.shape)  # a window spans all trailing dims
+    assert begin * size == blocks.at, f"{stored.key}: windows must ascend"
+    where = common.within(window)
+    runs = list(islice(where.runs(window.shape), 2))
+    in_one_piece = len(runs) == 1
+    data = target[runs[0][0] * size : runs[0][1] * size] if in_one_piece else source.window[: (end - begin) * size]
+    read_verbatim(source, stored.entry.file, stored.entry.begin + begin * size, data)
+    for first, last in blocks.feed(data):
+        raise corrupted(source.path, stored.key, stored.place.overlap.writer, stored.entry, first, last)
+    if not in_one_piece:
+        scatter(data, target, window.shape, where, size)
+    return len(data)
+
+
+def _along_dim_0(box: Box) -> tuple[int, int]:
+    return (box.start[0], box.stop[0]) if box.start else (0, 1)

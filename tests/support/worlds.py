@@ -20,9 +20,9 @@ from lightning_shardckpt.format.root_index_json import root_to_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.fetch import fetch
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.shard_reader import fetch
 from lightning_shardckpt.transfer.writer import plan_files, write_component
 
 SAVE_ID = "5afe" * 8

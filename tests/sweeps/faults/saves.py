@@ -282,7 +282,7 @@ def _consolidate(root: str, ranks: Ranks) -> None:
 
 def _consolidate_by_threads(root: str, ranks: Ranks) -> None:
     """In windows so small that several threads take part; which one makes a call is not determined."""
-    tuning = replace(TUNING, fill_window_bytes=SMALL_WINDOW_BYTES, span_bytes=SMALL_WINDOW_BYTES)
+    tuning = replace(TUNING, fill_window_bytes=SMALL_WINDOW_BYTES)
     consolidate(_one(root), os.path.join(root, "whole.ckpt"), tuning=tuning)
 
 

@@ -15,8 +15,7 @@ from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.storage.local.local_reader import LocalReader
-from lightning_shardckpt.transfer.file_filler import fill
-from lightning_shardckpt.transfer.regions import Region
+from lightning_shardckpt.transfer.file_filler import Region, fill
 
 BOXES = {"a": Box((0, 0), (300, 200)), "b": Box((0, 200), (300, 301)), "c": Box((300, 0), (700, 301))}
 JUNK = b"head"  # before the bytes of each box

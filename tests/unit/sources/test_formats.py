@@ -29,8 +29,7 @@ from lightning_shardckpt.errors import (
 from lightning_shardckpt.sources.detect import FORMATS, recognised
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
-from lightning_shardckpt.transfer.file_filler import fill
-from lightning_shardckpt.transfer.regions import Region
+from lightning_shardckpt.transfer.file_filler import Region, fill
 
 TENSORS = {
     "a.weight": torch.arange(35.0).reshape(5, 7),

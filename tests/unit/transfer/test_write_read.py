@@ -23,8 +23,8 @@ from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.format.shard_header import save_id_of
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.system.tuning import TUNING
-from lightning_shardckpt.transfer.fetch import fetch
 from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.shard_reader import fetch
 from lightning_shardckpt.transfer.writer import MB, block_bytes, plan_files, write_component
 from tests.support import worlds
 from tests.support.memory_storage import MemoryReader, MemoryStorage
