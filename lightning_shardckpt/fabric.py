@@ -33,6 +33,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     optimizer_to_device,
     reduced,
 )
+from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
@@ -112,6 +113,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return
         self._setup_distributed()
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
+        watch_until_exit(self.tuning)
         self._enable_async()
         written_numbers.forget_numbers()
         if self.topology.data_parallel > 1:
@@ -189,6 +191,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for sharded in self._sharded:
             if not sharded.gradients.is_blocked:
                 broadcast_statistics(sharded.root, self.meshes.data_parallel_group)
+        raise_if_lost()  # what came out of an aborted collective is nothing to go on with
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import Store, default_store, get_if_there, own_view, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
-from lightning_shardckpt.distributed.heartbeat import heartbeat
+from lightning_shardckpt.distributed.heartbeat import heartbeat, raise_if_lost
 from lightning_shardckpt.distributed.many_keys import Arrivals, lacking
 from lightning_shardckpt.distributed.neighbours import Neighbours
 from lightning_shardckpt.errors import MismatchError, RankError
@@ -268,7 +268,7 @@ class Ranks:
 
     def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
         arrivals = Arrivals(store, [f"{self._count}/{rank}" for rank in range(self.world)])
-        texts = self._wait(store, arrivals.all_if_there, timeout_s)
+        texts = self._wait(store, partial(_unless_lost, arrivals.all_if_there), timeout_s)
         if texts is None:
             missing = _absentees(store, str(self._count), self.world)
             where = self._neighbours.machines_text(missing)
@@ -310,10 +310,12 @@ class Ranks:
         key, started = f"{self._count}/answer", time.monotonic()
         signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            look = partial(get_if_there, store, key)
+            look = partial(_unless_lost, partial(get_if_there, store, key))
             if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, signs)) is not None:
                 return text
             problem = "it hangs, is stopped, or did not enter this call"
+        except RankError:
+            raise
         except RuntimeError as error:  # the store's
             problem = f"it died, and the store with it: {error}"
         waited = time.monotonic() - started
@@ -357,6 +359,14 @@ class Ranks:
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):
                     put_bytes(store, key, text)
+
+
+def _unless_lost(look: Callable[[], T | None]) -> T | None:
+    """Return what ``look`` finds; raise a RankError if it finds nothing and a heartbeat was missed."""
+    found = look()
+    if found is None:
+        raise_if_lost()
+    return found
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.fabric import Fabric
+from torch import Tensor, nn
 
 from lightning_shardckpt.distributed.heartbeat import heartbeat
 from lightning_shardckpt.errors import RankError
+from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.tiny import TinyLM, loader, trainer
@@ -53,6 +55,35 @@ def test_a_rank_is_named_and_what_waits_for_it_is_aborted(name: str) -> None:
     assert survivor.error is None, survivor
     text, cause = survivor.value
     assert text.startswith(ENDS[name][1]) and cause == "DistBackendError"
+
+
+def _waits_in_a_script(name: str) -> str:
+    """Rank 0 trains on in a script of Fabric until it is told."""
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    strategy = ShardedStrategy()
+    strategy.tuning = QUICK
+    fabric = Fabric(accelerator="cuda", devices=2, strategy=strategy)
+    fabric.launch()
+    model, said = fabric.setup(nn.Linear(4, 4)), ""
+    for step in range(100):
+        if step == 2 and dist.get_rank() == 1:
+            ENDS[name][0]()
+        try:
+            fabric.backward(model(torch.ones(2, 4, device="cuda")).sum())
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            said = type(error).__name__
+            break
+    with suppress(ProcessLookupError):
+        os.kill(pids[1], signal.SIGKILL)
+    return said
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_rank_is_named_in_a_script_of_fabric(name: str) -> None:
+    survivor, _ = run_on_gpus(2, _waits_in_a_script, name, expect_errors=True)
+    assert survivor.value and ENDS[name][1] in survivor.output, survivor
 
 
 class _Late(TinyLM):

@@ -46,8 +46,9 @@ PRELOADED = (
     *("peft", "s3fs", "pytest"),
 )
 PACKAGE = "lightning_shardckpt"  # not among them: some tests ask what goes without it, or what brings it in
-# Daemon threads that a library starts once per process and never stops: tqdm's monitor and fsspec's event loop.
-LIBRARY_THREADS = {"TMonitor", "fsspecIO"}
+# Daemon threads that a library starts once per process and never stops: tqdm's monitor, fsspec's event loop, and what
+# watches the other ranks in a script of Fabric.
+LIBRARY_THREADS = {"TMonitor", "fsspecIO", "shardckpt-heartbeat", "shardckpt-beat"}
 # What a rank reports because another rank failed first; such errors are shown last.
 SECONDARY = re.compile(
     r"closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed? ?out|Connection refused|failed to connect|store.*closed"

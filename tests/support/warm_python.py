@@ -250,6 +250,7 @@ def _status_of(fn: Any, *args: Any) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
     return 0

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public
 
 from lightning_shardckpt.compat.torch_distributed import Store, own_view, put_bytes
-from lightning_shardckpt.distributed.heartbeat import Heartbeat, heartbeat
+from lightning_shardckpt.distributed.heartbeat import Heartbeat
 from lightning_shardckpt.distributed.host_numbers import any_rank
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
+from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support.pool import run_ranks
 
@@ -25,12 +34,12 @@ WORLD = 4
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return own_view(FileStore(str(tmp_path / "store"), 1), "hearts")
+    return FileStore(str(tmp_path / "store"), 1)
 
 
 @contextmanager
 def beating(store: Store, *ranks: int) -> Iterator[list[Heartbeat]]:
-    hearts = [Heartbeat(store, rank, WORLD, QUICK) for rank in ranks]
+    hearts = [Heartbeat(store, "hearts", rank, WORLD, QUICK) for rank in ranks]
     for heart in hearts:
         heart.start()
     try:
@@ -49,14 +58,14 @@ def texts(hearts: list[Heartbeat], rounds: int) -> list[str | None]:
 
 
 def test_a_rank_that_falls_silent_is_named_on_all_others(store: Store) -> None:
-    put_bytes(store, "2", b"7")
+    put_bytes(own_view(store, "hearts"), "2", b"7")
     with beating(store, 0, 1, 3) as hearts:
         found = texts(hearts, 1000)
     assert all(text is not None and text.startswith("rank 2 gave no sign of life for 0.2 s") for text in found)
 
 
 def test_ranks_that_have_left_or_not_begun_are_not_lost(store: Store) -> None:
-    put_bytes(store, "2", b"left")
+    put_bytes(own_view(store, "hearts"), "2", b"left")
     with beating(store, 0, 1) as hearts:
         assert texts(hearts, 60) == [None, None]
 
@@ -67,19 +76,86 @@ def test_a_rank_that_fails_is_named_with_its_error(store: Store) -> None:
         assert texts(hearts[:3], 1000) == ["rank 3 failed: ValueError: of mine"] * 3
 
 
-def collective() -> None:
+def test_all_end_when_rank_0_has_left_which_may_keep_the_store(store: Store) -> None:
+    with beating(store, 0, 1, 2, 3) as hearts:
+        hearts[0].stop()
+        for heart in hearts[1:]:
+            assert heart.has_ended(30)
+    assert [heart.lost for heart in hearts] == [None] * WORLD
+
+
+class Kills(logging.Handler):
+    """Kills a process when something is logged, which gloo notices."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.pid = pid
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print("logged:", record.getMessage())
+        os.kill(self.pid, signal.SIGKILL)
+
+
+WAITS: dict[str, Callable[[Ranks], object]] = {
+    "an agreement": lambda ranks: any_rank(False),
+    "a save": lambda ranks: ranks.step("saving", lambda: 0, sum),
+    "a collective of torch": lambda ranks: dist.all_reduce(torch.ones(1)),
+}
+
+
+def stopped_before(name: str) -> None:
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    with pytest.raises(RankError) as raised, heartbeat(QUICK):
-        any_rank(False)
+    ranks = Ranks.of_default_group(600, tuning=QUICK)
+    if name == "a collective of torch":
+        logging.getLogger("lightning_shardckpt").addHandler(Kills(pids[1]))
+    with pytest.raises(RankError) as raised, ranks.watched():
+        WAITS[name](ranks)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        any_rank(False)
-    os.kill(pids[1], signal.SIGKILL)
-    print(raised.value)
+        WAITS[name](ranks)
+    with suppress(ProcessLookupError):
+        os.kill(pids[1], signal.SIGKILL)
+    print("raised:", raised.value)
     os._exit(0)  # to destroy the group would wait for its timeout
 
 
-def test_a_rank_that_is_stopped_is_named_though_its_connections_stay() -> None:
-    other, stopped = run_ranks(2, collective, expect_errors=True)
-    assert "rank 1 gave no sign of life" in other.output and "SIGKILL" in stopped.error.message
+@pytest.mark.parametrize("name", WAITS)
+def test_a_rank_that_is_stopped_is_named_though_its_connections_stay(name: str) -> None:
+    other, stopped = run_ranks(2, stopped_before, name, expect_errors=True)
+    assert re.search("raised: .*rank 1 gave no sign of life", other.output), other
+    assert ("logged: rank 1 gave no sign of life" in other.output) == (name == "a collective of torch")
+    assert "SIGKILL" in stopped.error.message
+
+
+def fails_in_a_script(who: int) -> None:
+    """One rank of a script of Fabric fails, the other one waits for it; rank 0 keeps the store."""
+    rank, rendezvous = int(os.environ["RANK"]), FileStore("rendezvous", 2)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        rendezvous.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(rendezvous.get("port")), 2, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    strategy = ShardedStrategy()
+    strategy.tuning = QUICK
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(nn.Linear(4, 4))
+    try:
+        for step in range(3):
+            if (rank, step) == (who, 2):
+                raise ValueError("of mine")
+            fabric.backward(model(torch.ones(2, 4)).sum())
+    except Exception as error:  # as Python does it at the end of a script
+        sys.last_value = error
+    del store, rendezvous
+    atexit._run_exitfuncs()
+    os._exit(3)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_fails_in_a_script_of_fabric_is_named_on_the_others(who: int) -> None:
+    outcomes = run_ranks(2, fails_in_a_script, who, init_process_group=False, expect_errors=True)
+    assert f"rank {who} failed: ValueError: of mine" in outcomes[1 - who].output, outcomes
+    assert "failed:" not in outcomes[who].output and "status 3" in outcomes[who].error.message
