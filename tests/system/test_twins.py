@@ -37,7 +37,7 @@ SWEPT_FROM = {"fsdp2": 1, "pp2": 0, "pp2 x fsdp2": 1, "pp2 x replicas": 0}
 GUARDED = {
     "fsdp2": (
         *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
-        *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch"),
+        *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate"),
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule"),

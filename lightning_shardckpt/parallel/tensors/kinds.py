@@ -113,7 +113,7 @@ _REDUCTIONS = _words(
 )
 _ADDRESS = _words(
     """
-    data_ptr storage untyped_storage _typed_storage set_ share_memory_ __dlpack__
+    data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__
     """
 )
 _TEXT = _words(

@@ -119,6 +119,21 @@ class ShardedTensor(DTensor):
                 value = like(self, rows_like(value, self, "an assignment to grad").clone())
             _grad.__set__(self, value)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """Take the memory of another tensor of this shape, as parametrizations do; torch dispatches no ``set_``.
+
+        Raises:
+            UnsupportedCodeError: for a storage, or another shape.
+        """
+        if not isinstance(source, Tensor) or args or kwargs or source.shape != self.shape:
+            raise UnsupportedCodeError(
+                f"set_ gives other memory to a sharded tensor of shape {tuple(self.shape)}, of which this rank has "
+                "some rows. Give it a tensor of its shape, without offset or strides, or copy_ the values."
+            )
+        if source is not self:
+            self.data = source
+        return self
+
     @property
     def __tensor_flatten__(self) -> Any:
         """Absent, so that ``module.to()`` assigns to ``data``: torch can't swap a tensor that has weak references."""
@@ -156,7 +171,7 @@ class ShardedTensor(DTensor):
         finally:
             self.__class__ = kind
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return (
             f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={spec_of(self).placements}, "
             f"rows of this rank={local_tensor(self)})"

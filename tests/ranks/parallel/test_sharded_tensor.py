@@ -79,12 +79,17 @@ def assign_another_shape(module: Any) -> None:
     module.net.head.weight.data = torch.zeros(3, 8, dtype=torch.float64)
 
 
+def set_storage(module: Any) -> None:
+    module.net.head.weight.set_(torch.zeros(40, dtype=torch.float64).untyped_storage())
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         (read_on_one_rank, "rank 0: norm of a tensor of shape (5, 8) ("),
         (write_what_differs, "its values differ between the ranks"),
         (ask_for_memory, "data_ptr asks for the memory of a sharded tensor of shape (5, 8)"),
+        (set_storage, "set_ gives other memory to a sharded tensor of shape (5, 8)"),
         (assign_another_shape, "a sharded tensor keeps its shape"),
     ],
 )
