@@ -171,7 +171,7 @@ class ShardedTensor(DTensor):
         finally:
             self.__class__ = kind
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={spec_of(self).placements}, "
             f"rows of this rank={local_tensor(self)})"
