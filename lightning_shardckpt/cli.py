@@ -40,7 +40,7 @@ def _parser() -> ArgumentParser:
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
     inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_listing(inspect)
-    inspect.add_argument("--tree", action="store_true", help="the modules with their sizes; layers that repeat, once")
+    inspect.add_argument("--fold", action="store_true", help="tensors of layers that repeat, once")
     inspect.add_argument("--ranks", action="store_true", help="who has what; with --tensors, every box of these")
     add_storage_options(inspect)
     tools.add_subcommand("inspect", inspect, help="what is in a checkpoint")
@@ -72,7 +72,7 @@ def _inspect(arguments: Namespace) -> int:
 
     of = arguments
     found = inspect(of.path, of.tensors, ranks=of.ranks, storage_options=of.storage_options)
-    _print(found, of.json, lambda: render(found, of.all or of.tensors is not None, tree=of.tree))
+    _print(found, of.json, lambda: render(found, of.all or of.tensors is not None, fold=of.fold))
     return 0
 
 
@@ -139,10 +139,6 @@ def _add_listing(parser: ArgumentParser) -> None:
 
 def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--onto", type=str, required=required, metavar="TOPOLOGY", help="such as tp=4,fsdp=2,pp=2,dp=1")
-    rules = "what tensor parallelism shards, such as 'layers.*.up=colwise'; by default what it sharded at the save"
-    parser.add_argument("--tp-plan", type=str, nargs="+", default=[], metavar="RULE", help=rules)
-    names = "the layers of a pipeline, such as 'net.layers.*'; by default the largest numbered list"
-    parser.add_argument("--layers", type=str, nargs="+", default=[], metavar="PATTERN", help=names)
 
 
 def _add_digest(tools: Any) -> None:
@@ -208,7 +204,7 @@ def _explain(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.explain import explain, render
 
     of = arguments
-    found = explain(of.path, of.onto, tp_plan=of.tp_plan, layers=of.layers, storage_options=of.storage_options)
+    found = explain(of.path, of.onto, storage_options=of.storage_options)
     _print(found, of.json, lambda: render(found, of.all))
     return 0
 
@@ -216,8 +212,7 @@ def _explain(arguments: Namespace) -> int:
 def _map(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.map import write_map
 
-    options = {"onto": arguments.onto, "tp_plan": arguments.tp_plan, "layers": arguments.layers}
-    options["storage_options"] = arguments.storage_options
+    options = {"onto": arguments.onto, "storage_options": arguments.storage_options}
     print(f"{write_map(arguments.path, arguments.output, **options)} shows {arguments.path}: open it in a browser")
     return 0
 

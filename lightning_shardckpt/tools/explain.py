@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from lightning_shardckpt.tools.listing import long_table
 from lightning_shardckpt.tools.target_topology import (
     TargetLayout,
     TargetTopology,
-    parse_plan,
     parse_topology,
     topology_text,
 )
@@ -38,8 +37,6 @@ def explain(
     path: str | os.PathLike[str],
     onto: str | Mapping[str, int],
     *,
-    tp_plan: Sequence[str] = (),
-    layers: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
     tuning: Tuning = TUNING,
 ) -> dict[str, Any]:
@@ -53,8 +50,6 @@ def explain(
     Args:
         path: the checkpoint.
         onto: sizes by axis, or text such as ``tp=4,fsdp=2``.
-        tp_plan: rules such as ``layers.*.up=colwise``; by default the sharding of the checkpoint itself.
-        layers: patterns that name the layers of a pipeline; by default the largest numbered list.
         storage_options: for URLs, see ``ShardCkptIO``.
         tuning: sizes of the load.
 
@@ -65,7 +60,7 @@ def explain(
     text = onto if isinstance(onto, str) else ",".join(f"{axis}={size}" for axis, size in onto.items())
     sizes = parse_topology(text)
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
-        target = TargetTopology(checkpoint.root, sizes, parse_plan(tp_plan), layers)
+        target = TargetTopology(checkpoint.root, sizes)
         ranks = _ranks(checkpoint, target, tuning)
         root = checkpoint.root
     reads = [rank["reads"] for rank in ranks]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
@@ -21,6 +20,7 @@ from lightning_shardckpt.tools.ownership import Owned, OwnedBox, boxes_of, coord
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
+_NUMBER = re.compile(r"(\d{1,9})")
 _OWNED = ("tensors", "boxes", "nbytes")
 
 
@@ -179,25 +179,25 @@ def _box(checkpoint: Checkpoint, tensor: dict[str, Any], one: OwnedBox) -> dict[
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def render(found: dict[str, Any], everything: bool = False, *, tree: bool = False) -> str:
+def render(found: dict[str, Any], everything: bool = False, *, fold: bool = False) -> str:
     """Render the result of ``inspect`` as text for people.
 
     Args:
         found: the report.
         everything: show long tables in full.
-        tree: draw the modules that the tensors lie in, in place of the tables of tensors and files.
+        fold: show tensors that are alike but for numbers in their names once, and no files.
     """
     limit = None if everything else _LISTED
     blocks = [_summary(found), _components_table(found)]
-    if tree:
-        blocks += _trees(found)
+    if fold:
+        blocks += _folded_tables(found, limit)
     elif found["tensors"]:
         blocks.append(_tensors_table(found, limit))
     if not found["tensors"]:
         blocks.append("no tensor matches")
     elif "by_rank" in found:
         blocks += [_ranks_table(found, limit), *_boxes_tables(found)]
-    if not tree and "by_rank" not in found:
+    if not fold and "by_rank" not in found:
         blocks.append(_files_table(found["files"], limit))
     if found["problems"]:
         blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *found["problems"]]))
@@ -238,7 +238,7 @@ def _tensors_table(found: dict[str, Any], limit: int | None) -> str:
     return long_table(header, found["tensors"], row, limit=limit, noun="tensor", hint=hint)
 
 
-def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
+def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]], *, aliases: bool = True) -> str:
     """Return how a tensor is divided, the ranks that hold it where these are not all, and its other names."""
     cuts = [
         f"dim {c['dim']} / {c['parts']} over {c['axis']}" + (f" in {c['blocks']} blocks" if c["blocks"] > 1 else "")
@@ -247,7 +247,7 @@ def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
     text = ", ".join(cuts) or "whole"
     if tensor["ranks"] != all_ranks and cuts:
         text += f" on ranks {_ranges_text(tensor['ranks'])}"
-    return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")
+    return text + (f"; also {', '.join(tensor['aliases'])}" if aliases and tensor["aliases"] else "")
 
 
 def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
@@ -260,18 +260,38 @@ def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
     return long_table(header, files, row, limit=limit, noun="file", right=("rank", "size"))
 
 
-def _trees(found: dict[str, Any]) -> Iterator[str]:
-    """Draw the modules of each component, with the sizes of everything below them."""
-    for name in found["components"]:
-        tensors = [t for t in found["tensors"] if t["component"] == name]
-        leaves = [Leaf(t["name"], f"{t['dtype']}  {shape_text(t['shape'])}", t["bytes"]) for t in tensors]
-        rows = [
-            (label, "" if node.kind else f"{node.tensors:,}", size_text(node.nbytes), node.kind)
-            for label, node in lines(outline(leaves))
-        ]
-        total = (name, f"{len(tensors):,}", size_text(sum(t["bytes"] for t in tensors)), "")
-        if tensors:
-            yield table(("component", "tensors", "size", "dtype, shape"), [total, *rows], ("tensors", "size"))
+def _folded_tables(found: dict[str, Any], limit: int | None) -> Iterator[str]:
+    """Yield a table of each component with one row for all tensors that are alike but for numbers in their names."""
+    for component in found["components"]:
+        groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+        for t in found["tensors"]:
+            if t["component"] == component:
+                kind = t["dtype"], shape_text(t["shape"]), _cuts_text(t, [[0, found["world_size"]]], aliases=False)
+                groups.setdefault((_NUMBER.sub("#", t["name"]), *kind), []).append(t)
+
+        def row(item: tuple[tuple[str, str, str, str], list[dict[str, Any]]]) -> tuple[str, ...]:
+            (_, dtype, shape, cuts), tensors = item
+            size = size_text(sum(t["bytes"] for t in tensors))
+            return _folded_name([t["name"] for t in tensors]), f"{len(tensors):,}", dtype, shape, size, cuts
+
+        header = (component, "tensors", "dtype", "shape of each", "size", "cut")
+        if groups:
+            yield long_table(header, list(groups.items()), row, limit=limit, right=("tensors", "size"))
+
+
+def _folded_name(names: Sequence[str]) -> str:
+    """Return one text for names that differ in numbers alone.
+
+    >>> _folded_name(["layers.0.up.weight", "layers.1.up.weight", "layers.11.up.weight"])
+    'layers.0…11.up.weight'
+    """
+    parts = [_NUMBER.split(name) for name in names]  # texts and, at odd places, numbers
+    text = parts[0][0]
+    for place in range(1, len(parts[0]), 2):
+        numbers = sorted({int(one[place]) for one in parts})
+        text += f"{numbers[0]}…{numbers[-1]}" if len(numbers) > 1 else parts[0][place]
+        text += parts[0][place + 1]
+    return text
 
 
 def _ranks_table(found: dict[str, Any], limit: int | None) -> str:
@@ -313,122 +333,3 @@ def _box_text(box: dict[str, Any]) -> str:
 
 def _ranges_text(ranges: list[list[int]]) -> str:
     return ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in ranges)
-
-
-# ── the tree of modules ───────────────────────────────────────────────────────────────────────────────────────────
-
-# Names alone decide: ``a.b.c`` lies in ``a.b``, as ``a/b`` lies in ``a``. Layers that are alike become one node.
-
-_TOKEN = re.compile(r"[^./]*[./]|[^./]+")
-_DEPTH = 40  # deeper levels are one name: hostile ones have a million dots
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A tensor by its name; leaves of one ``kind`` (say, dtype and shape) look the same."""
-
-    name: str
-    kind: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A module, or several that are alike, or a tensor; sums are over all that it stands for.
-
-    Attributes:
-        label: its name below the node above it.
-        count: of how many layers it is the first.
-        tensors: number of tensors.
-        nbytes: their bytes.
-        kind: of a tensor, its leaf's ``kind``; empty for modules.
-        children: the nodes below it.
-    """
-
-    label: str
-    count: int
-    tensors: int
-    nbytes: int
-    kind: str
-    children: tuple[Node, ...]
-
-
-def outline(leaves: Iterable[Leaf]) -> tuple[Node, ...]:
-    """Return the modules at the top, in the order in which their names come first.
-
-    >>> [node.label for node in outline(Leaf(f"layers.{i}.weight", "F32", 4) for i in range(3))]
-    ['layers.0.weight … layers.2.weight']
-    """
-    top: _Branch = {}
-    for leaf in leaves:
-        tokens = _TOKEN.findall(leaf.name) or [""]
-        deep = min(len(tokens) - 1, _DEPTH)
-        branch = top
-        for token in tokens[:deep]:
-            branch = branch.setdefault(token, ({}, {}))[0]
-        branch.setdefault("".join(tokens[deep:]), ({}, {}))[1]["tensor"] = leaf
-    return _nodes(top)
-
-
-_Branch = dict[str, "tuple[_Branch, dict[str, Leaf]]"]
-"""By name the names below it, and the tensor of just that name, if there is one."""
-
-
-def _nodes(branch: _Branch) -> tuple[Node, ...]:
-    found = []
-    for token, (below, tensor) in branch.items():
-        found += [Node(token, 1, 1, leaf.nbytes, leaf.kind, ()) for leaf in tensor.values()]
-        found += [_node(token, _nodes(below))] if below else []
-    return tuple(_folded(found))
-
-
-def _node(token: str, children: tuple[Node, ...]) -> Node:
-    only = children[0]
-    if len(children) == 1 and (only.count == 1 or not token[0].isdigit()):  # a chain is one node
-        label = " … ".join(token + end for end in only.label.split(" … ")) if only.count > 1 else token + only.label
-        return Node(label, only.count, only.tensors, only.nbytes, only.kind, only.children)
-    return Node(token, 1, sum(c.tensors for c in children), sum(c.nbytes for c in children), "", children)
-
-
-def _folded(nodes: list[Node]) -> Iterator[Node]:
-    """Runs of nodes that are alike and have consecutive numbers become one node each."""
-    run: list[Node] = []
-    for node in nodes:
-        if run and not _follows(run[-1], node):
-            yield _one(run)
-            run = []
-        run.append(node)
-    if run:
-        yield _one(run)
-
-
-def _number(node: Node) -> int | None:
-    digits = re.match(r"\d{1,9}(?=[./]|$)", node.label)
-    return int(digits[0]) if digits and node.count == 1 else None
-
-
-def _follows(before: Node, node: Node) -> bool:
-    a, b = _number(before), _number(node)
-    if a is None or b != a + 1:
-        return False
-    same_rest = before.label[len(str(a)) :] == node.label[len(str(b)) :]
-    return same_rest and (before.kind, before.children) == (node.kind, node.children)
-
-
-def _one(run: list[Node]) -> Node:
-    if len(run) == 1:
-        return run[0]
-    first, last = run[0], run[-1]
-    a, b = first.label.rstrip("./"), last.label.rstrip("./")
-    sums = sum(node.tensors for node in run), sum(node.nbytes for node in run)
-    return Node(f"{a} … {b}", len(run), *sums, first.kind, first.children)
-
-
-def lines(nodes: tuple[Node, ...], above: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield every node with its label drawn as a branch; of folded layers, the parts of the first one."""
-    for node, after in pairwise([*nodes, None]):
-        assert node is not None
-        is_last = after is None
-        label = node.label.rstrip("./") or node.label
-        yield f"{above}{'└─ ' if is_last else '├─ '}{label}" + (f" ({node.count} ×)" if node.count > 1 else ""), node
-        yield from lines(node.children, above + ("   " if is_last else "│  "))

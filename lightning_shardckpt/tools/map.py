@@ -41,8 +41,6 @@ def write_map(
     output: str | os.PathLike[str],
     *,
     onto: str | None = None,
-    tp_plan: Sequence[str] = (),
-    layers: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a page about a checkpoint and return its path; an existing file is replaced.
@@ -51,8 +49,6 @@ def write_map(
         path: the checkpoint.
         output: the page; may not lie inside a checkpoint, where nothing else belongs.
         onto: a topology such as ``tp=4,fsdp=2``; the page then shows what a resume there would read.
-        tp_plan: as for ``explain``.
-        layers: as for ``explain``.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Returns:
@@ -69,7 +65,7 @@ def write_map(
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         content = _describe(checkpoint)
     if onto is not None:
-        plan = explain(path, onto, tp_plan=tp_plan, layers=layers, storage_options=storage_options)
+        plan = explain(path, onto, storage_options=storage_options)
         content["onto"] = _describe_resume(plan)
     target.write_text(_fill_template(content), encoding="utf-8")
     return target

@@ -1,7 +1,7 @@
 """Layouts of a checkpoint's tensors on another topology, told by names alone. No model, no torch.
 
-FSDP shards dim 0 of every parameter. Tensor parallelism shards by a plan, or as the layouts of the checkpoint
-itself show; the pipeline stage of a tensor is estimated from its name. Assumptions are noted.
+FSDP shards dim 0 of every parameter. Tensor parallelism shards as the layouts of the checkpoint itself show; the
+pipeline stage of a tensor is estimated from its name. Assumptions are noted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from math import prod
 
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.format.clean_fqn import matching_fqns
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.layout import MAX_RANKS, REPLICATED, Axis, DimShard, Holders, Layout
 from lightning_shardckpt.system.text import count_text
@@ -22,7 +21,7 @@ _TENSOR_AXES = ("tensor", "tensor_parallel", "tp")  # of the strategy, of Lightn
 _NOT_FLOATING = ("I", "U", "BOOL")
 
 
-# ── topologies and plans as the command line writes them ──────────────────────────────────────────────────────────
+# ── topologies as the command line writes them ────────────────────────────────────────────────────────────────────
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the strategy's mesh, outermost first; ranks are laid out row-major."""
@@ -38,25 +37,6 @@ _NAMES = {
     "tensor_parallel_size": "tensor",
     **{axis: axis for axis in AXES},
 }
-ShardedDims = tuple[int | None, int | None]
-"""The dim of a weight and the dim of a bias that tensor parallelism shards; None: it stays whole."""
-
-WHOLE: ShardedDims = (None, None)
-_ROWS: ShardedDims = (0, 0)
-_COLUMNS: ShardedDims = (1, None)
-STYLES: dict[str, ShardedDims] = {
-    "colwise": _ROWS,
-    "colwise_rep": _ROWS,
-    "colwise_gather_output": _ROWS,
-    "rowwise": _COLUMNS,
-    "rowwise_rep": _COLUMNS,
-    "rowwise_split_input": _COLUMNS,
-    "embedding_rowwise": _ROWS,
-    "embedding_colwise": _COLUMNS,
-    "replicate": WHOLE,
-    "replicated_with_grad_allreduce": WHOLE,
-}
-"""The dims that each style of a tensor-parallel plan shards."""
 
 
 def parse_topology(text: str) -> dict[str, int]:
@@ -81,21 +61,6 @@ def parse_topology(text: str) -> dict[str, int]:
     if prod(sizes.values()) > MAX_RANKS:
         raise TopologyError(f"{text!r} has more than {MAX_RANKS} ranks")
     return {axis: sizes.get(axis, 1) for axis in AXES}
-
-
-def parse_plan(rules: Sequence[str]) -> dict[str, str]:
-    """Return styles by module pattern, from rules such as ``layers.*.up=colwise``.
-
-    Raises:
-        TopologyError: for a rule without a known style.
-    """
-    plan = {}
-    for rule in (part.strip() for text in rules for part in text.split(",")):
-        pattern, _, style = rule.rpartition("=")
-        if not pattern or style not in STYLES:
-            raise TopologyError(f"{rule!r} is no rule: give pattern=style, where style is one of {', '.join(STYLES)}")
-        plan[pattern] = style
-    return plan
 
 
 def topology_text(sizes: Mapping[str, int]) -> str:
@@ -125,18 +90,14 @@ class TargetTopology:
     Args:
         root: the root index of the checkpoint.
         sizes: of the target, by axis.
-        plan: styles by module pattern; by default tensor parallelism shards the dims that it sharded in the checkpoint.
-        layers: patterns that name the layers of a pipeline.
         notes: takes sentences about assumptions.
 
     Raises:
-        TopologyError: if the plan or the layers do not fit the checkpoint.
+        TopologyError: if the checkpoint has fewer layers than the target has stages.
     """
 
     root: RootIndex
     sizes: Mapping[str, int]
-    plan: Mapping[str, str] = field(default_factory=dict)
-    layers: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -144,8 +105,8 @@ class TargetTopology:
         aliases = aliases_by_key(self._model)
         self._names = {key: [key, *aliases.get(key, ())] for key in self._model.tensors}
         self._tells_buffers = any(spec.layout.axes or spec.pinned for spec in self._model.tensors.values())
-        self._dims = self._planned_dims()
-        self._stages = self._estimated_stages()
+        stages = self.sizes["pipeline"]
+        self._stages = estimate_stages(self._model, stages, self._known_ends()) if stages > 1 else None
         self._note_assumptions()
 
     @property
@@ -184,7 +145,7 @@ class TargetTopology:
         names = [axis for axis in AXES[1:] if axis == "shard" or self.sizes[axis] > 1]
         strides = {"tensor": 1, "shard": self.sizes["tensor"], "replicate": self.sizes["tensor"] * self.sizes["shard"]}
         axes = tuple(Axis(name, self.sizes[name], strides[name]) for name in names)
-        by_tensor_axis, cuts = self._tensor_parallel_dim(key, spec), list[DimShard]()
+        by_tensor_axis, cuts = _tensor_parallel_dim(spec), list[DimShard]()
         if by_tensor_axis is not None and self.sizes["tensor"] > 1:
             cuts.append(DimShard(names.index("tensor"), *by_tensor_axis))
         if self.sizes["shard"] > 1:
@@ -195,31 +156,6 @@ class TargetTopology:
         if self._tells_buffers:
             return bool(spec.shape) and not spec.pinned
         return bool(spec.shape) and not spec.dtype.startswith(_NOT_FLOATING)
-
-    def _tensor_parallel_dim(self, key: str, spec: TensorSpec) -> tuple[int, int] | None:
-        """Return the dim that the tensor axis shards, and its blocks; None if it does not shard the tensor."""
-        if self.plan:
-            modules = [name.rpartition(".")[0] for name in self._names[key]]
-            weight, bias = next((self._dims[m] for m in modules if m in self._dims), WHOLE)
-            dim = weight if len(spec.shape) > 1 else bias
-            return None if dim is None else (dim, 1)
-        cuts = (c for c in spec.layout.cuts if spec.layout.axes[c.axis].name in _TENSOR_AXES)
-        return next(((c.dim, c.blocks) for c in cuts), None)
-
-    def _planned_dims(self) -> dict[str, ShardedDims]:
-        """Return the dims that the plan shards, by module."""
-        modules, found = modules_of([*self._model.tensors, *self._model.aliases]), dict[str, ShardedDims]()
-        for pattern, style in self.plan.items():
-            named = matching_fqns(modules, pattern)
-            if not named:
-                raise TopologyError(f"--tp-plan: {pattern!r} matches no module of the checkpoint")
-            found.update(dict.fromkeys(named, STYLES[style]))
-        return found
-
-    def _estimated_stages(self) -> EstimatedStages | None:
-        if self.sizes["pipeline"] == 1:
-            return None
-        return estimate_stages(self._model, self.sizes["pipeline"], self.layers, self._known_ends())
 
     def _known_ends(self) -> dict[str, frozenset[int]]:
         """Return the stages of tensors that were at one end of the pipeline that saved: they are there again."""
@@ -243,20 +179,26 @@ class TargetTopology:
         specs = self._model.tensors.values()
         if not self._tells_buffers and self._model.tensors:
             self.notes.append("Nothing tells buffers from parameters: floating tensors with dims are taken for those.")
-        if self.sizes["tensor"] > 1 and not self.plan:
-            if any(self._tensor_parallel_dim(key, spec) for key, spec in self._model.tensors.items()):
+        if self.sizes["tensor"] > 1:
+            if any(map(_tensor_parallel_dim, specs)):
                 self.notes.append("Tensor parallelism is taken to shard the dims that it sharded when this was saved.")
             else:
                 self.notes.append(
-                    "Tensors are taken as not sharded by tensor parallelism: this was saved without it. Give the plan, "
-                    "such as --tp-plan 'layers.*.up=colwise' 'layers.*.down=rowwise'."
+                    "Tensors are taken as not sharded by tensor parallelism: this was saved without it, so which ones "
+                    "the plan of the target shards is not known, and it reads less than this."
                 )
         if self._stages is not None:
             layers, count = list(self._stages.stage_of), self._stages.count
             how = f"{layers[0]} … {layers[-1]} over {count} stages evenly, one stage per rank of the pipeline"
-            self.notes.append(f"Pipeline stages are an estimate from names: {how}. --layers names others.")
+            self.notes.append(f"Pipeline stages are an estimate from names: {how}.")
         if any(spec.layout.order for spec in specs):
             self.notes.append("The mesh that saved does not number its ranks in order; the target's is taken to do so.")
+
+
+def _tensor_parallel_dim(spec: TensorSpec) -> tuple[int, int] | None:
+    """Return the dim that the tensor axis sharded, and its blocks; None if it did not shard the tensor."""
+    cuts = (c for c in spec.layout.cuts if spec.layout.axes[c.axis].name in _TENSOR_AXES)
+    return next(((c.dim, c.blocks) for c in cuts), None)
 
 
 # ── pipeline stages, estimated from names as the strategy divides layers by default ───────────────────────────────
@@ -275,26 +217,23 @@ def modules_of(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def estimate_stages(
-    model: Component, stages: int, layers: Sequence[str], known: Mapping[str, frozenset[int]]
-) -> EstimatedStages:
-    """Return which stages hold which tensor, as the strategy decides by default.
+def estimate_stages(model: Component, stages: int, known: Mapping[str, frozenset[int]]) -> EstimatedStages:
+    """Return which stages hold which tensor, as the strategy decides by default: by the largest list of layers.
 
     Args:
         model: the tensors.
         stages: number of stages.
-        layers: patterns that name the layers; if there are none, the largest numbered list in the names is taken.
         known: the stages of tensors outside of the layers, where they are known.
 
     Raises:
         TopologyError: if there are too few layers.
     """
     modules = modules_of([*model.tensors, *model.aliases])
-    trunk = _named(modules, layers) if layers else _largest_list(model, modules, stages)
+    trunk = _largest_list(model, modules, stages)
     if len(trunk) < stages:
         raise TopologyError(
             f"{count_text(len(trunk), 'layer')}{f' ({trunk[0]} …)' if trunk else ''} cannot be split into {stages} "
-            "pipeline stages: use fewer stages, or name the layers with --layers"
+            "pipeline stages: use fewer stages"
         )
     each, more = divmod(len(trunk), stages)
     starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
@@ -326,25 +265,6 @@ class EstimatedStages:
             return frozenset(range(self.count))
         first = min(self.order[layer] for layer in self.stage_of)
         return frozenset({0 if self.order[unit] < first else self.count - 1})
-
-
-def _named(modules: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    chosen: list[str] = []
-    for pattern in patterns:
-        found = [name for name in matching_fqns(modules, pattern) if name not in chosen]
-        if len(found) == 1 and (children := _numbered(modules, found[0])):
-            found = children
-        if not found:
-            raise TopologyError(f"--layers: {pattern!r} names no module of the checkpoint")
-        chosen += found
-    return chosen
-
-
-def _numbered(modules: Iterable[str], parent: str) -> list[str]:
-    """Return the children of a module that have numbers for names, in order."""
-    prefix = f"{parent}." if parent else ""
-    found = [m for m in modules if re.fullmatch(rf"{re.escape(prefix)}\d{{1,9}}", m)]
-    return sorted(found, key=lambda name: int(name.rpartition(".")[2]))
 
 
 def _largest_list(model: Component, modules: Sequence[str], stages: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from math import prod
 from pathlib import Path
@@ -14,10 +13,10 @@ from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.layout import parts_of_rank
-from lightning_shardckpt.parallel.sharding import mesh, tensor_parallel
+from lightning_shardckpt.parallel.sharding import mesh
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools import explain
-from lightning_shardckpt.tools.target_topology import AXES, STYLES, TargetTopology, parse_plan, parse_topology
+from lightning_shardckpt.tools.target_topology import AXES, TargetTopology, parse_topology
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import tiny
 from tests.support.counting import Counting
@@ -25,7 +24,6 @@ from tests.support.pool import run_ranks
 
 FSDP2_TP2 = {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2_TP2 = {**FSDP2_TP2, "data_parallel_shard_size": 1, "pipeline_parallel_size": 2, "pipeline_layers": ["blocks"]}
-RULES = [f"{pattern}={style}" for pattern, style in tiny.TP_PLAN.items()]
 
 
 Strategy = dict[str, Any]
@@ -101,19 +99,14 @@ def test_what_is_predicted_is_what_a_resume_reads(
     assert all(sum(rank["from"].values()) == rank["needs"] for rank in found["ranks"])
 
 
-def test_a_plan_cuts_like_the_one_that_the_checkpoint_was_saved_with(saved: Path) -> None:
+def test_tensor_parallelism_shards_as_when_the_checkpoint_was_saved(saved: Path) -> None:
     with Checkpoint(LocalStorage(), str(saved)) as checkpoint:
-        sizes = parse_topology("fsdp=2,tp=2")
-        reused, planned = (
-            TargetTopology(checkpoint.root, sizes),
-            TargetTopology(checkpoint.root, sizes, parse_plan(RULES)),
-        )
+        target = TargetTopology(checkpoint.root, parse_topology("fsdp=2,tp=2"))
         specs = checkpoint.root.components["model"].tensors
-    for key, target in reused.layouts()["model"].items():
-        assert planned.layouts()["model"][key] == target, key
+    for key, planned in target.layouts()["model"].items():
         for rank in range(4):
             shape, layout = specs[key].shape, specs[key].layout
-            assert parts_of_rank(target.layout, shape, rank) == parts_of_rank(layout, shape, rank), key
+            assert parts_of_rank(planned.layout, shape, rank) == parts_of_rank(layout, shape, rank), key
 
 
 def test_all_ranks_of_plain_fsdp_need_every_parameter_once_and_every_buffer_each(saved: Path) -> None:
@@ -137,18 +130,14 @@ def test_notes_say_what_is_assumed_and_what_does_not_continue(saved: Path, capsy
     assert "Random numbers (dropout) are drawn anew" in out
     assert main(["explain", str(saved), "--onto", "fsdp=2,tp=2"]) == 0
     assert "The topology is the same" in capsys.readouterr().out
-    assert main(["explain", str(saved), "--onto", "tp=2,fsdp=2", "--tp-plan", *RULES, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["assumed"] == []
 
 
-def test_without_tensor_parallelism_before_a_plan_is_asked_for(tmp_path: Path) -> None:
+def test_without_tensor_parallelism_before_its_plan_is_not_known(tmp_path: Path) -> None:
     run_ranks(1, tiny_save, str(tmp_path / "one.ckpt"))
     found = explain.explain(tmp_path / "one.ckpt", "tp=2")
     assert any("taken as not sharded by tensor parallelism" in note for note in found["assumed"])
     (first, second) = found["ranks"]
     assert first["needs"] == second["needs"] == found["totals"]["needs"] // 2
-    planned = explain.explain(tmp_path / "one.ckpt", "tp=2", tp_plan=RULES)
-    assert planned["totals"]["needs"] < found["totals"]["needs"] and planned["assumed"] == []
 
 
 def tiny_save(path: str) -> None:
@@ -163,9 +152,6 @@ def tiny_save(path: str) -> None:
         (["--onto", "tp=0"], "is no topology"),
         (["--onto", "ep=2"], "The axes are pp, dp, fsdp, tp"),
         (["--onto", "pp=3"], "2 layers (blocks.0 …) cannot be split into 3 pipeline stages"),
-        (["--onto", "pp=2", "--layers", "nets.*"], "'nets.*' names no module of the checkpoint"),
-        (["--onto", "tp=2", "--tp-plan", "block.*.up=colwise"], "'block.*.up' matches no module of the checkpoint"),
-        (["--onto", "tp=2", "--tp-plan", "blocks.*.up=diagonal"], "is no rule: give pattern=style"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused(
@@ -183,8 +169,7 @@ def test_a_missing_rank_index_is_an_error_that_names_it(saved: Path, tmp_path: P
         explain.explain(copy, "fsdp=2")
 
 
-def test_axes_styles_and_memory_are_those_of_the_strategy_and_the_load() -> None:
+def test_axes_are_those_of_the_strategy() -> None:
     assert AXES == mesh.AXES
-    assert set(STYLES) == {*tensor_parallel.STYLES, tensor_parallel.PARTIAL, "replicate"}
     with pytest.raises(TopologyError):
         parse_topology("")
