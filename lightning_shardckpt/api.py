@@ -250,7 +250,6 @@ def load(
     named_by: nn.Module | None = None,
     verify: bool = True,
     cast: bool = True,
-    share_reads: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
@@ -284,7 +283,6 @@ def load(
         named_by: see ``save``.
         verify: whether to compare checksums.
         cast: see ``ShardCkptIO``.
-        share_reads: see ``ShardCkptIO``.
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``; of checkpoints of other programs, a local copy is made in it.
@@ -318,7 +316,7 @@ def load(
         )
 
     restore = NestedLoad.prepared(savers.ranks, make)
-    options = LoadOptions(strict=strict, verify=verify, share_reads=share_reads, weights_only=weights_only)
+    options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
     remainder, loaded = restore.run(os.fspath(path), savers.ranks, options=options, storage=storage)
     savers.history.loaded(os.fspath(path))
     _warn(savers, loaded.notes)

@@ -54,7 +54,7 @@ from lightning_shardckpt.system.remade import Remade
 from lightning_shardckpt.system.text import count_text
 
 _FIXED = {
-    *("size_per_shard", "verify", "also", "replicas", "incremental", "share_reads"),
+    *("size_per_shard", "verify", "also", "replicas", "incremental"),
     *("use_async", "max_pending", "overlap_copy"),
 }
 _WITHOUT_STRATEGY = (
@@ -89,10 +89,6 @@ class ShardCkptIO(Remade, CheckpointIO):
             can go on from one in float32; moments that have their parameter's dtype keep to it. False refuses that.
         sync_files: make a save durable before it returns. With False it is faster, and still survives a death of the
             process at any moment, old or new; after a crash of the machine or a loss of power neither may be left.
-        share_reads: on a load under ``ShardedStrategy``, let ranks that hold the same of a DTensor (replicas of HSDP,
-            norms under tensor parallelism) each read and verify a share of it and exchange the shares. That spares a
-            network file system or an object store; from the page cache of one host each is faster alone. By default
-            it is done where there is much to share in an object store, or on several hosts; True or False says it.
         replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
             Those that differ (training without a reduction of gradients, a bug) would be mixed: an error names them.
         adapters_only: save only what training changes: adapters of PEFT, other parameters that are trained, buffers,
@@ -134,7 +130,6 @@ class ShardCkptIO(Remade, CheckpointIO):
         overlap_copy: bool = False,
         cast: bool = True,
         sync_files: bool = True,
-        share_reads: bool | None = None,
         replicas: Replicas = "same",
         adapters_only: bool = False,
         incremental: bool = False,
@@ -150,7 +145,7 @@ class ShardCkptIO(Remade, CheckpointIO):
 
         async_options = AsyncOptions(max_pending, overlap_copy)
         self.async_saves = AsyncSaves(async_options if use_async else None)
-        self.load_options = LoadOptions(verify=bool(verify), share_reads=share_reads)
+        self.load_options = LoadOptions(verify=bool(verify))
         if verify not in (True, False, "first"):
             raise ValueError(f'verify is True, False or "first", got {verify!r}')
         self._verify_first = verify == "first"

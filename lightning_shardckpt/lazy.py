@@ -333,8 +333,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         if box.numel:
             self._source.backed(component, key)
         target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), fresh=True, box=box)
-        self._source.verify([target])
-        self._source.fill([target])
+        self._source.read([target])()
         return target.tensor
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Save and load, in call order.
 
 ``save``: prepare → agree → (table → join →) write → commit. ``save_async`` copies before it writes, and leaves that to
-a thread. ``load``: open → compare → judge → plan → verify → fill → (exchange →) apply. Each line of them is a
+a thread. ``load``: open → compare → judge → plan → verify → fill → apply. Each line of them is a
 ``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
 """
 
@@ -23,7 +23,6 @@ from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.load_job import LoadJob
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
-from lightning_shardckpt.checkpoint.replica_reads import ReplicaReads, is_high_latency
 from lightning_shardckpt.checkpoint.save_agreement import Agreement
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -222,28 +221,25 @@ def load(
     with gc_paused(), source_of as source:
         job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
         judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
-        wanted = options.share_reads if ranks.world > 1 else False
-        sharing = ReplicaReads(job.source, wanted, high_latency=is_high_latency(source), tuning=tuning)
-        plan = partial(job.plan, judged, keep_live=options.verify_first)
-        share = ranks.step(f"planning to load {where}", lambda: sharing.plan(plan()), sharing.choose)
-        if options.verify_first:
-            ranks.step(f"verifying {where}", lambda: sharing.verify(share=share), _nothing)
+        targets, fill = list[ReadTarget](), list[Callable[[], None]]()
+
+        def plan() -> None:
+            targets.extend(job.plan(judged, keep_live=options.verify_first))
 
         def read() -> None:
-            if not options.verify_first:
-                sharing.verify(share=share)
-            sharing.fill()
-            if not share:
-                job.apply()
+            fill.append(job.read(targets))
 
-        def exchange() -> None:
-            sharing.exchange()
+        def apply() -> None:
+            if not options.verify_first:
+                read()
+            fill[0]()
             job.apply()
 
+        ranks.step(f"planning to load {where}", plan, _nothing)
+        if options.verify_first:
+            ranks.step(f"verifying {where}", read, _nothing)
         with filling():
-            ranks.step(f"reading {where}", read, _nothing)
-            if share:
-                ranks.step(f"exchanging {where}", exchange, _nothing)
+            ranks.step(f"reading {where}", apply, _nothing)
         return Loaded(job.trainer, job.extra_state, job.notes, job.skipped, job.for_code)
 
 
@@ -275,8 +271,7 @@ def load_full(
             spec = source.components()[component].tensors[key]
             shape = source.backed(component, key)
             target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]), fresh=True)
-            source.verify([target])
-            source.fill([target])
+            source.read([target])()
             return target.tensor
 
         return assemble(source, whole, decode_small, optimizers=optimizers)

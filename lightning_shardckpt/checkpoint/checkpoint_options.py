@@ -75,14 +75,11 @@ class LoadOptions:
         verify_first: read all that is to be verified before anything in memory changes, and then once more to fill
             live tensors. Else each is filled as it is verified, and a load that fails leaves a mix behind.
         weights_only: passed to ``torch.load`` for a file of ``torch.save``.
-        share_reads: whether ranks that hold the same of a DTensor each read a share of it and exchange the shares over
-            the mesh's process groups; by default for much data in an object store, or for ranks of several hosts.
-        tuning: sizes of what is read, held and exchanged; a checkpoint of another program is read with the defaults.
+        tuning: sizes of what is read and held; a checkpoint of another program is read with the defaults.
     """
 
     strict: bool = True
     verify: bool = True
     verify_first: bool = True
     weights_only: bool = True
-    share_reads: bool | None = None
     tuning: Tuning = TUNING

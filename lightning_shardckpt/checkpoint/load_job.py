@@ -18,7 +18,7 @@ from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source, are_equal
-from lightning_shardckpt.sources.source_view import CastingSource, converts
+from lightning_shardckpt.sources.source_view import converts, read_converted
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
@@ -228,7 +228,6 @@ class LoadJob:
             self._compare_optimizers(self._live.optimizers, model, reshaped, found)
         sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
         groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
-        self.source = CastingSource(self.source) if self._live.cast else self.source
         return {
             "differences": found.problems,
             "sources": sources,
@@ -401,6 +400,10 @@ class LoadJob:
     def _is_elsewhere(self, key: str) -> bool:
         """Return whether a key of trainer state is about what only other pipeline stages have."""
         return bool(self._elsewhere) and entry_of(key, self._live.whole.state) in self._elsewhere
+
+    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
+        """Verify what the targets need; returns the function that fills them, in their dtypes. Runs on every rank."""
+        return read_converted(self.source, targets) if self._live.cast else self.source.read(targets)
 
     def apply(self) -> None:
         """Put the filled optimizer state in place; the model's tensors were filled where they are."""

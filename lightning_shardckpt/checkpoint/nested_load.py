@@ -17,12 +17,11 @@ from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.as_objects import AsObjects, dicts_for, trainer_of
-from lightning_shardckpt.sources.as_values import AsValues, places_of
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import fitted_to
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.source_view import RenamedSource, model_names, parameters_of
+from lightning_shardckpt.sources.source_view import model_names, parameters_of, renamed
+from lightning_shardckpt.sources.state_dict_views import as_objects, as_values, dicts_for, places_of, trainer_of
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.key_paths import KEYS, Path, key_of
@@ -126,7 +125,7 @@ class NestedLoad:
         asked = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
         places = places_of(source, keys, self._state, asked, alone=not self._objects.modules)
         if places.modules or places.optimizers:
-            source = AsValues(source, places)
+            source = as_values(source, places)
             known = trainer_of(source)
         problems = self._compare_rest(known)
         problems += [f"{key}  in the state only" for key in self.missing]
@@ -137,10 +136,10 @@ class NestedLoad:
             parameters = parameters_of(source.document("optimizer"), numbers)
             here = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
         names, others = self._names(here, source, problems)
-        renamed = RenamedSource(source, names, others, numbers)
+        here_named = renamed(source, names, others, numbers)
         if not prefixes:
-            return renamed, problems
-        fitted, more = fitted_to(renamed, module=self._root, live=self._leaves, whole=self._whole)
+            return here_named, problems
+        fitted, more = fitted_to(here_named, module=self._root, live=self._leaves, whole=self._whole)
         return fitted, problems + more
 
     def _as_objects(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
@@ -154,7 +153,7 @@ class NestedLoad:
         modules, optimizers = dicts_for(known, keys, [*self._objects.modules], [*self._objects.optimizers])
         if not modules and not optimizers:
             return source, known, keys
-        source = AsObjects(source, keys, modules, optimizers)
+        source = as_objects(source, keys, modules, optimizers)
         known = trainer_of(source)
         return source, known, known[KEYS]
 

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +27,8 @@ from lightning_shardckpt.sources.hf_conversion import (
     joined,
 )
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.source import ReadTarget, ShardedSource, Source, are_equal
-from lightning_shardckpt.sources.source_view import SourceView, origin_of
+from lightning_shardckpt.sources.source import ShardedSource, Source, are_equal
+from lightning_shardckpt.sources.source_view import Place, SourceView, place_of, root_of
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.module_versions import renamed_versions
 from lightning_shardckpt.state.peft_names import added_names
@@ -46,7 +45,7 @@ def is_weights_alone(source: Source) -> bool:
 
     What Lightning or this package wrote has the names of the model, and so has state of an optimizer.
     """
-    stored = origin_of(source, "model", "")[0]
+    stored = root_of(source)
     if isinstance(stored, ShardedSource) or stored.document("optimizer") is not None:
         return False
     return "model" in stored.components() and VERSION not in stored.trainer(_no_tensor)
@@ -67,68 +66,33 @@ def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNa
     ties = tuple(tie for tie in ties if len(tie) > 1)
     found = fit(source, module, WholeNames(whole.state or frozenset((*live.tensors, *live.aliases)), ties))
     problems = found.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in found.apart]
-    return MatchedSource(source, found, ties), problems
+    return matched(source, found, ties), problems
 
 
 def _no_tensor(key: str) -> torch.Tensor:
     raise FormatError(f"{key!r} is no tensor of the trainer")
 
 
-class MatchedSource(SourceView):
-    """A source with the names of a model, and what is put together for it; the rest has the names it would have there.
+def matched(source: Source, fit: Match, ties: Iterable[tuple[str, ...]] = ()) -> SourceView:
+    """Return a source with the names of a model; tensors that the model lacks have the names they would have there.
 
     Args:
         source: what is stored; it stays the caller's to close.
-        fit: which stored tensor is which.
+        fit: which stored tensor is which, and what is put together of others.
         ties: of the whole model, as names.
     """
-
-    def __init__(self, source: Source, fit: Match, ties: Iterable[tuple[str, ...]] = ()) -> None:
-        super().__init__(source)
-        self._fit, self._made = fit, None
-        if fit.made:
-            self._made = ForeignSource(ForeignTensors(source.path, source.tensors.reader, {"model": fit.made}))
-        aliases = {name: tie[0] for tie in ties for name in tie[1:] if name in fit.names}
-        others = {name: key for name, (_, key) in fit.others.items() if name not in fit.names}
-        self._keys, stored = {**others, **fit.stored}, source.components()["model"].tensors
-        specs = {name: stored[key] for name, key in self._keys.items()}
-        specs |= self._made.components()["model"].tensors if self._made is not None else {}
-        self._model = Component({name: spec for name, spec in specs.items() if name not in aliases}, aliases)
-
-    def components(self) -> Mapping[str, Component]:
-        """Tensors by component, those of the model under its names."""
-        return {**self._source.components(), "model": self._model}
-
-    def document(self, role: str, rank: int = 0) -> Any:
-        """Return what was stored under a role."""
-        found = self._source.document(role, rank)
-        if role == "versions":
-            return renamed_versions(found, self._fit.stored)
-        return {name: found[old] for name, old in self._fit.values.items()} if found and role == "model" else found
-
-    def stored_as(self, component: str, key: str) -> tuple[str, str]:
-        """Component and key under which a tensor is stored."""
-        return (component, self._keys[key]) if component == "model" else (component, key)
-
-    def _is_made(self, component: str, key: str) -> bool:
-        return component == "model" and key in self._fit.made
-
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a stored tensor."""
-        if self._made is not None and self._is_made(component, key):
-            return self._made.backed(component, key)
-        return super().backed(component, key)
-
-    def verify(self, targets: list[ReadTarget]) -> int:
-        """Verify what is stored as it is; what is put together is of files without checksums."""
-        return super().verify([target for target in targets if not self._is_made(target.component, target.key)])
-
-    def fill(self, targets: list[ReadTarget]) -> None:
-        """Fill the targets from the tensors that are stored as they are, and from parts of others."""
-        made = [target for target in targets if self._is_made(target.component, target.key)]
-        super().fill([target for target in targets if not self._is_made(target.component, target.key)])
-        if self._made is not None:
-            self._made.fill(made)
+    aliases = {name: tie[0] for tie in ties for name in tie[1:] if name in fit.names}
+    others = {name: key for name, (_, key) in fit.others.items() if name not in fit.names}
+    table = {name: place_of(source, "model", key) for name, key in {**others, **fit.stored}.items()}
+    if fit.made:
+        made = ForeignSource(ForeignTensors(source.path, source.tensors.reader, {"model": fit.made}))
+        table |= {name: Place(made, "model", name) for name in fit.made}
+    table = {name: place for name, place in table.items() if name not in aliases}
+    values = source.document("model")
+    documents = {"versions": renamed_versions(source.document("versions"), fit.stored)}
+    if values:
+        documents["model"] = {name: values[old] for name, old in fit.values.items()}
+    return SourceView(source, {"model": table}, {"model": aliases}, documents)
 
 
 _LISTED = 10
@@ -300,8 +264,10 @@ def _parts(where: JoinedSource, keys: Mapping[str, str], source: Source) -> dict
     tensors = source.tensors
     if not isinstance(tensors, ForeignTensors):
         raise UnsupportedError("joining tensors of a sharded checkpoint")
-    stored = {name: origin_of(source, "model", keys[name])[1] for names in where.parts.values() for name in names}
-    return {p: [tensors.tensor("model", stored[name]) for name in names] for p, names in where.parts.items()}
+    return {
+        pattern: [tensors.tensor("model", place_of(source, "model", keys[name]).key) for name in names]
+        for pattern, names in where.parts.items()
+    }
 
 
 class _Patterns:

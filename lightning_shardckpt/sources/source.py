@@ -66,8 +66,7 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
         first: memoryview | None = None
         for key in keys:
             target = ReadTarget(component, key, like, fresh=True, region=window, dtype=dtype)
-            source.verify([target])
-            source.fill([target])
+            source.read([target])()
             found = bytes_of(target.local)
             if first is not None and first != found:
                 return False
@@ -122,8 +121,33 @@ class ReadTarget:
         found = parts_of(self.tensor, rank)
         return found if self.region is None else parts_within(found, self.region)
 
+    def copy_from(self, full: torch.Tensor) -> None:
+        """Fill it from the stored tensor, which is in memory as a whole."""
+        for part in self.parts(this_rank()):
+            view_at(self.local, part.local).copy_(view_at(full, part.box))
 
-class Source(Protocol):
+
+class TensorSource(Protocol):
+    """Stored tensors, on one rank."""
+
+    def components(self) -> Mapping[str, Component]:
+        """Tensors by component."""
+
+    def backed(self, component: str, key: str) -> tuple[int, ...]:
+        """The shape of a stored tensor, after making sure that its bytes can be there."""
+
+    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
+        """Verify all bytes that the targets need, and change nothing but the fresh ones.
+
+        Returns:
+            The function that fills the targets. It reads again what is neither in place nor held in memory.
+
+        Raises:
+            CorruptionError: naming file, tensor and rank.
+        """
+
+
+class Source(TensorSource, Protocol):
     """Stored state, on one rank."""
 
     path: str
@@ -135,26 +159,11 @@ class Source(Protocol):
     def close(self) -> None:
         """Release the files."""
 
-    def components(self) -> Mapping[str, Component]:
-        """Tensors by component."""
-
     def document(self, role: str, rank: int = 0) -> Any:
         """Return what was stored under a role of ``Snapshot.documents``, as JSON; None if nothing was."""
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The trainer's state; ``stored`` gives the tensor of a key of the component trainer."""
-
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a stored tensor, after making sure that its bytes can be there."""
-
-    def verify(self, targets: list[ReadTarget]) -> int:
-        """Make sure that what the targets need is intact; fill the fresh ones. Raises CorruptionError.
-
-        Returns how many bytes of it were read. May be called again for other targets.
-        """
-
-    def fill(self, targets: list[ReadTarget]) -> None:
-        """Fill the others, all that were verified."""
 
 
 class ShardedSource:
@@ -166,8 +175,6 @@ class ShardedSource:
         self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
         self._weights_only = weights_only
         self._planned: dict[str, _ComponentReads] = {}
-        self._held: dict[ReadTarget, memoryview] = {}
-        self._rest: list[tuple[torch.Tensor, list[Request]]] = []  # to be read again
 
     @property
     def tensors(self) -> StoredTensors:
@@ -217,49 +224,40 @@ class ShardedSource:
             self.checkpoint.check_file(component, overlap.writer, file)
         return spec.shape
 
-    def verify(self, targets: list[ReadTarget]) -> int:
+    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
         """Read and check every block that the targets touch; sizes, headers and save ids only if told not to.
 
-        Fresh targets are read once, into their memory, and so are small others that are to be checked, into memory that
-        is held for ``fill``; all of them, from far away, while there is room. Of the rest nothing is kept: it is read
-        again.
+        Fresh targets are read once, into their memory. Small live ones are read once, too, into memory that is held
+        until they are filled; with high latency all of them, while there is room. The rest is read again to be filled.
         """
-        self._hold([target for target in targets if not target.fresh])
-        wanted, once = list[tuple[torch.Tensor, list[Request]]](), 0
+        held = self._held_memory([target for target in targets if not target.fresh])
+        wanted, rest = list[tuple[torch.Tensor, list[Request]]](), list[tuple[torch.Tensor, list[Request]]]()
         for target in targets:
-            local, held = target.local, self._held.get(target)
-            is_here = held is not None or is_host_memory(local)
-            memory = held if held is not None else bytes_of(local) if is_here else _NO_BYTES
-            requests, elsewhere = self._reads(target.component).requests(target, memory), _NOTHING if is_here else local
-            if target.fresh or held is not None:
+            local, memory = target.local, held.get(target)
+            is_here = memory is not None or is_host_memory(local)
+            place = memory if memory is not None else bytes_of(local) if is_here else _NO_BYTES
+            requests, elsewhere = self._reads(target.component).requests(target, place), _NOTHING if is_here else local
+            if target.fresh or memory is not None:
                 wanted.append((elsewhere, requests))
-                once += local.nbytes
             else:
                 wanted.append((_NOTHING, [request.untargeted() for request in requests]))
-                self._rest.append((elsewhere, requests))
+                rest.append((elsewhere, requests))
         fetch_into(self.checkpoint, wanted, verify=self._verify, tuning=self._tuning)
-        return sum(target.local.nbytes for target in targets) if self._verify else once
 
-    def _hold(self, live: list[ReadTarget]) -> None:
-        """Take memory for those of the live targets that are to be read once."""
-        high_latency = self.checkpoint.reader.high_latency
-        live = live if high_latency else [target for target in live if self._is_small(target)]
-        if live:
-            limit = max(_free_share(), self._tuning.held_bytes) if high_latency else self._tuning.held_bytes
-            self._held |= _spare_memory(live, limit - sum(map(len, self._held.values())))
-
-    def _is_small(self, target: ReadTarget) -> bool:
-        is_small = target.local.nbytes <= self._tuning.held_tensor_bytes
-        return self._verify and is_small and is_host_memory(target.local)
-
-    def fill(self, targets: list[ReadTarget]) -> None:
-        """Straight into the tensors' memory."""
-        for target in targets if self._held else ():
-            if target in self._held:
-                _put(self._held.pop(target), target.local)
-        rest, self._rest = self._rest, []
-        if rest:
+        def fill() -> None:
+            for target, memory in held.items():
+                _put(memory, target.local)
             fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
+
+        return fill
+
+    def _held_memory(self, live: list[ReadTarget]) -> dict[ReadTarget, memoryview]:
+        """Return memory for the live targets that are read once."""
+        limit = self._tuning.held_bytes
+        if self.checkpoint.reader.high_latency:
+            return _spare_memory(live, max(_free_share(), limit)) if live else {}
+        small = [t for t in live if t.local.nbytes <= self._tuning.held_tensor_bytes and is_host_memory(t.local)]
+        return _spare_memory(small, limit) if small and self._verify else {}
 
     def _reads(self, component: str) -> _ComponentReads:
         if component not in self._planned:

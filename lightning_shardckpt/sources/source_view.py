@@ -1,45 +1,75 @@
-"""A view of a source, passed on as it is: what views that change names, dtypes or values are made from."""
+"""Views of a source: a table of which stored tensor each one is, under names that a load asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_shardckpt.format.index import Component, TensorSpec
-from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.sources.source import ReadTarget, Source, TensorSource
 from lightning_shardckpt.state.dtensor_layout import local_tensor, view_at
 from lightning_shardckpt.state.module_versions import renamed_versions
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, windows
 
 
-def origin_of(source: Source, component: str, key: str) -> tuple[Source, str]:
-    """Return the source that views are of, and the key under which it has a tensor of theirs."""
-    while isinstance(source, SourceView):
-        if key:
-            component, key = source.stored_as(component, key)
-        source = source.source
-    return source, key
+class Place(NamedTuple):
+    """The source that has a tensor, which is no view, and the tensor's component and key there."""
+
+    source: TensorSource
+    component: str
+    key: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Dtype and shape of the tensor."""
+        return self.source.components()[self.component].tensors[self.key]
+
+
+def place_of(source: Source, component: str, key: str) -> Place:
+    """Return where a tensor of a source is stored."""
+    return source.table[component][key] if isinstance(source, SourceView) else Place(source, component, key)
+
+
+def root_of(source: Source) -> Source:
+    """Return the source that a view is of; any other source itself."""
+    return source.root if isinstance(source, SourceView) else source
 
 
 class SourceView:
-    """Another source, which stays the caller's to close; a view overrides what it changes.
+    """Another source, which stays the caller's to close, with other names, documents or state of the trainer.
 
-    A view that has other names says in ``stored_as`` what each is stored as, and lists them in ``components``.
+    Args:
+        source: which source.
+        table: by component and key here, where each tensor is stored; other components are those of the source.
+        aliases: by component of ``table``, further names of its tensors.
+        documents: by role, in place of the source's.
+        trainer: in place of the source's.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.path, self._source = source.path, source
-        self._stored_targets: dict[ReadTarget, ReadTarget] = {}
-
-    @property
-    def source(self) -> Source:
-        """The source that this is a view of."""
-        return self._source
+    def __init__(
+        self,
+        source: Source,
+        table: Mapping[str, Mapping[str, Place]],
+        aliases: Mapping[str, dict[str, str]],
+        documents: Mapping[str, Any],
+        trainer: Callable[[Callable[[str], torch.Tensor]], dict[str, Any]] | None = None,
+    ) -> None:
+        self.path, self.root, self._source = source.path, root_of(source), source
+        self._documents, self._trainer = documents, trainer or source.trainer
+        changed = {
+            name: Component({key: place.spec for key, place in places.items()}, aliases.get(name, {}))
+            for name, places in table.items()
+        }
+        self._components = {**source.components(), **changed}
+        self.table = {
+            name: table[name] if name in table else {key: place_of(source, name, key) for key in component.tensors}
+            for name, component in self._components.items()
+        }
+        """By component and key, where each tensor is stored."""
 
     @property
     def tensors(self) -> StoredTensors:
@@ -47,53 +77,44 @@ class SourceView:
         return self._source.tensors
 
     def close(self) -> None:
-        """Do nothing: what is stored is the caller's."""
+        """Do nothing: the source is the caller's."""
 
     def components(self) -> Mapping[str, Component]:
         """Tensors by component, under the names here."""
-        return self._source.components()
+        return self._components
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """Return what was stored under a role."""
-        return self._source.document(role, rank)
+        """Return what was stored under a role, with the names here."""
+        return self._documents[role] if role in self._documents else self._source.document(role, rank)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         """The trainer's state."""
-        return self._source.trainer(stored)
-
-    def stored_as(self, component: str, key: str) -> tuple[str, str]:
-        """Component and key under which a tensor of this view is stored."""
-        return component, key
+        return self._trainer(stored)
 
     def backed(self, component: str, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor, after making sure that its bytes can be there."""
-        return self._source.backed(*self.stored_as(component, key))
+        source, component, key = self.table[component][key]
+        return source.backed(component, key)
 
-    def verify(self, targets: list[ReadTarget]) -> int:
-        """Verify what the targets need, as the source does; returns how many bytes were read."""
-        return self._source.verify([self._stored_target(target) for target in targets])
-
-    def fill(self, targets: list[ReadTarget]) -> None:
-        """Fill the targets, as the source does; nothing is remembered of them afterwards, so that memory is bounded."""
-        found = [self._stored_target(target) for target in targets]
+    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
+        """Verify what the targets need, each where it is stored; returns the function that fills them."""
+        by_source: dict[int, tuple[TensorSource, list[ReadTarget]]] = {}
         for target in targets:
-            self._stored_targets.pop(target, None)
-        self._source.fill(found)
+            source, component, key = self.table[target.component][target.key]
+            same = (component, key) == (target.component, target.key)
+            renamed = target if same else target.renamed(component, key)
+            by_source.setdefault(id(source), (source, []))[1].append(renamed)
+        fills = [source.read(renamed) for source, renamed in by_source.values()]
 
-    def _stored_target(self, target: ReadTarget) -> ReadTarget:
-        """The target under its stored name; the same object each time, since the source knows targets by identity."""
-        where = self.stored_as(target.component, target.key)
-        if where == (target.component, target.key):
-            return target
-        if target.fresh:  # a window that is filled at once; known by nobody
-            return target.renamed(*where)
-        if target not in self._stored_targets:
-            self._stored_targets[target] = target.renamed(*where)
-        return self._stored_targets[target]
+        def fill() -> None:
+            for one in fills:
+                one()
+
+        return fill
 
 
 # ── other dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────────
-# Stored tensors in the dtype of the tensors that they are read into, through a bounded amount of memory.
+# Read stored tensors in the dtype of the tensors that they are read into, through a bounded amount of memory.
 
 
 _FLOATING = ("F64", "F32", "F16", "BF16")  # not F8: what those mean, other tensors say
@@ -110,62 +131,48 @@ def converts(stored: str, live: str | None) -> bool:
     return stored == live or any(stored in kind and live in kind for kind in (_FLOATING, _COMPLEX))
 
 
-class CastingSource(SourceView):
-    """Another source, whose tensors may be read into tensors of another dtype; it stays the caller's to close."""
+def read_converted(source: Source, targets: list[ReadTarget]) -> Callable[[], None]:
+    """Read as ``source.read`` does, where targets may have another dtype than what is stored for them.
 
-    def verify(self, targets: list[ReadTarget]) -> int:
-        """Verify all; what is to be converted is read for that alone, unless nobody minds what is in its memory."""
-        same, converted = self._divided(targets)
-        found = self._source.verify(same)
-        for batch in self._batches([target for target in converted if not target.fresh]):
-            found += self._source.verify(batch)
-        return found
+    The converted ones are verified window by window, and again when they are filled, unless they are fresh.
+    """
+    specs = {name: component.tensors for name, component in source.components().items()}
+    converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
+    if not converted:  # as nearly always
+        return source.read(targets)
+    apart = {*converted}
+    fill_same = source.read([target for target in targets if target not in apart])
+    for batch in _batches(source, [target for target in converted if not target.fresh]):
+        source.read(batch)
 
-    def fill(self, targets: list[ReadTarget]) -> None:
-        """Read into memory what keeps its dtype, and the rest through a bounded amount of it, verified once more."""
-        same, converted = self._divided(targets)
-        self._source.fill(same)
-        for batch in self._batches(converted):
-            self._source.verify(batch)
-            self._source.fill(batch)
+    def fill() -> None:
+        fill_same()
+        for batch in _batches(source, converted):
+            source.read(batch)()
             for window in batch:
                 assert window.region is not None
                 view_at(local_tensor(window.tensor), window.region).copy_(window.local)
 
-    def _stored(self, target: ReadTarget) -> torch.dtype:
-        return TORCH_DTYPES[self.components()[target.component].tensors[target.key].dtype]
+    return fill
 
-    def _divided(self, targets: list[ReadTarget]) -> tuple[list[ReadTarget], list[ReadTarget]]:
-        """The targets that have the stored dtype, and those that have another one."""
-        components = self.components()
-        specs = {name: component.tensors for name, component in components.items()}
-        converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
-        if not converted:  # as nearly always
-            return targets, []
-        apart = {*converted}
-        return [target for target in targets if target not in apart], converted
 
-    def _batches(self, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
-        """Windows of the targets, with memory of the stored dtype, not much of it at a time."""
-        batch: list[ReadTarget] = []
-        for target in targets:
-            for window in self._windows(target):
-                if batch and sum(t.local.nbytes for t in batch) + window.local.nbytes > _BATCH_BYTES:
-                    yield batch
-                    batch = []
-                batch.append(window)
-        if batch:
-            yield batch
-
-    def _windows(self, target: ReadTarget) -> Iterator[ReadTarget]:
-        dtype = self._stored(target)
-        corner = target.region.start if target.region is not None else (0,) * target.local.ndim
-        for window in windows(tuple(target.local.shape), _WINDOW_BYTES // dtype.itemsize):
-            yield ReadTarget(target.component, target.key, target.tensor, True, window.shift(corner), dtype=dtype)
+def _batches(source: Source, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
+    """Yield windows of the targets, with memory of the stored dtype, not much of it at a time."""
+    batch: list[ReadTarget] = []
+    for target in targets:
+        dtype = TORCH_DTYPES[source.components()[target.component].tensors[target.key].dtype]
+        for region in windows(tuple(target.local.shape), _WINDOW_BYTES // dtype.itemsize):
+            window = ReadTarget(target.component, target.key, target.tensor, True, region, dtype=dtype)
+            if batch and sum(t.local.nbytes for t in batch) + window.local.nbytes > _BATCH_BYTES:
+                yield batch
+                batch = []
+            batch.append(window)
+    if batch:
+        yield batch
 
 
 # ── other names ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# A part of stored state under other names: a view of a source.
+# A part of stored state under other names.
 
 
 def model_names(source: Source) -> set[str]:
@@ -183,103 +190,66 @@ def parameters_of(document: Mapping[str, Any] | None, numbers: Iterable[int]) ->
             yield from chain.from_iterable(group["params"] for group in one["groups"].values())
 
 
-class RenamedSource(SourceView):
-    """A source whose tensors have the names that a load asks for; the one that it reads stays the caller's to close.
+def renamed(
+    source: Source,
+    names: Mapping[str, str | None],
+    others: Callable[[str], str | None],
+    optimizers: Sequence[int],
+) -> SourceView:
+    """Return a source whose tensors have the names that a load asks for.
 
     Args:
-        source: what is stored.
+        source: what is stored; it stays the caller's to close.
         names: name here → stored name, of the model's entries that may be there; None if nothing is stored for it. Two
             may have the same stored name.
         others: stored name → name here, of any other entry; None leaves it out.
         optimizers: the numbers of the stored optimizers that are 0, 1, … here.
     """
+    components, known = source.components(), model_names(source)
+    model = components.get("model", Component({}))
+    stored_names = {name: stored for name, stored in names.items() if stored in known}
+    taken = {*names, *stored_names}
+    for stored in known.difference(stored_names.values()):
+        name = others(stored)
+        if name is not None:
+            stored_names[f"{stored} (of the checkpoint)" if name in taken else name] = stored
+    # owners of ties come first
+    stored_names = dict(sorted(stored_names.items(), key=lambda item: item[1] in model.aliases))
+    here: dict[str, str] = {}  # stored key → the name here under which it comes: its own, if it has one
+    for name, stored in stored_names.items():
+        here.setdefault(model.aliases.get(stored, stored), name)
+    keys = {name: model.aliases.get(stored, stored) for name, stored in stored_names.items()}
+    keys = {name: key for name, key in keys.items() if key in model.tensors}
 
-    def __init__(
-        self,
-        source: Source,
-        names: Mapping[str, str | None],
-        others: Callable[[str], str | None],
-        optimizers: Sequence[int],
-    ) -> None:
-        super().__init__(source)
-        self._optimizers = optimizers
-        self._stored = source.components()
-        known = model_names(source)
-        self._of = {name: stored for name, stored in names.items() if stored in known}  # name here → stored name
-        taken = {*names, *self._of}
-        hit = set(self._of.values())
-        for stored in known - hit:
-            name = others(stored)
-            if name is not None:
-                name = name if name not in taken else f"{stored} (of the checkpoint)"
-                self._of[name] = stored
-        aliases = self._aliases = self._stored["model"].aliases if "model" in self._stored else {}
-        self._of = dict(sorted(self._of.items(), key=lambda item: item[1] in aliases))  # owners of ties come first
-        self._here: dict[str, str] = {}  # stored key → the name here under which it comes: its own, if it has one
-        for name, stored in self._of.items():
-            self._here.setdefault(aliases.get(stored, stored), name)
-        self._optimizer_keys: dict[str, str] = {}
+    def name_of(param: str) -> str:
+        return here.get(model.aliases.get(param, param), param)
 
-    @cached_property
-    def _components(self) -> dict[str, Component]:
-        found = dict(self._stored)
-        found.pop("model", None)
-        found.pop("optimizer", None)
-        if "model" in self._stored and self._of:
-            found["model"] = self._model(self._stored["model"])
-        if "optimizer" in self._stored and self._optimizers:
-            found["optimizer"] = Component(dict(self._optimizer_tensors(self._stored["optimizer"])))
-        return found
+    table = {"model": {name: place_of(source, "model", key) for name, key in keys.items() if here[key] == name}}
+    aliases = {"model": {name: here[key] for name, key in keys.items() if here[key] != name}}
+    numbers, of_optimizers = {str(number): str(place) for place, number in enumerate(optimizers)}, dict[str, Place]()
+    for key in components.get("optimizer", Component({})).tensors:
+        number, _, rest = key.partition("/")
+        if number in numbers:
+            param, _, state = rest.rpartition("/")
+            of_optimizers[f"{numbers[number]}/{name_of(param)}/{state}"] = place_of(source, "optimizer", key)
+    documents: dict[str, Any] = {"versions": renamed_versions(source.document("versions"), stored_names)}
+    for role in ("model", "frozen"):
+        entries = source.document(role)
+        documents[role] = entries and {name: entries[old] for name, old in stored_names.items() if old in entries}
+    document = source.document("optimizer")
+    if document is not None or not optimizers:
+        documents["optimizer"] = {str(i): _renamed(document[str(n)], name_of) for i, n in enumerate(optimizers)}
+    return SourceView(source, table | {"optimizer": of_optimizers}, aliases, documents)
 
-    def components(self) -> Mapping[str, Component]:
-        """Tensors by component, under the names here."""
-        return self._components
 
-    def _model(self, stored: Component) -> Component:
-        keys = {name: self._aliases.get(of, of) for name, of in self._of.items()}
-        keys = {name: key for name, key in keys.items() if key in stored.tensors}
-        tensors = {name: stored.tensors[key] for name, key in keys.items() if self._here[key] == name}
-        return Component(tensors, {name: self._here[key] for name, key in keys.items() if self._here[key] != name})
+def _renamed(one: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
+    """Return the document of an optimizer with other names of parameters."""
+    if one["numbered"]:
+        return one
 
-    def _optimizer_tensors(self, stored: Component) -> Iterable[tuple[str, TensorSpec]]:
-        here = {f"{number}": str(place) for place, number in enumerate(self._optimizers)}
-        for key, spec in stored.tensors.items():
-            number, _, rest = key.partition("/")
-            if number in here:
-                param, _, state = rest.rpartition("/")
-                name = f"{here[number]}/{self._param(param)}/{state}"
-                self._optimizer_keys[name] = key
-                yield name, spec
+    def with_names(entry: dict[str, Any]) -> dict[str, Any]:
+        return {**entry, "params": list(map(name_of, entry["params"]))}
 
-    def _param(self, stored: str) -> str:
-        """The name here of a parameter of an optimizer."""
-        return self._here.get(self._aliases.get(stored, stored), stored)
-
-    def document(self, role: str, rank: int = 0) -> Any:
-        """Return what was stored under a role, with the names here."""
-        found = self._source.document(role, rank)
-        if role == "versions":
-            return renamed_versions(found, self._of)
-        if role in ("model", "frozen"):
-            return {name: found[stored] for name, stored in self._of.items() if stored in found} if found else found
-        if role != "optimizer" or (found is None and self._optimizers):
-            return found
-        return {str(place): self._renamed(found[str(number)]) for place, number in enumerate(self._optimizers)}
-
-    def _renamed(self, one: dict[str, Any]) -> dict[str, Any]:
-        if one["numbered"]:
-            return one
-
-        def with_names(entry: dict[str, Any]) -> dict[str, Any]:
-            return {**entry, "params": [self._param(param) for param in entry["params"]]}
-
-        groups = {number: with_names(group) for number, group in one["groups"].items()}
-        values = {name: [with_names(entry) for entry in shared] for name, shared in one["values"].items()}
-        return {**one, "groups": groups, "values": values}
-
-    def stored_as(self, component: str, key: str) -> tuple[str, str]:
-        """Component and key under which a tensor is stored."""
-        if component == "model":
-            stored = self._of[key]
-            return component, self._stored["model"].aliases.get(stored, stored)
-        return component, self._optimizer_keys[key] if component == "optimizer" else key
+    groups = {number: with_names(group) for number, group in one["groups"].items()}
+    values = {name: [with_names(entry) for entry in shared] for name, shared in one["values"].items()}
+    return {**one, "groups": groups, "values": values}

@@ -22,7 +22,6 @@ from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
-from lightning_shardckpt.state.dtensor_layout import this_rank, view_at
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.key_paths import KEYS
 from lightning_shardckpt.state.model import model_leaves
@@ -153,19 +152,21 @@ class TorchFileSource:
         """Return the shape: torch has mapped the tensor."""
         return tuple(self._leaves[component].tensors[key].shape)
 
-    def verify(self, targets: list[ReadTarget]) -> int:
-        """Do nothing: such a file has no checksums that torch would verify."""
-        return 0
+    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
+        """Return what reads the slices, and copies those of tensors that are not in one piece.
 
-    def fill(self, targets: list[ReadTarget]) -> None:
-        """Read the slices; copy those of tensors that are not in one piece."""
+        Nothing is compared first: such a file has no checksums that torch would verify.
+        """
         known = self._read.components()
-        self._read.fill([target for target in targets if target.key in known[target.component].tensors])
-        for target in targets:
-            if target.key not in known[target.component].tensors:
-                full = self._leaves[target.component].tensors[target.key]
-                for part in target.parts(this_rank()):
-                    view_at(target.local, part.local).copy_(view_at(full, part.box))
+        in_files = [target for target in targets if target.key in known[target.component].tensors]
+
+        def fill() -> None:
+            self._read.read(in_files)()
+            for target in targets:
+                if target.key not in known[target.component].tensors:
+                    target.copy_from(self._leaves[target.component].tensors[target.key])
+
+        return fill
 
 
 def mapped(path: str, weights_only: bool = True) -> Any:

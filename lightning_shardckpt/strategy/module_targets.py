@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.as_objects import with_objects
 from lightning_shardckpt.sources.match import fitted_to
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.state_dict_views import with_objects
 from lightning_shardckpt.state.load_code import LoadCode
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import parameter_names

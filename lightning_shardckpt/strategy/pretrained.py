@@ -15,13 +15,13 @@ from torch import nn
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.as_objects import with_objects
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, MatchedSource, fit, limited, report
+from lightning_shardckpt.sources.match import Match, fit, limited, matched, report
 from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.sources.source_view import CastingSource, converts
+from lightning_shardckpt.sources.source_view import converts, read_converted
+from lightning_shardckpt.sources.state_dict_views import with_objects
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_code import ForCode, LoadCode, Scopes
 from lightning_shardckpt.state.model import Differences, WholeNames, is_value, model_leaves, names_of, tied_names
@@ -63,7 +63,7 @@ class PretrainedStart:
             values = [clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)]
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
-            fitted, names = CastingSource(MatchedSource(source, found)), names_of(leaves, whole.ties)
+            fitted, names = matched(source, found), names_of(leaves, whole.ties)
             elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
             aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
             rest = aside.rest_of(leaves)
@@ -73,8 +73,7 @@ class PretrainedStart:
             stored = fitted.document("model") or {}
             loaded = {name: decode_small(stored[name]) for name in aside.outside(values) if name in stored}
             targets += [ReadTarget("model", key, tensor, fresh=True) for key, tensor in here.items()]
-            fitted.verify(targets)
-            fitted.fill(targets)
+            read_converted(fitted, targets)()
 
         def load() -> list[str]:
             now = entries_loaded(modules, state_dict, loaded, for_code)
@@ -136,7 +135,7 @@ def _compared(source: Source, module: nn.Module, wanted: Pretrained) -> tuple[Ma
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
     found, code = fit(source, module, whole, wanted.key_mapping), LoadCode.of({"": module})
-    stored = MatchedSource(source, found).components()["model"].tensors
+    stored = matched(source, found).components()["model"].tensors
     shapes = {name: spec.shape for name, spec in stored.items()}
     seen = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
     hooks = Scopes(code.after if wanted.strict else ())  # which may forgive

@@ -68,12 +68,6 @@ class Tuning:
     compared_bytes: int = 256 << 10  # before each batch, of parameters that are not sharded and of buffers, in turn
     compared_tensors: int = 16  # at most; each takes about 10 µs
 
-    # ── replicas that share what they read ──
-    shared_read_bytes: int = 16 << 20  # replicas that would read less each gain nothing by sharing it
-    shared_piece_bytes: int = 4 << 20  # of a tensor that replicas share out: two pieces both read a block at their edge
-    exchange_buffer_bytes: int = 2 << 20  # of one round, over all ranks of a group; gloo is no faster with more
-    gpu_exchange_buffer_bytes: int = 32 << 20
-
     # ── deferred init ──
     replay_cache_bytes: int = 64 << 20  # real memory that is kept while ops are replayed, unless one op needs more
     replay_cache_operands: int = 3  # ... then so many times the largest storage used lately, as trunc_normal_ needs

@@ -39,7 +39,7 @@ def resume(folder: str, cases: list[Case]) -> list[tuple[int, int, int]]:
     """Of each case what this rank read, in how many calls, from how many files."""
     found = []
     for name, target in cases:
-        io = ShardCkptIO(share_reads=False)
+        io = ShardCkptIO()
         io.storage = storage = Counting()
         tiny.fit(target, 1, resume=f"{folder}/{name}.ckpt", plugins=[io])
         found.append((storage.nbytes, len(storage.reads), len(storage.files)))

@@ -24,9 +24,9 @@ from lightning_shardckpt.sources.hf_conversion import (
 )
 from lightning_shardckpt.sources.huggingface import open_file
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, MatchedSource, fit, report
+from lightning_shardckpt.sources.match import Match, fit, matched, report
 from lightning_shardckpt.sources.source import ReadTarget
-from lightning_shardckpt.sources.source_view import CastingSource
+from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.model import WholeNames, tied_names
 
 
@@ -153,7 +153,7 @@ def parts(tmp_path: Path) -> tuple[ForeignSource, dict[str, Tensor]]:
 
 def read(source: ForeignSource, tensor: Any) -> Tensor:
     target = ReadTarget("model", "x", torch.empty(tensor.shape), fresh=True)
-    ForeignSource(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).fill([target])
+    ForeignSource(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).read([target])()
     return target.tensor
 
 
@@ -202,8 +202,6 @@ def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live:
     safetensors.torch.save_file({"w": value}, tmp_path / "w.safetensors")
     source = open_file(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
-    fitting = CastingSource(MatchedSource(source, Match({"net.w": "w"})))
-    targets = [ReadTarget("model", "net.w", tensor, fresh=True)]
-    fitting.verify(targets)
-    fitting.fill(targets)
+    target = ReadTarget("model", "net.w", tensor, fresh=True)
+    read_converted(matched(source, Match({"net.w": "w"})), [target])()
     assert torch.equal(tensor, value.to(live))
