@@ -22,7 +22,6 @@ from lightning_shardckpt.sources.paths import (
     is_hub_directory,
     is_index,
     is_safetensors,
-    rank_indexes,
 )
 
 if TYPE_CHECKING:
@@ -74,16 +73,6 @@ def _open_booster_optimizer(path: str, weights_only: bool) -> Source:
     return open_optimizer(path, weights_only)
 
 
-def _are_booster_ranks(path: str) -> bool:
-    return bool(rank_indexes(path))
-
-
-def _open_booster_ranks(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.booster_optimizer import open_ranks
-
-    return open_ranks(path)
-
-
 def _is_index(path: str) -> bool:
     return is_index(path, (*WEIGHTS, *OPTIMIZERS))
 
@@ -111,7 +100,6 @@ FORMATS = (
     Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, _open_dcp),
     Format("a Hugging Face directory", is_hub_directory, _open_hub_directory),
     Format("an optimizer of ColossalAI's Booster", _is_booster_optimizer, _open_booster_optimizer),
-    Format("weights of ColossalAI's ranks", _are_booster_ranks, _open_booster_ranks),
     Format("an index file", _is_index, _open_index),
     Format("a file of safetensors", is_safetensors, _open_safetensors),
     Format("a file of torch.save", _is_other_file, _open_other_file),

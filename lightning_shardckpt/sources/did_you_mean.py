@@ -11,7 +11,6 @@ from typing import Any
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.paths import rank_indexes
 from lightning_shardckpt.storage.other_programs import other_program
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import is_url, storage_of
@@ -78,8 +77,9 @@ def is_unfinished(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     if (path / ROOT_NAME).exists() or not path.is_dir():
         return False
-    ours = map(is_part, () if rank_indexes(str(path)) else os.listdir(path))  # ColossalAI's shard files have such names
-    return path.name.startswith(".tmp-") or any(ours)
+    names = os.listdir(path)
+    is_colossalais = any(name.startswith("pytorch_model-meta-dist-") for name in names)  # its shards have such names
+    return path.name.startswith(".tmp-") or (not is_colossalais and any(map(is_part, names)))
 
 
 def _kind_of_file(path: Path) -> str:

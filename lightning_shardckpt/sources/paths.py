@@ -33,7 +33,6 @@ WEIGHTS, OPTIMIZERS = (SAFE, BIN), (OPTIMIZER_SAFE, OPTIMIZER_BIN)
 """What index files of Hugging Face and of ColossalAI's Booster begin with: model and optimizer."""
 
 _INDEX = re.compile(rf"({'|'.join(map(re.escape, (*WEIGHTS, *OPTIMIZERS)))})\.index(?:\..+)?\.json")
-_OF_ONE_RANK = re.compile(r"pytorch_model-meta-dist-\d{5,}(?:\.index)?\.json")
 
 
 def is_hub_directory(path: str) -> bool:
@@ -62,11 +61,6 @@ def is_index(path: str, kinds: Collection[str]) -> bool:
     """Return whether a path is that of an index file."""
     found = _INDEX.fullmatch(os.path.basename(path))
     return found is not None and found[1] in kinds and os.path.isfile(path)
-
-
-def rank_indexes(path: str) -> list[str]:
-    """Return the names of files in which ranks of ColossalAI's distributed checkpoint IO said what they wrote."""
-    return list(filter(_OF_ONE_RANK.fullmatch, _names(path)))
 
 
 def _names(path: str) -> list[str]:

@@ -32,6 +32,11 @@ _PROGRAMS = (
         "convert it to a Hugging Face model directory with Megatron's tools",
     ),
     (
+        r"pytorch_model-meta-dist-\d{5,}(\.index)?\.json",
+        "what ranks wrote with ColossalAI's gather_dtensor=False, a format that was never released",
+        "save the model there with Booster.save_model(shard=True), and load that",
+    ),
+    (
         r"__\d+_\d+\.distcp",
         "an unfinished save of torch.distributed.checkpoint, which TorchTitan and others use: it has no .metadata",
         "load an earlier checkpoint",

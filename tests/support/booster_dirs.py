@@ -1,8 +1,8 @@
 """Directories as ColossalAI's Booster writes them: what its writers do, retold.
 
 After ``colossalai/checkpoint_io``: ``utils.py`` (names, blocks by size), ``general_checkpoint_io.py`` and
-``hybrid_parallel_checkpoint_io.py`` (index, param groups, pipeline stages), ``distributed_checkpoint_utils.py`` of the
-branch that was never merged, and ``utils/safetensors.py`` (asynchronous saves).
+``hybrid_parallel_checkpoint_io.py`` (index, param groups, pipeline stages), and ``utils/safetensors.py`` (asynchronous
+saves).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -127,54 +127,3 @@ def as_bytes(value: Any) -> Tensor:
     buffer = io.BytesIO()
     pickle.Pickler(buffer).dump(value)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def write_rank(
-    folder: Path,
-    number: int,
-    params: Mapping[str, tuple[Tensor, Sequence[int], Sequence[int]]],
-    buffers: Mapping[str, Tensor],
-    *,
-    version: Literal["snapshot", "last"],
-    shard: bool,
-    safe: bool = False,
-    limit: float = 1024,
-    rank: int | None = None,
-) -> None:
-    """``save_model(gather_dtensor=False)`` on one rank of tensor and pipeline parallel.
-
-    Args:
-        number: tp_size * pp_rank + tp_rank.
-        params: by name the local tensor, its offsets, and the whole shape.
-        version: of the branch.
-        rank: the global one.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {**{name: tensor for name, (tensor, _, _) in params.items()}, **buffers}
-    files: dict[str, str] = {}
-    suffix = ".safetensors" if safe else ".bin"
-    if shard:
-        base = f"{'model' if safe else 'pytorch_model'}-dist-{number:05d}-shard{suffix}"
-        for i, (block, _) in enumerate(blocks(state, limit)):
-            files |= dict.fromkeys(block, numbered(base, i + (version == "snapshot")))
-            write_file(block, folder / numbered(base, i + (version == "snapshot")))
-    else:
-        name = f"pytorch_model-dist-{number:05d}{suffix}"
-        files = dict.fromkeys(state, str(folder / name) if version == "last" else name)
-        write_file(state, folder / name)
-    with_index = safe if version == "last" else shard
-    metadata = {
-        name: {
-            "offsets": list(offsets),
-            "lengths": list(tensor.shape),
-            "global_shape": list(shape),
-            "file": files[name],
-            "rank": number if rank is None else rank,
-        }
-        for name, (tensor, offsets, shape) in params.items()
-    }
-    total = megabytes(state) if shard else None
-    found = {"checkpoint_version": "1.0", "total_size": total, "metadata": metadata}
-    (folder / f"pytorch_model-meta-dist-{number:05d}{'.index' if with_index else ''}.json").write_text(
-        json.dumps(found, indent=4)
-    )

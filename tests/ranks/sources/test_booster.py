@@ -24,7 +24,6 @@ from lightning_shardckpt.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     FormatError,
-    MismatchError,
     ShardCkptError,
 )
 from tests.support import booster_dirs as booster
@@ -262,51 +261,7 @@ def test_flat_names_that_are_none_of_boosters_are_refused(tmp_path: Path) -> Non
         load(tmp_path / "a.safetensors")
 
 
-# ── weights of ranks ──────────────────────────────────────────────────────────────────────────────────────────────
-
-CUT = {"embed.weight": 0, "layers.0.weight": 0, "layers.0.bias": 0, "layers.1.weight": 1}
-STAGES = [("embed", "layers.0"), ("layers.1", "norm")]
-
-RANKS: dict[str, dict[str, Any]] = {
-    f"{version}, {'several files' if shard else 'a file'}, {'safetensors' if safe else 'torch'}": {
-        "version": version,
-        "shard": shard,
-        "safe": safe,
-        "limit": SMALL,
-    }
-    for version in ("snapshot", "last")
-    for shard in (False, True)
-    for safe in (False, True)
-}
-
-
-def write_ranks(folder: Path, net: Net, *, tensor: int = 2, **options: Any) -> None:
-    """As tensor × 2 pipeline stages write it; a stage has its parameters, and all buffers but one."""
-    for stage, names in enumerate(STAGES):
-        for rank in range(tensor):
-            params = {}
-            for name, param in net.named_parameters():
-                if name.startswith(names):
-                    dim = CUT.get(name)
-                    local = param.detach() if dim is None else param.detach().chunk(tensor, dim)[rank].clone()
-                    offsets = [rank * local.shape[d] if d == dim else 0 for d in range(local.ndim)]
-                    params[name] = (local, offsets, param.shape)
-            buffers = {"table": net.table, **({"count": net.count} if stage else {})}
-            number = tensor * stage + rank
-            booster.write_rank(folder, number, params, buffers, rank=2 * number, **options)
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_what_ranks_wrote_for_themselves_is_put_together(tmp_path: Path, name: str) -> None:
-    saved, live = trained(1)[0], trained(2, 0)[0]
-    write_ranks(tmp_path / "a", saved, **RANKS[name])
-    moved = (tmp_path / "a").rename(tmp_path / "moved")  # the last version has the old path in the index
-    load(moved, {"model": live})
-    assert not differing(dict(live.state_dict()), dict(saved.state_dict()))
-    with open_checkpoint(moved) as checkpoint:
-        assert torch.equal(checkpoint["layers.1.weight"][1:3, 1:3], saved.layers[1].weight[1:3, 1:3])
-    one = consolidate(moved, tmp_path / "one.safetensors", format="safetensors")
-    assert not differing(safetensors.torch.load_file(one), dict(saved.state_dict()))
+# ── on several ranks ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_sharded(folder: str) -> tuple[State, State]:
@@ -333,7 +288,7 @@ def whole(value: Any) -> Any:
 @pytest.mark.parametrize("use_async", [False, True])
 def test_any_number_of_ranks_reads_its_slices(tmp_path: Path, use_async: bool) -> None:
     net, optimizer = trained(1)
-    write_ranks(tmp_path / "model", net, version="snapshot", shard=True, safe=use_async, limit=SMALL)
+    booster.write_model(tmp_path / "model", net.state_dict(), safe=use_async, limit=SMALL)
     booster.write_optimizer(tmp_path / "optimizer", optimizer.state_dict(), limit=SMALL, use_async=use_async)
     expected = dict(list(optimizer.state_dict()["state"].items())[:3])
     for model, states in run_ranks(3, load_sharded, str(tmp_path)):
@@ -341,58 +296,11 @@ def test_any_number_of_ranks_reads_its_slices(tmp_path: Path, use_async: bool) -
         assert not differing(states, expected)
 
 
-def test_buffers_in_a_file_of_their_own_are_missing_by_name(tmp_path: Path) -> None:
-    saved, live = trained(1)[0], trained(2, 0)[0]
-    write_ranks(tmp_path, saved, version="snapshot", shard=True, limit=1 / 1024 / 1024)  # one tensor a file
-    with pytest.raises(MismatchError, match="table  in model only"):
-        load(tmp_path, {"model": live})
-
-
-def test_what_the_ranks_disagree_on_is_said(tmp_path: Path) -> None:
-    def written(name: str) -> Path:
-        write_ranks(tmp_path / name, trained(1)[0], version="snapshot", shard=False)
-        return tmp_path / name
-
-    folder = written("rank")
-    (folder / "pytorch_model-meta-dist-00001.json").unlink()
-    with pytest.raises(FormatError, match=r"'embed\.weight'"):
-        load(folder)
-    folder = written("file")
-    (folder / "pytorch_model-dist-00003.bin").unlink()
-    with pytest.raises(CorruptionError, match=r"file pytorch_model-dist-00003\.bin: the file is missing"):
-        load(folder)
-    folder = written("buffer")
-    state = torch.load(folder / "pytorch_model-dist-00001.bin")
-    torch.save({**state, "table": state["table"] + 1}, folder / "pytorch_model-dist-00001.bin")
-    with pytest.raises(FormatError, match="'table', no parameter, is not the same in file pytorch_model-dist-00001"):
-        load(folder)
-    folder = written("padded")
-    state = torch.load(folder / "pytorch_model-dist-00001.bin")
-    padded = torch.zeros(4, 4)
-    torch.save({**state, "embed.weight": padded}, folder / "pytorch_model-dist-00001.bin")
-    with pytest.raises(FormatError, match=r"F32 \(4, 4\) of \(6, 4\), expected F32 \(3, 4\) .* If it is padded"):
-        load(folder)
-    folder = written("version")
-    path = folder / "pytorch_model-meta-dist-00000.json"
-    path.write_text(path.read_text().replace('"1.0"', '"2.0"'))
-    with pytest.raises(FormatError, match=r"checkpoint_version '2\.0', expected '1\.0'"):
-        load(folder)
-    folder = written("outside")
-    path = folder / "pytorch_model-meta-dist-00000.json"
-    found = json.loads(path.read_text())
-    found["metadata"]["embed.weight"]["offsets"] = [5, 0]
-    path.write_text(json.dumps(found))
-    with pytest.raises(FormatError, match=r"offsets \(5, 0\) and lengths \(3, 4\) leave the global_shape \(6, 4\)"):
-        load(folder)
-    folder = written("pickle")
-    torch.save({"embed.weight": Evil()}, folder / "pytorch_model-dist-00000.bin")
-    with pytest.raises(FormatError, match=r"file pytorch_model-dist-00000\.bin: 'Weights only load failed"):
-        load(folder)
-    folder = written("strides")
-    state = torch.load(folder / "pytorch_model-dist-00000.bin")
-    torch.save({**state, "embed.weight": torch.zeros(4, 3).T}, folder / "pytorch_model-dist-00000.bin")
-    with pytest.raises(FormatError, match="is not there in one piece"):
-        load(folder)
+def test_what_ranks_wrote_by_a_branch_that_was_never_released_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model-meta-dist-00000.index.json").write_text("{}")
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model-dist-00000-shard-00000.safetensors")
+    with pytest.raises(CheckpointNotFoundError, match=r"gather_dtensor=False.*Booster\.save_model\(shard=True\)"):
+        load(tmp_path)
 
 
 def changed(value: Any, choose: random.Random) -> Any:
@@ -406,13 +314,9 @@ def changed(value: Any, choose: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("kind", ["optimizer", "ranks"])
-def test_random_damage_ends_in_a_documented_error_or_in_none(tmp_path: Path, kind: str, use_async: bool) -> None:
-    net, optimizer = trained(1)
-    if kind == "optimizer":
-        booster.write_optimizer(tmp_path / "a", optimizer.state_dict(), limit=SMALL, use_async=use_async)
-    else:
-        write_ranks(tmp_path / "a", net, version="snapshot", shard=True, limit=SMALL, safe=use_async)
+def test_random_damage_ends_in_a_documented_error_or_in_none(tmp_path: Path, use_async: bool) -> None:
+    _, optimizer = trained(1)
+    booster.write_optimizer(tmp_path / "a", optimizer.state_dict(), limit=SMALL, use_async=use_async)
     choose, ended = random.Random(3), 0
     for _ in range(80):
         copy = Path(shutil.copytree(tmp_path / "a", tmp_path / "copy"))
