@@ -95,7 +95,7 @@ class ShardCkptIO(Remade, CheckpointIO):
             optimizers and the rest of the trainer. Frozen parameters of the base model are left out, and a load leaves
             them as they are, so the module must have them from elsewhere. For ``ShardedStrategy``.
         incremental: hard-link shard files whose content an earlier checkpoint of this run in the same directory has,
-            instead of writing them again: a frozen base model, embeddings that no step touched. That they are equal is
+            instead of writing them again, such as those of a frozen base model. That they are equal is
             found by checksums of what is in memory. Links share their bytes on the disk, so damage of one is damage of
             all; deleting one checkpoint leaves the others whole. S3 copies such files by itself. Where the place can do
             neither, everything is written, with a note.

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeAlias
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.plan_cache import LastResult, SavePlan
+from lightning_shardckpt.checkpoint.plan_cache import SavePlan
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import block_checksums, checksum, count_of, from_number
@@ -29,7 +29,6 @@ from lightning_shardckpt.storage.remote.remote_reader import CachedReader, Prefi
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import (
-    FilePlan,
     Stage,
     WrittenFile,
     block_bytes,
@@ -103,17 +102,43 @@ class RankWriter:
         """Do the same, but link the files that an earlier checkpoint has."""
         written, self._prefix = RankFiles(), draft.prefix
         with self._history.base(self._path, draft, self._storage, self._rank) as base:
-            for name, files in plan.files.items():
-                pieces = [piece for file in files for piece in file.pieces]
+            for name, planned in plan.files.items():
+                pieces = [piece for file in planned for piece in file.pieces]
                 if not pieces:
                     continue
-                mine = RankPieces(name, self._rank, pieces, frozen.get(name, frozenset()), self._options.size_per_shard)
-                index, linked = write_changed(draft, mine, save_id, stage, base, self._history.component(name))
-                self._indexes[name] = index
+                files, left = self._linked(draft, name, pieces, stage, base)
+                written.linked_nbytes += sum(file.info.nbytes for file in files)
+                for group in divided(left, frozen.get(name, frozenset())):
+                    first, limit = len(files) + 1, self._options.size_per_shard
+                    planned_files = plan_files(name, self._rank, group, limit, first=first)
+                    files += [write_file(draft, planned, save_id, stage) for planned in planned_files]
+                index = self._indexes[name] = index_of(name, self._rank, save_id, files)
                 written.indexes[name] = write_index(draft, index)
                 written.nbytes += sum(file.nbytes for file in index.files.values())
-                written.linked_nbytes += linked
         return written
+
+    def _linked(
+        self, draft: Draft, component: str, pieces: Sequence[Piece], stage: Stage, base: Base | None
+    ) -> tuple[list[WrittenFile], list[Piece]]:
+        """Link the files of the base that have what is to be saved; returns them, and the pieces that are left."""
+        left = {(piece.key, piece.part.box): piece for piece in pieces}
+        files: list[WrittenFile] = []
+        index = base.indexes.get(component) if base is not None else None
+        for file in base_files(index) if base is not None and index is not None else ():
+            inside = file.pieces(left)
+            if base is None or base.error is not None or inside is None:
+                continue
+            where = base.original(file.info.name)
+            if not file.is_intact(*where) or not is_unchanged(file, inside, stage):
+                continue
+            name = shard_file_name(component, self._rank, len(files) + 1)
+            if (error := draft.link(name, *where)) is None:
+                files.append(file.linked_as(name, inside))
+                for piece in inside:
+                    del left[piece.key, piece.part.box]
+            elif error.errno not in _OF_ONE_FILE:
+                base.error = error
+        return files, [*left.values()]
 
     def completed(self) -> None:
         """Let later saves link the files of this one: it is complete on all ranks."""
@@ -125,11 +150,11 @@ class RankWriter:
 # Link shard files of an earlier checkpoint, the base, in place of writing the same bytes again. No torch.
 #
 # A file is linked if the base's index says that it has the pieces that are to be saved, and checksums of them in memory
-# are those of the index; never by name or time. A file can only be linked as a whole, so pieces that stayed as they
-# were get files of their own.
+# are those of the index; never by name or time. A file can only be linked as a whole, so frozen parameters get files of
+# their own.
 
 
-_MOST_FILES = 64  # of a component, of pieces that stayed as they were: a smaller share of the bytes gets no file
+_MOST_FILES = 64  # a smaller share of a component's bytes gets no file of its own
 
 PieceKey = tuple[str, Box]
 """A piece by its tensor and box."""
@@ -182,27 +207,27 @@ def base_files(index: RankIndex) -> Iterator[BaseFile]:
             yield BaseFile(written_by, tuple(sorted(inside[name], key=lambda item: item[1].begin)))
 
 
-def first_change(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> Piece | None:
-    """The first piece whose bytes in memory are not those that the file was written with; None if all are."""
+def is_unchanged(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> bool:
+    """Return whether the bytes of the pieces in memory are those that the file was written with."""
     for piece, (_, entry) in zip(pieces, file.entries, strict=True):
         data, step = stage(piece), hash_step(entry.block)
         if len(data) != entry.nbytes:
-            return piece
+            return False
         for at in range(0, entry.nbytes, step):
             sums = block_checksums(data[at : at + step], entry.block)
             if sums != from_number(entry.checksums, at // entry.block, count_of(sums)):
-                return piece
-    return None
+                return False
+    return True
 
 
-def divided(pieces: Iterable[Piece], steady: frozenset[PieceKey]) -> list[list[Piece]]:
-    """Pieces in groups that share no file: those that will probably stay as they are, and the others.
+def divided(pieces: Iterable[Piece], frozen: frozenset[str]) -> list[list[Piece]]:
+    """Return pieces in groups that share no file: those of frozen parameters, and the others.
 
-    A small share of ``steady`` ones is not worth a file, and would make more of them with each save.
+    A small share of frozen ones is not worth a file.
     """
     groups: tuple[list[Piece], list[Piece]] = [], []
     for piece in pieces:
-        groups[(piece.key, piece.part.box) not in steady].append(piece)
+        groups[piece.key not in frozen].append(piece)
     nbytes = [sum(piece.nbytes for piece in group) for group in groups]
     if nbytes[0] * _MOST_FILES < sum(nbytes):
         return [[*groups[0], *groups[1]]]
@@ -225,41 +250,12 @@ class _Saved:
     indexes: Indexes | None = None
 
 
-@dataclass(slots=True)
-class ComponentHistory:
-    """What is known of the pieces of a component, from one save to the next. Holds no tensors."""
-
-    stayed: dict[PieceKey, bool] = field(default_factory=dict)
-    """Whether a piece was at the last save what it was in the base."""
-    frozen: frozenset[PieceKey] = frozenset()
-    plans: LastResult[tuple[object, ...], list[FilePlan]] = field(default_factory=LastResult)
-
-    def steady(self, pieces: Sequence[Piece], frozen: frozenset[str]) -> frozenset[PieceKey]:
-        """The pieces that will probably stay as they are: those that did, and frozen ones of which that isn't known."""
-        now = frozenset((piece.key, piece.part.box) for piece in pieces if piece.key in frozen)
-        for key in self.frozen ^ now:  # frozen or trained since the last save
-            self.stayed.pop(key, None)
-        self.frozen = now
-        keys = ((piece.key, piece.part.box) for piece in pieces)
-        return frozenset(key for key in keys if self.stayed.get(key, key in now))
-
-    def observe(self, written: WrittenFile, index: RankIndex | None) -> None:
-        """Note which pieces of a file that was written are what they were in the base, whose index is given."""
-        if index is None:
-            return
-        for key, entry in written.entries:
-            before = next((one for one in index.shards.get(key, ()) if one.box == entry.box), None)
-            if before is not None:
-                self.stayed[key, entry.box] = (before.block, before.checksums) == (entry.block, entry.checksums)
-
-
 class SaveHistory:
     """The checkpoints whose files the next save may link, by directory. Its users are one after the other."""
 
     def __init__(self) -> None:
         self._last: dict[str, _Saved] = {}
         self._cannot_link: set[str] = set()
-        self._components: dict[str, ComponentHistory] = {}
 
     def loaded(self, path: str) -> None:
         """Take a checkpoint that was loaded as a base."""
@@ -275,10 +271,6 @@ class SaveHistory:
         self._last[directory] = saved
         while len(self._last) > _MOST_DIRECTORIES:
             del self._last[next(iter(self._last))]
-
-    def component(self, name: str) -> ComponentHistory:
-        """What is known of a component."""
-        return self._components.setdefault(name, ComponentHistory())
 
     @contextmanager
     def base(self, path: str, draft: Draft, storage: Storage, rank: int) -> Iterator[Base | None]:
@@ -347,89 +339,6 @@ def _opened(saved: _Saved, storage: Storage, rank: int) -> Base | None:
         checkpoint.close()
         raise
     return Base(checkpoint.reader, indexes)
-
-
-@dataclass(frozen=True, slots=True)
-class RankPieces:
-    """What a rank has to save of one component, and how.
-
-    Attributes:
-        component: its name.
-        rank: this one.
-        pieces: boxes of tensors.
-        frozen: keys of parameters for which no gradient is computed.
-        size_per_shard: see ``SaveOptions``.
-    """
-
-    component: str
-    rank: int
-    pieces: Sequence[Piece]
-    frozen: frozenset[str]
-    size_per_shard: float
-
-
-def write_changed(
-    draft: Draft,
-    mine: RankPieces,
-    save_id: str,
-    stage: Stage,
-    base: Base | None,
-    history: ComponentHistory,
-) -> tuple[RankIndex, int]:
-    """Link the files of the base that have what is to be saved, and write the rest, in files that may be linked next.
-
-    Args:
-        draft: takes the files.
-        mine: what this rank saves of a component.
-        save_id: of this save.
-        stage: gives the bytes of a piece.
-        base: the checkpoint whose files may be linked; None if there is none.
-        history: what earlier saves of the component have seen of its tensors.
-
-    Returns:
-        The index of all of them, which is not written yet, and how many bytes were linked.
-    """
-    index = base.indexes.get(mine.component) if base is not None else None
-    left = {(piece.key, piece.part.box): piece for piece in mine.pieces}
-    steady, changed = history.steady(mine.pieces, mine.frozen), set[PieceKey]()
-    files: list[WrittenFile] = []
-    for file in base_files(index) if base is not None and index is not None else ():
-        pieces = file.pieces(left)
-        if base is None or base.error is not None or pieces is None:
-            continue
-        where = base.original(file.info.name)
-        if not file.is_intact(*where):
-            continue
-        if (change := first_change(file, pieces, stage)) is not None:
-            changed.add((change.key, change.part.box))
-            continue
-        name = shard_file_name(mine.component, mine.rank, len(files) + 1)
-        if (error := draft.link(name, *where)) is None:
-            files.append(file.linked_as(name, pieces))
-            for piece in pieces:
-                del left[piece.key, piece.part.box]
-                history.stayed[piece.key, piece.part.box] = True
-        elif error.errno not in _OF_ONE_FILE:
-            base.error = error
-    linked_bytes = sum(file.info.nbytes for file in files)
-    rest, steady = tuple(left.values()), steady - changed
-    about = mine.rank, mine.size_per_shard, len(files) + 1
-    same = tuple(map(id, rest)), steady, about  # ``stage`` knows pieces by id; while there are plans, theirs are theirs
-    plans = history.plans.of(same, lambda: _plan(mine.component, rest, steady, *about))
-    for plan in plans:
-        written = write_file(draft, plan, save_id, stage)
-        files.append(written)
-        history.observe(written, index)
-    return index_of(mine.component, mine.rank, save_id, files), linked_bytes
-
-
-def _plan(
-    component: str, pieces: Sequence[Piece], steady: frozenset[PieceKey], rank: int, size_per_shard: float, first: int
-) -> list[FilePlan]:
-    files: list[FilePlan] = []
-    for group in divided(pieces, steady):
-        files += plan_files(component, rank, group, size_per_shard, first=first + len(files))
-    return files
 
 
 def _directory(path: str) -> str:
