@@ -24,7 +24,7 @@ from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, over
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.load_code import NO_CODE, ForCode
 from lightning_shardckpt.state.model import Differences, match_model, names_of, same_tensor
-from lightning_shardckpt.state.optimizer_load import Leaving, OptimizerLoad
+from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
@@ -304,7 +304,7 @@ class LoadJob:
         filled = [("model", key, tensors[name]) for name, key in keys.items()]  # they are live
         new: list[tuple[str, str, torch.Tensor]] = []
         for optimizer in self._optimizers:
-            there, allocated = optimizer.tensors(self._components.get("optimizer"), shared)
+            there, allocated = optimizer.tensors(shared)
             filled += [("optimizer", key, tensor) for key, tensor in there]
             new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
@@ -339,7 +339,7 @@ class LoadJob:
         found = Differences()
         for optimizer in self._optimizers:
             if optimizer.is_joined:
-                optimizer.take_numbers(joined[str(optimizer.number)], self._components.get("optimizer"), found)
+                optimizer.take_numbers(joined[str(optimizer.number)], found)
         if found.problems and self._strict:
             listed = "\n  ".join(found.problems[:_LISTED])
             raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
@@ -364,10 +364,19 @@ class LoadJob:
             found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
             one = StoredOptimizer(number, document[str(number)], component, decode_equal)
-            leaving = Leaving(number, self._live.parts, self._skips if self._live.skip else None)
-            whole = self._live.whole.parameters
-            load = OptimizerLoad(number, optimizer, one, self._live.names, same, whole, leaving, dtypes, reshaped)
-            load.compare(component, found, self._elsewhere, partial(are_equal, self.source, "optimizer"))
+            load = OptimizerLoad(
+                number,
+                optimizer,
+                one,
+                self._live.names,
+                same,
+                self._live.whole.parameters,
+                parts=self._live.parts,
+                skips=self._skips if self._live.skip else None,
+                dtypes=dtypes,
+                reshaped=reshaped,
+            )
+            load.compare(found, self._elsewhere, partial(are_equal, self.source, "optimizer"))
             self._optimizers.append(load)
 
     def _read_trainer(self) -> dict[str, torch.Tensor]:

@@ -83,12 +83,17 @@ class StoredOptimizer:
                 params = item["params"]
                 for param, value in zip(params, decoded(item["value"], len(params)), strict=True):
                     self.values.setdefault(param, {})[name] = value
+        self.specs = component.tensors if component is not None else {}
         self.tensors: dict[str, dict[str, str]] = {}
         prefix = f"{number}/"
-        for key in component.tensors if component is not None else ():
+        for key in self.specs:
             if key.startswith(prefix):
                 param, _, name = key[len(prefix) :].rpartition("/")
                 self.tensors.setdefault(param, {})[name] = key
+
+    def entries(self, param: str) -> list[str]:
+        """Return the names of all state of a parameter."""
+        return [*self.values.get(param, {}), *self.tensors.get(param, {})]
 
     @property
     def numbers(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ def trained(groups: Sequence[Sequence[str]]) -> tuple[torch.optim.Optimizer, dic
     return optimizer, {id(parameter): name for name, parameter in named.items()}
 
 
-def stages(*parts: Sequence[Sequence[str]]) -> tuple[list[OptimizerLoad], Component]:
+def stages(*parts: Sequence[Sequence[str]]) -> list[OptimizerLoad]:
     """The load of a stored optimizer of GROUPS on each stage, which has these param groups."""
     leaves, document = optimizer_leaves([trained(GROUPS)[0].state_dict()])
     component = Component(specs_of("optimizer", leaves, ((0, 1),)))
@@ -36,18 +36,18 @@ def stages(*parts: Sequence[Sequence[str]]) -> tuple[list[OptimizerLoad], Compon
         optimizer, names = trained(part)
         stored = StoredOptimizer(0, document["0"], component, decode_equal)
         loads.append(OptimizerLoad(0, optimizer, stored, names, lambda name: [name], WHOLE))
-    return loads, component
+    return loads
 
 
 def test_stages_find_their_numbers_together() -> None:
-    loads, component = stages((("a", "c"), ("b",)), (("d",), ("e",)))
+    loads = stages((("a", "c"), ("b",)), (("d",), ("e",)))
     found = Differences()
     joined = loads[0].join_groups([load.groups() for load in loads], WHOLE, found)
     assert joined == [list(group) for group in GROUPS] and found.problems == []
     numbers = [name for group in GROUPS for name in group]
     for load, mine in zip(loads, (("a", "c", "b"), ("d", "e")), strict=True):
-        load.take_numbers(joined, component, found)
-        live, new = load.tensors(component, ())
+        load.take_numbers(joined, found)
+        live, new = load.tensors(())
         assert {key for key, _ in live + new} == {f"0/#{numbers.index(name)}/momentum_buffer" for name in mine}
         assert load.sources() == {"0/0": [0], "0/1": [1]}
     assert found.problems == []
@@ -58,9 +58,9 @@ def test_groups_that_cannot_be_those_that_were_saved_are_told() -> None:
         (((("a",), ("b",)), (("d",), ("e",))), "param groups of [3, 2] parameters in checkpoint, [2, 2] in model"),
         (((("c", "a"), ("b",)), (("d",), ("e",))), "in another order than the model's parameters"),
     ):
-        loads, component = stages(*parts)
+        loads = stages(*parts)
         found = Differences()
         joined = loads[0].join_groups([load.groups() for load in loads], WHOLE, found)
         assert joined == [] and message in found.problems[0]
-        loads[0].take_numbers(joined, component, found)
-        assert loads[0].tensors(component, ()) == ([], [])
+        loads[0].take_numbers(joined, found)
+        assert loads[0].tensors(()) == ([], [])
