@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite, prod
@@ -15,9 +16,9 @@ from typing import Any
 
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
-from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, shape_text
 from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.tools.ownership import boxes_of
@@ -28,9 +29,8 @@ from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_window
 _WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again to scatter boxes
 _LISTED = 20
 _ABSENT = "–"
-_TRAINER, _OPTIMIZER = "trainer-state.json", "optimizer-state-dist-"
-_SAVED = ("hyper_parameters", "datamodule_hyper_parameters")
-_PAIRS = ("map", "odict", "counter", "namespace")
+_SAVED = ("trainer/hyper_parameters/", "trainer/datamodule_hyper_parameters/")
+_HYPER = re.compile(r"optimizer/\d+/param_groups/\d+/(?!params$)")
 _PLAIN = ("tuple", "set", "frozenset", "int", "float", "path")
 _SHOWN = 200
 
@@ -222,64 +222,18 @@ class _ByValue:
 
 
 def hyper_parameters(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return hyper-parameters of the model and the optimizers as text, by paths such as ``optimizer 0/group 0/lr``.
+    """Return hyper-parameters of the model and the optimizers, as text, by names such as ``…/param_groups/0/lr``.
 
-    They are JSON with tags, which ``state/json_tree.py`` writes; tags are only shown, nothing is built from them.
+    They are JSON with tags; nothing is built from these.
 
     Raises:
         CorruptionError: if a document is corrupted.
         FormatError: if it is no JSON that this package writes.
     """
-    found: dict[str, set[str]] = {}
-    documents = checkpoint.root.documents
-    for name in sorted(documents):
-        if name == _TRAINER:
-            pairs = _of_trainer(_parsed(checkpoint, name))
-        elif name.startswith(_OPTIMIZER):
-            pairs = _of_optimizers(_parsed(checkpoint, name))
-        else:
-            continue
-        for path, text in pairs:
-            found.setdefault(path, set()).add(text)
-    return {path: " or ".join(sorted(texts)) for path, texts in found.items()}  # pipeline stages may differ
-
-
-def _parsed(checkpoint: Checkpoint, name: str) -> Any:
-    return parse_json(checkpoint.document(name), f"checkpoint {checkpoint.path!r}, file {name}")
-
-
-def _of_trainer(value: Any) -> Iterator[tuple[str, str]]:
-    for key in _SAVED if isinstance(value, dict) else ():
-        if key in value:
-            yield from flat(value[key], key)
-
-
-def _of_optimizers(value: Any) -> Iterator[tuple[str, str]]:
-    for number, optimizer in _items(value):
-        for group, content in _items(dict(_items(optimizer)).get("groups")):
-            yield from flat(dict(_items(content)).get("hyper", {}), f"optimizer {number}/group {group}")
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
-
-
-def flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield every value below ``value`` as text, with its path.
-
-    >>> list(flat({"lr": 0.1, "betas": {"$": "tuple", "v": [0.9, 0.99]}}, "x"))
-    [('x/lr', '0.1'), ('x/betas', '[0.9,0.99]')]
-    """
-    tag = value.get("$") if isinstance(value, dict) else None
-    if isinstance(value, dict) and tag is None:
-        for key, item in value.items():
-            yield from flat(item, f"{path}/{key}")
-    elif isinstance(value, dict) and tag in _PAIRS and isinstance(value.get("v"), list):
-        for pair in value["v"]:
-            key, item = pair if isinstance(pair, list) and len(pair) == 2 else ("?", pair)
-            yield from flat(item, f"{path}/{key if isinstance(key, str) else _text(key)}")
-    else:
-        yield path, _text(value)
+    trainer, optimizer = (entries_of(role, document_of(checkpoint, role)) for role in ("trainer", "optimizer"))
+    values = {name.removeprefix("trainer/"): e.value for name, e in trainer.items() if name.startswith(_SAVED)}
+    values |= {name: e.value for name, e in optimizer.items() if _HYPER.match(name)}
+    return {name: _text(value) for name, value in values.items()}
 
 
 def _text(value: Any) -> str:

@@ -238,11 +238,11 @@ def test_step_topology_and_hyper_parameters_are_compared(saved: Path, capsys: py
     assert found["about"] == {"step": ["5", "1"], "ranks": ["2", "1"], "topology/shard": ["2", "1"]}
     assert found["hyper_parameters"] == {
         "hyper_parameters/nested/depth": ["2", "4"],
-        "optimizer 0/group 0/lr": ["0.5", "0.1"],
+        "optimizer/0/param_groups/0/lr": ["0.5", "0.1"],
     }
     assert main(["diff", str(saved / "a.ckpt"), str(saved / "changed.ckpt")]) == 1
     out = capsys.readouterr().out
-    assert "optimizer 0/group 0/lr         0.5  0.1" in out and max(map(len, out.splitlines())) < 120
+    assert "optimizer/0/param_groups/0/lr  0.5  0.1" in out and max(map(len, out.splitlines())) < 120
 
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────
