@@ -23,7 +23,6 @@ from typing import Any, TextIO
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
 from numpy.typing import NDArray
@@ -56,11 +55,6 @@ from lightning_shardckpt.tools.run_records import (
     to_line,
 )
 
-_TRAINS_WITH_FABRIC = (
-    "This script trains with Fabric, whose loop is the script's own: prove-resume records Trainer.fit. To prove a loop "
-    "of Fabric, save at the end of a run that went straight and of one that resumed, and compare both checkpoints: "
-    "python -m lightning_shardckpt diff A B"
-)
 _NO_PARAMETER = "a tensor that is no parameter"
 
 
@@ -76,15 +70,6 @@ def recorder_of(plan_file: str) -> RunRecorder:
     recorder = RunRecorder(plan)
     intercept_fit(recorder.begin)
     return recorder
-
-
-def end_if_fabric_trains() -> None:
-    """End this process at the first backward of Fabric, which has no loop that could be recorded."""
-
-    def end(self: Fabric, *args: Any, **kwargs: Any) -> None:
-        raise SystemExit(_TRAINS_WITH_FABRIC)
-
-    Fabric.backward = end  # type: ignore[method-assign]  # for good: the process is there for this proof
 
 
 def _end_process() -> None:

@@ -41,8 +41,6 @@ class Tuning:
     upload_part_bytes: int = 8 << 20  # S3's least is 5 MiB
     upload_max_parts: int = 9_900  # of an object, of which parts grow to stay below it; S3 takes 10,000
     upload_threads: int = 4  # each with a part in memory
-    copy_part_bytes: int = 128 << 20  # of an object that the store copies; S3's least is 5 MiB
-    copy_threads: int = 8  # which wait for the store
     stream_block_bytes: int = 16 << 20  # of a file that is written through fsspec, other than to S3
     download_window_bytes: int = 8 << 20
     download_threads: int = 8

@@ -259,7 +259,9 @@ def _checked_records(name: str, plan: RunPlan, output: str) -> list[RankRecords]
 _NO_FIT = "its Trainer began no fit. A script that validates, tests or predicts has nothing to resume."
 _NO_TRAINER = (
     "it made no Trainer of Lightning. Give the command that trains, with the arguments by which it does. A loop of the "
-    "script's own is not recorded, nor is a Python that was started without PYTHONPATH (-I, -E)."
+    "script's own, such as Fabric's, is not recorded: save at the end of a run that went straight and of one that "
+    "resumed, and compare both by `python -m lightning_shardckpt diff A B`. Nor is a Python that "
+    "was started without PYTHONPATH (-I, -E)."
 )
 
 
@@ -274,8 +276,6 @@ def _ranks_text(ranks: list[RankRecords]) -> str:
 _PACKAGE = Path(__file__).parents[1]
 _ENTRY_POINTS = """[lightning.pytorch.callbacks_factory]
 prove_resume = shardckpt_prove_resume:callbacks
-[lightning.fabric.callbacks_factory]
-prove_resume = shardckpt_prove_resume:callbacks_of_fabric
 """
 _HOOK = '''"""Made by prove-resume: every Trainer of this run is given a recorder."""
 
@@ -284,13 +284,6 @@ def callbacks():
     from lightning_shardckpt.recording import recorder_of
 
     return [recorder_of({plan!r})]
-
-
-def callbacks_of_fabric():
-    from lightning_shardckpt.recording import end_if_fabric_trains
-
-    end_if_fabric_trains()
-    return []
 '''
 
 

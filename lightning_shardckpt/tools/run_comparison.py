@@ -113,7 +113,6 @@ def compare_runs(
                 result.compared[section] += 1
                 if not _is_close(expected, actual, 0.0 if phase == "restored" else tolerance, norm):
                     before, after = _texts(expected, actual)
-                    after += _origin(section, name, actual, pairs, straight, rank)
                     result.differences.append(Difference(step, phase, section, name, rank, before, after))
             if result.differences:
                 return result
@@ -267,17 +266,3 @@ def _text(entry: Entry | None) -> str:
     if entry.shape is not None:
         return f"{entry.text} {entry.shape} with a norm of {_norm(entry):.6g}"
     return entry.text if entry.rows is None else f"{len(entry.rows)} samples"
-
-
-def _origin(
-    section: str, name: str, actual: Entry | None, pairs: Sequence[_Pair], straight: Ranks, rank: int | None
-) -> str:
-    """Tell whether the actual tensor is the expected one of another name, or, of a batch, of another step."""
-    if actual is None or actual.shape is None:
-        return ""
-    if section == "batch" and rank is not None:
-        for (step, phase), sections in straight[rank].moments.items():
-            if phase == "before" and sections["batch"].get(name) == actual:
-                return f" (that of step {step})"
-    others = [other for _, other, expected, _ in pairs if other != name and expected == actual]
-    return f" (that of {others[0]})" if len(others) == 1 else ""

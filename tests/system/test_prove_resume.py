@@ -69,16 +69,6 @@ def test_a_planted_fault_is_named_first(found: dict[str, list[str]], fault: str)
     assert found[fault][:1] and found[fault][0].startswith(planted_faults.FAULTS[fault].named)
 
 
-def test_a_batch_of_another_step_is_recognized(found: dict[str, list[str]]) -> None:
-    assert found["a batch that is skipped"][0].endswith("(that of step 6)")
-    assert found["the position in the data"][0].endswith("(that of step 1)")
-
-
-def test_tensors_in_each_other_s_place_are_recognized(found: dict[str, list[str]]) -> None:
-    first, second = found["two tensors swapped"]
-    assert first.endswith("(that of right.weight)") and second.endswith("(that of left.weight)")
-
-
 def test_what_lightning_does_not_save_is_named(found: dict[str, list[str]]) -> None:
     assert found["an accumulated gradient"][0].startswith("step 5: gradient of left.weight on rank 0")
     assert found["a mean over the epoch"][0].startswith("step 5: logged value loss over the epoch so far (value)")
@@ -95,7 +85,7 @@ def test_a_script_whose_strategy_does_not_go_on_in_the_data(tmp_path: Path, pyth
     done = python(command, env=os.environ)
     printed = done.stdout
     assert done.returncode == 1, printed + done.stderr
-    assert re.search(r"^  step 3, at its start: batch\[0\] on rank 0: .* \(that of step 1\)$", printed, re.MULTILINE)
+    assert re.search(r"^  step 3, at its start: batch\[0\] on rank 0: .*$", printed, re.MULTILINE)
     assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof, its logger nowhere
     assert len(list((proof / "straight" / "own_saves").rglob("*.ckpt"))) == 5
     (straight,), (resumed,) = (read_records(str(proof / run / "records")) for run in ("straight", "resumed"))
@@ -148,21 +138,6 @@ def test_what_was_recorded_instead_of_a_training_is_said(tmp_path: Path, lines: 
 
     with pytest.raises(RankError, match=said):
         prove_runs(run, tmp_path, steps=4, interrupt_at=2)
-
-
-def test_training_with_fabric_ends_with_what_to_do() -> None:
-    assert run_ranks(1, fabric_ends, init_process_group=False) == [True]
-
-
-def fabric_ends() -> bool:
-    from lightning.fabric import Fabric
-
-    from lightning_shardckpt.recording import end_if_fabric_trains
-
-    end_if_fabric_trains()
-    with pytest.raises(SystemExit, match=r"trains with Fabric.*lightning_shardckpt diff A B"):
-        Fabric(accelerator="cpu", devices=1).backward(None)
-    return True
 
 
 def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

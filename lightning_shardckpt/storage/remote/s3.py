@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from lightning_shardckpt.storage.protocol import Bytes
@@ -19,6 +20,7 @@ from lightning_shardckpt.system.workers import Worker
 _T = TypeVar("_T")
 _LARGER_AFTER = 2000  # parts of an object of unknown size
 _DELETED_AT_ONCE = 1000  # S3's limit
+_COPIED_BYTES = 2 << 30  # by one request, whose answer is waited for
 _REFUSED, _UNKNOWN = (409, 412), 501  # HTTP: a condition does not hold, or is nothing that the store knows
 _EXPIRED = ("ExpiredToken", "InvalidAccessKeyId", "TokenRefreshRequired", "400", "403")  # the last two answer HEAD
 _RENEWAL = threading.Lock()
@@ -81,45 +83,28 @@ class S3Objects(ObjectStore):
         Raises:
             FileExistsError: if another one is there by then that may not be replaced.
         """
-        with self._upload(key, nbytes, self._tuning.upload_threads) as upload:
+        upload = _Upload(self, key, nbytes, self._tuning)
+        try:
             yield upload.add
             upload.wait()
             if not replace and self._tag(key) is not None:
                 raise FileExistsError(f"another object is at {self.url(key)}")
-
-    def copy(self, source: str, key: str, nbytes: int) -> None:
-        """Have the store write an object that is the same as another one; a large one in parts, several at a time.
-
-        Raises:
-            FileNotFoundError: if the other one is not there.
-            OSError: if the store can't do it.
-        """
-        bucket, name = self._split(source)
-        about: dict[str, Any] = {"CopySource": {"Bucket": bucket, "Key": name}}
-        part_bytes = max(self._tuning.copy_part_bytes, -(-nbytes // self._tuning.upload_max_parts))
-        if nbytes <= part_bytes:
-            self.call("copying to", key, "copy_object", **about)
-            return
-
-        def copy_part(begin: int, upload: str, number: int) -> tuple[str, int]:
-            stop = min(begin + part_bytes, nbytes)
-            part = {"UploadId": upload, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{stop - 1}"}
-            answer = self.call(f"copying part {number} to", key, "upload_part_copy", **about, **part)
-            return answer["CopyPartResult"]["ETag"], stop - begin
-
-        with self._upload(key, nbytes, self._tuning.copy_threads) as upload:
-            for begin in range(0, nbytes, part_bytes):
-                upload.start(partial(copy_part, begin))
-
-    @contextmanager
-    def _upload(self, key: str, nbytes: int | None, threads: int) -> Iterator[_Upload]:
-        upload = _Upload(self, key, lambda number: _part_bytes(number, nbytes, self._tuning), threads)
-        try:
-            yield upload
             upload.complete()
         except BaseException as error:
             upload.give_up(error)
             raise
+
+    def copy(self, source: str, key: str, nbytes: int) -> None:
+        """Have the store write an object that is the same as another one.
+
+        Raises:
+            FileNotFoundError: if the other one is not there.
+            OSError: if the store can't do it, or it is larger than 2 GiB, which takes longer than a request may.
+        """
+        if nbytes > _COPIED_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.url(source))
+        bucket, name = self._split(source)
+        self.call("copying to", key, "copy_object", CopySource={"Bucket": bucket, "Key": name})
 
     def begin(self, key: str) -> str:
         """Return the id of a new upload. Where an answer was lost, there may be one more: not for long."""
@@ -227,8 +212,8 @@ class _Upload:
     Memory is bounded by those parts, and the one that is being filled.
     """
 
-    def __init__(self, objects: S3Objects, key: str, part_bytes: Callable[[int], int], threads: int) -> None:
-        self._objects, self._key, self._part_bytes, self._threads = objects, key, part_bytes, threads
+    def __init__(self, objects: S3Objects, key: str, nbytes: int | None, tuning: Tuning) -> None:
+        self._objects, self._key, self._nbytes, self._tuning = objects, key, nbytes, tuning
         self._id: str | None = None
         self._number, self._rest = 1, bytearray()
         self._sent: dict[int, tuple[str, int]] = {}
@@ -238,25 +223,12 @@ class _Upload:
         """Take a copy of what comes next. Raises what sending an earlier part failed with."""
         left = memoryview(part)
         while len(left):
-            room = self._part_bytes(self._number) - len(self._rest)
+            part_bytes = _part_bytes(self._number, self._nbytes, self._tuning)
+            room = part_bytes - len(self._rest)
             self._rest += left[:room]
             left = left[room:]
-            if len(self._rest) == self._part_bytes(self._number):
+            if len(self._rest) == part_bytes:
                 self._send_rest()
-
-    def start(self, send: Callable[[str, int], tuple[str, int]]) -> None:
-        """Have a thread send the next part, by the id of the upload and a number; ``send`` returns its tag and size."""
-        upload = self._id = self._id or self._objects.begin(self._key)
-        while len(self._sending) >= self._threads:
-            self._wait_for_first()
-        number = self._number
-        self._number += 1
-
-        def run() -> None:
-            self._sent[number] = send(upload, number)
-
-        self._sending.append(Worker(run, name="shardckpt-upload"))
-        self._sending[-1].start_or_run()
 
     def wait(self) -> None:
         """Send what is left, if there were parts, and wait for all of them. Raises what one failed with."""
@@ -289,15 +261,20 @@ class _Upload:
             why.add_note(f"parts of the upload {self._id} may be left: {error}")
 
     def _send_rest(self) -> None:
-        piece, self._rest = bytes(self._rest), bytearray()  # bytes, which BytesIO does not copy once more
+        """Have a thread send the next part."""
+        upload = self._id = self._id or self._objects.begin(self._key)
+        while len(self._sending) >= self._tuning.upload_threads:
+            self._wait_for_first()
+        number, piece = self._number, bytes(self._rest)  # bytes, which BytesIO does not copy once more
+        self._number, self._rest = number + 1, bytearray()
 
-        def send(upload: str, number: int) -> tuple[str, int]:
+        def send() -> None:
             about = {"UploadId": upload, "PartNumber": number, "Body": piece}
-            return self._objects.call(f"sending part {number} of", self._key, "upload_part", **about)["ETag"], len(
-                piece
-            )
+            answer = self._objects.call(f"sending part {number} of", self._key, "upload_part", **about)
+            self._sent[number] = answer["ETag"], len(piece)
 
-        self.start(send)
+        self._sending.append(Worker(send, name="shardckpt-upload"))
+        self._sending[-1].start_or_run()
 
     def _wait_for_first(self) -> None:
         worker, interrupts = self._sending.popleft(), list[BaseException]()
