@@ -50,17 +50,6 @@ def refused_once_interrupted(what: str, group: dist.ProcessGroup) -> Iterator[No
         raise
 
 
-def agree(what: str, work: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Do ``work`` and return its result if it worked on every rank of ``group``.
-
-    Collective: every rank of ``group`` must call it, and ``work`` must end on each, whatever happens on others.
-
-    Raises:
-        Exception: the rank's own error; of another rank, an UnsupportedCodeError if it was one, else a RankError.
-    """
-    return _met(what, work, lambda result: [], 0, group)[0]
-
-
 def agree_on_numbers(
     what: str,
     work: Callable[[], Sequence[int]],
@@ -69,9 +58,9 @@ def agree_on_numbers(
     *,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Do ``work``, which gives ``count`` numbers, and return those of every rank of ``group``; as `agree`.
+    """Do ``work``, which gives ``count`` numbers; if it worked on every rank of ``group``, return those of each.
 
-    Collective: every rank of ``group`` must call it.
+    Collective: every rank of ``group`` must call it, and ``work`` must end on each, whatever happens on others.
 
     Args:
         what: is agreed on, for the message of an error.
@@ -82,6 +71,10 @@ def agree_on_numbers(
 
     Returns:
         The numbers of each rank, by its place in the group.
+
+    Raises:
+        Exception: the rank's own error, or the first failing rank's: in its class if that is TopologyError or
+            UnsupportedCodeError, else RankError.
     """
     every = _met(what, work, lambda result: result, count, group, meanwhile)[1]
     return [row.tolist() for row in every]
@@ -90,7 +83,8 @@ def agree_on_numbers(
 def agree_on_report(
     what: str, work: Callable[[], tuple[Packed | None, int]], source: int, group: dist.ProcessGroup
 ) -> tuple[Any, list[int]]:
-    """Do ``work``, and return the object that it packed on the rank ``source``, and each rank's number; as `agree`."""
+    """Do ``work``, and return the object that it packed on the rank ``source``, and each rank's number; as
+    `agree_on_numbers`."""
     (own, _), every = _met(what, work, _inline, 2 + _INLINE, group)
     numbers, row = [int(row[0]) for row in every], every[source][1:]
     count = int(row[0])

@@ -19,12 +19,15 @@ from lightning_shardckpt.compat.torch_modules import child_slots, compiled_call,
 from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
+from lightning_shardckpt.parallel.pipeline.absent_parameters import (
+    AbsentParameters,
+    register_placeholders,
+    weightless_copy,
+)
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
 from lightning_shardckpt.parallel.pipeline.runner import LossOf, Pipeline
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
 from lightning_shardckpt.parallel.pipeline.stages import Split, StagePlan, Where, plan_stages
-from lightning_shardckpt.parallel.pipeline.weightless import register_placeholders, weightless_copy
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_modules import buffer_slots
+from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.attribute_owners import (
     INTERNAL,
@@ -35,7 +36,6 @@ from lightning_shardckpt.parallel.pipeline.attribute_owners import (
     owners_in,
 )
 from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
-from lightning_shardckpt.parallel.pipeline.saved_value import SavedValue
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_placeholder
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 
@@ -59,6 +59,102 @@ class Change:
     value: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class _SavedValue:
+    """A value as it was: the object, what was inside it, and of a tensor its version and a copy.
+
+    Tensors inside containers are not copied, since there may be many: a change of one is noticed, but not undone.
+    """
+
+    value: Any
+    inside: Any = None
+    copy: Tensor | None = None
+
+    @classmethod
+    def of(cls, value: Any, *, copied: bool = True) -> _SavedValue:
+        """Return a value as it is now; of a tensor with a copy, if ``copied``."""
+        if isinstance(value, Placeholder):
+            return cls(value)
+        if isinstance(value, Tensor):
+            return cls(value, version_of(value), value.detach().clone() if copied else None)
+        if isinstance(value, GENERATORS):
+            return cls(value, generator_state(value))
+        if isinstance(value, np.ndarray):
+            return cls(value, value.tobytes())
+        if isinstance(value, list | tuple | deque):
+            return cls(value, [cls.of(item, copied=False) for item in value])
+        if isinstance(value, dict):
+            return cls(value, {key: cls.of(item, copied=False) for key, item in value.items()})
+        return cls(value, set(value) if isinstance(value, set) else None)
+
+    def same(self, value: Any) -> bool:
+        """Return whether ``value`` is this object, and unchanged."""
+        if value is not self.value:
+            return False
+        if isinstance(value, Placeholder):  # unless it was one then, something unknown was written into it
+            return self.inside is None
+        if isinstance(value, Tensor):
+            return bool(version_of(value) == self.inside)
+        if isinstance(value, GENERATORS):
+            state = generator_state(value)
+            if isinstance(state, Tensor):
+                return torch.equal(state, self.inside)
+            return repr(state) == repr(self.inside)
+        if isinstance(value, np.ndarray):
+            return bool(value.tobytes() == self.inside)
+        if isinstance(value, list | tuple | deque):
+            return len(value) == len(self.inside) and self.begins(value)
+        if isinstance(value, dict):
+            return value.keys() == self.inside.keys() and all(kept.same(value[k]) for k, kept in self.inside.items())
+        return not isinstance(value, set) or value == self.inside
+
+    def begins(self, value: Any) -> bool:
+        """Return whether a list begins with what was in it."""
+        kept = self.inside
+        return len(value) >= len(kept) and all(k.same(v) for k, v in zip(kept, value, strict=False))
+
+    def restored(self, name: str) -> Any:
+        """Return the object, with what was inside it.
+
+        Args:
+            name: of the attribute, for errors.
+
+        Raises:
+            UnsupportedCodeError: for a tensor that was changed in place and not copied.
+        """
+        value = self.value
+        if isinstance(value, GENERATORS):
+            set_generator_state(value, self.inside)
+        elif isinstance(value, Placeholder) and self.copy is not None:  # something unknown was written into it
+            value.become(self.copy.clone(), requires_grad=False)
+        elif isinstance(value, Tensor) and self.inside is not None and version_of(value) != self.inside:
+            if self.copy is None:
+                raise UnsupportedCodeError(
+                    f"{name}, or a tensor inside of it, is changed in place before the layers of a pipelined step. "
+                    "Stages run that part several times, and cannot undo it: replace the tensor, or change it after "
+                    "the layers."
+                )
+            with torch.no_grad():
+                value.copy_(self.copy)
+        elif isinstance(value, np.ndarray):
+            value[...] = np.frombuffer(self.inside, value.dtype).reshape(value.shape)
+        elif isinstance(value, tuple):
+            for kept in self.inside:
+                kept.restored(name)
+        elif isinstance(value, list | deque):
+            items = [kept.restored(name) for kept in self.inside]
+            value.clear()
+            value.extend(items)
+        elif isinstance(value, dict):
+            before = {key: kept.restored(name) for key, kept in self.inside.items()}
+            value.clear()
+            value.update(before)
+        elif isinstance(value, set):
+            value.clear()
+            value.update(self.inside)
+        return value
+
+
 class _ModuleMemory:
     """The present memory of one module or object. What is compared most often, that nothing changed, costs least."""
 
@@ -67,16 +163,16 @@ class _ModuleMemory:
         self.attributes, self._buffers = dict(attributes_of(module)), dict(_buffers(module))
         self._internal = INTERNAL if isinstance(module, nn.Module) else frozenset()
         self._opaque: list[Any] = []  # containers of what is not covered, which may become covered
-        self._saved: dict[tuple[str, bool], SavedValue] = {}
+        self._saved: dict[tuple[str, bool], _SavedValue] = {}
         for name, value in self.attributes.items():
             if type(value) in _PLAIN or name in self._internal:
                 continue
             if _is_plain(value) and not self._is_data(value):
-                self._saved[name, False] = SavedValue.of(value, copied=_is_small(value))
+                self._saved[name, False] = _SavedValue.of(value, copied=_is_small(value))
             elif isinstance(value, _CONTAINERS):
                 self._opaque.append(value)
         for name, buffer in self._buffers.items():
-            self._saved[name, True] = SavedValue.of(buffer, copied=_is_small(buffer))
+            self._saved[name, True] = _SavedValue.of(buffer, copied=_is_small(buffer))
 
     @property
     def is_unchanged(self) -> bool:
@@ -93,10 +189,10 @@ class _ModuleMemory:
         """True if somebody drew from a generator since."""
         return any(isinstance(kept.value, GENERATORS) and not kept.same(kept.value) for kept in self._saved.values())
 
-    def before(self) -> dict[tuple[str, bool], SavedValue]:
+    def before(self) -> dict[tuple[str, bool], _SavedValue]:
         """Return everything that is covered, as it was."""
         attributes = self.attributes.items()
-        plain = {(k, False): SavedValue(v) for k, v in attributes if type(v) in _PLAIN and k not in self._internal}
+        plain = {(k, False): _SavedValue(v) for k, v in attributes if type(v) in _PLAIN and k not in self._internal}
         return plain | self._saved
 
     def now(self) -> Iterator[tuple[tuple[str, bool], Any]]:

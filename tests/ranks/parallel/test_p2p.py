@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.agree import agree, gathered
+from lightning_shardckpt.parallel.pipeline.agree import agree_on_numbers, gathered
 from lightning_shardckpt.parallel.pipeline.checks import without_world_collectives
 from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Receive, resolve_schedule
@@ -268,10 +268,10 @@ OF_THREE: dict[str, list[Exception | None]] = {
 }
 
 
-def fail(error: Exception | None) -> str:
+def fail(error: Exception | None) -> list[int]:
     if error is not None:
         raise error
-    return f"result of {dist.get_rank()}"
+    return [dist.get_rank()]
 
 
 def agree_on_all() -> list[Any]:
@@ -280,7 +280,7 @@ def agree_on_all() -> list[Any]:
     for name, errors in OF_THREE.items():
         error = errors[dist.get_rank()]
         try:
-            found.append(agree(f"testing {name}", partial(fail, error), group))
+            found.append(agree_on_numbers(f"testing {name}", partial(fail, error), 1, group))
         except Exception as raised:
             found.append((type(raised), str(raised), raised is error, type(raised.__cause__)))
     # the group still works
@@ -294,7 +294,7 @@ def part_of_the_world() -> list[Any]:
     if dist.get_rank() == 0:
         return []
     try:
-        agree("testing", lambda: fail(ValueError("mine") if dist.get_rank() == 2 else None), group)
+        agree_on_numbers("testing", lambda: fail(ValueError("mine") if dist.get_rank() == 2 else None), 1, group)
     except Exception as raised:
         return [type(raised), str(raised)]
     raise AssertionError
@@ -369,7 +369,7 @@ def test_the_first_real_failure_is_raised_on_every_rank(name: str, three: list[A
     for rank, (found, _, _) in enumerate(three):
         outcome = found[list(OF_THREE).index(name)]
         if not real:
-            assert outcome == f"result of {rank}"
+            assert outcome == [[0], [1], [2]]
             continue
         first = errors[real[0]]
         kind, text, own, cause = outcome

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters
+from lightning_shardckpt.parallel.pipeline.absent_parameters import (
+    AbsentParameters,
+    register_placeholders,
+    weightless_copy,
+)
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
-from lightning_shardckpt.parallel.pipeline.weightless import register_placeholders, weightless_copy
 from lightning_shardckpt.parallel.sharding.replicated_gradients import ReplicatedGradients
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.weightless import weightless_copy
+from lightning_shardckpt.parallel.pipeline.absent_parameters import weightless_copy
 from lightning_shardckpt.parallel.tensors.graph_entry import enter
 from lightning_shardckpt.parallel.tensors.placeholder import (
     Placeholder,
