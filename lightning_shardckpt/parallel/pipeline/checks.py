@@ -74,7 +74,6 @@ class StepChecks:
             for name, module, _ in self._parts
             if not withholds_state(module) and not type(module).__module__.startswith("torch.")
         }
-        self._varying: set[str] = set()
         self._calls = [
             (name, module, compiled_call(module))
             for name, module in root.named_modules()
@@ -127,15 +126,9 @@ class StepChecks:
                 'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
             )
 
-    def attributes(self, sizes: Sequence[int], device: torch.device, *, tried: bool = False) -> LayerAttributes:
-        """Return what watches the attributes of modules that see microbatches of these sizes.
-
-        Args:
-            sizes: samples of each microbatch.
-            device: where placeholders are to be.
-            tried: whether what is found is forgotten.
-        """
-        return LayerAttributes(self._attributes, sizes, set() if tried else self._varying, device)
+    def attributes(self, sizes: Sequence[int], device: torch.device) -> LayerAttributes:
+        """Return what watches the attributes of modules that see microbatches of these sizes."""
+        return LayerAttributes(self._attributes, sizes, device)
 
     def _check_hooks(self) -> None:
         hooked = [name for name, module, before in self._parts if result_hooks(module) - before]

@@ -32,7 +32,6 @@ class LayerAttributes:
     Args:
         modules: by name; of each, the stages that call it.
         sizes: samples of each microbatch.
-        varying: names of tensors that are known to be another one after each microbatch; what is found is added.
         device: where placeholders are to be.
     """
 
@@ -40,10 +39,9 @@ class LayerAttributes:
         self,
         modules: Mapping[str, tuple[nn.Module, frozenset[int]]],
         sizes: Sequence[int],
-        varying: set[str],
         device: torch.device,
     ) -> None:
-        self._modules, self._sizes, self._varying, self._device = modules, sizes, varying, device
+        self._modules, self._sizes, self._device = modules, sizes, device
         self._known: dict[int, list[_Attributes]] = {}
         self._before: dict[int, int] = {}  # the latest microbatch, by stage
 
@@ -59,7 +57,7 @@ class LayerAttributes:
             here = [(name, module) for name, (module, stages) in self._modules.items() if stage in stages]
             self._known[stage] = [_Attributes(name, module) for name, module in here]
         for one in self._known[stage]:
-            one.rewind(self._varying, self._device)
+            one.rewind(self._device)
         try:
             yield
         finally:
@@ -67,7 +65,7 @@ class LayerAttributes:
                 one.unwind()
         again = before is not None and self._sizes[before] == self._sizes[microbatch]
         for one in self._known[stage]:
-            one.look(again, self._varying)
+            one.look(again)
         self._before[stage] = microbatch
 
 
@@ -87,13 +85,15 @@ class _Attributes:
         containers = ((key, value) for key, value in rest if isinstance(value, list | dict | set))
         self._inside = {key: copy.deepcopy(value) for key, value in containers if _is_of_numbers(value)}
 
-    def rewind(self, varying: set[str], device: torch.device) -> None:
-        """Before a microbatch, let tensors that the one before has set be as that one found them, or unknown."""
+    def rewind(self, device: torch.device) -> None:
+        """Before a microbatch, let attributes in which the one before has put tensors be as it found them.
+
+        A tensor that it found is unknown: it is of a microbatch, and one process would have it of the batch before.
+        """
         for key, start in self._start.items():
-            name = f"{self._name}.{key}"
             put = start
-            if isinstance(start, Tensor) and name in varying:
-                put = Placeholder.like(start, f"{name} of another microbatch", device)
+            if isinstance(start, Tensor):
+                put = Placeholder.like(start, f"{self._name}.{key} of another microbatch", device)
             self._put[key] = put
             if put is _MISSING:
                 self._of.pop(key, None)
@@ -107,7 +107,7 @@ class _Attributes:
                 self._of[key] = self._now[key]
         self._put.clear()
 
-    def look(self, again: bool, varying: set[str]) -> None:
+    def look(self, again: bool) -> None:
         """Compare with the microbatch before; ``again``: whether that had as many samples."""
         of, now = self._of, self._now
         if len(of) == len(now) and all(map(is_, of.values(), now.values())) and not self._changed_in_place():
@@ -115,7 +115,7 @@ class _Attributes:
         for key, value in list(of.items()):
             old = now.get(key, _MISSING)
             if isinstance(value, Tensor) and old is not value:
-                self._note_tensor(key, old, value, varying)
+                self._start.setdefault(key, old)
             elif again and old is not value and _is_of_numbers(value) and old != value:
                 raise self._refused(key)
         changed = self._changed_in_place()
@@ -132,13 +132,6 @@ class _Attributes:
             if self._of.get(key) is self._now[key] and self._now[key] != inside:
                 return key
         return None
-
-    def _note_tensor(self, key: str, old: Any, value: Tensor, varying: set[str]) -> None:
-        name = f"{self._name}.{key}"
-        if key not in self._start:
-            self._start[key] = old
-        elif name not in varying and not (isinstance(old, Tensor) and torch.equal(old.detach(), value.detach())):
-            varying.add(name)
 
     def _refused(self, key: str) -> UnsupportedCodeError:
         return UnsupportedCodeError(

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.compat.torch_modules import not_compiled, withholds_state
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import some_and_middle
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
@@ -28,9 +27,7 @@ from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.system.random_generators import kept_rng, rng_checksum
 
 _WHEN = (1, 10, 100)  # layers that begin as the identity show later
-SIZES = (3, 1)
-"""Of the microbatches of a trial, all samples and those in the middle."""
-_PARTS = len(SIZES)
+_PARTS = 2  # all samples of a trial, and those in the middle
 _HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
 _UNIT = 1e6  # of numbers that ranks exchange as integers
 NOTHING_TO_COMPARE = (1, 0, 0)
@@ -93,9 +90,7 @@ class MicrobatchCheck:
         self._steps[state.step.name] += 1
         return self._steps[state.step.name] in _WHEN
 
-    def look(
-        self, state: StepState, failure: Exception | None, attributes: LayerAttributes | None
-    ) -> tuple[int, int, int]:
+    def look(self, state: StepState, failure: Exception | None) -> tuple[int, int, int]:
         """Run the layers; return what `differs` needs of each rank.
 
         Collective: every rank of the pipeline must call it.
@@ -103,7 +98,6 @@ class MicrobatchCheck:
         Args:
             state: of the step, with what crosses the boundaries of stages.
             failure: of this rank, of which the others are told.
-            attributes: watches those of layers in parts of `SIZES`, if that is to be done.
 
         Raises:
             Exception: what the step raised on parts of the batch.
@@ -111,9 +105,9 @@ class MicrobatchCheck:
         step = _QuietStep(state.step, state.step.name, state.step.batch)
         trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
         trial.samples, trial.stored = [None] * _PARTS, {}
-        trial.attributes = attributes
-        kept, precision, places = self._as_it_was(), _Precision(), (0, 0, 0)
-        with kept, kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
+        trial.watched = lambda stage, microbatch: self._as_it_was()
+        precision, places = _Precision(), (0, 0, 0)
+        with kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
             try:
                 trial.batches, places = some_and_middle(state.step.batch, len(state.batches))
             except Exception as error:

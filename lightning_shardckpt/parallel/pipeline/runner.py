@@ -32,7 +32,7 @@ from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guarded_hoo
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.layer_attributes import results_as_placeholders
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
-from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, SIZES, MicrobatchCheck
+from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.p2p import Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
@@ -267,11 +267,9 @@ class Pipeline:
     def _check_microbatches(self, state: StepState, failure: Exception | None) -> None:
         """Raise a UnsupportedCodeError, on all ranks, if layers compute something else of parts of a batch."""
 
-        attributes = self._checks.attributes(SIZES, self._device, tried=True) if state.step.train else None
-
         def work() -> tuple[int, ...]:
             with self._gradients.no_sync(), KeptGathers().used() if self._keeps else nullcontext():
-                found = self._microbatch_check.look(state, failure, attributes)
+                found = self._microbatch_check.look(state, failure)
             self._checks.compare_parameters()
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
 
@@ -295,7 +293,7 @@ class Pipeline:
             self._probe(state)
             self._checks.check_start(state)
             if state.step.train and len(sizes) > 1:
-                state.attributes = self._checks.attributes(sizes, self._device)
+                state.watched = self._checks.attributes(sizes, self._device).watched
         except Exception as error:
             return error
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,7 +10,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_shardckpt.distributed.host_numbers import Copied
-from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
@@ -60,7 +60,7 @@ class StepState:
         scale: the gradient of the loss.
         whole_steps: whether the last stage runs the whole step on each microbatch.
         draws: whether it draws random numbers before its layers.
-        attributes: those of modules that see microbatches, where that matters.
+        watched: returns what surrounds the forward of a stage on a microbatch.
         carries: for each stage of this rank, the positions of the arguments that cross the boundary after it.
         stored: by stage and microbatch.
         rests: backward passes whose gradients of weights are put off.
@@ -77,7 +77,7 @@ class StepState:
     scale: Tensor | None
     whole_steps: bool
     draws: bool = False
-    attributes: LayerAttributes | None = None
+    watched: Callable[[int, int], AbstractContextManager[None]] = lambda stage, microbatch: nullcontext()
     samples: list[SampleNumbers | None] = field(default_factory=list)
     carries: dict[int, tuple[int, ...]] = field(default_factory=dict)
     stored: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
@@ -87,7 +87,3 @@ class StepState:
     results: Results | None = None
     gradients: list[list[Tensor | None]] = field(default_factory=list)
     batch_digest: Copied | None = None
-
-    def watched(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return what surrounds the forward of a stage on a microbatch."""
-        return nullcontext() if self.attributes is None else self.attributes.watched(stage, microbatch)
