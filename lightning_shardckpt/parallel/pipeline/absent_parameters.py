@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_modules import clear_hooks, parameter_slots, unregister_tensors, withhold_state
-from lightning_shardckpt.compat.torch_tensors import accumulation_hooks, gradient_hooks, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import (
+    accumulation_hooks,
+    gradient_hooks,
+    with_hooks,
+    without_torch_function,
+)
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import gathered
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
@@ -90,8 +95,11 @@ class AbsentParameters:
         Raises:
             UnsupportedCodeError: for one of the user's.
         """
-        for name, own, _ in self._places:
-            if own is None:
+        here = [(name, own) for name, own, _ in self._places if own is not None]
+        with without_torch_function():
+            hooked = set(map(id, with_hooks([own for _, own in here])))
+        for name, own in here:
+            if id(own) not in hooked:
                 continue
             hooks = [*(gradient_hooks(own) or {}).values(), *(accumulation_hooks(own) or {}).values()]
             if any(not _module_of(hook).startswith(_OWNERS) for hook in hooks):

@@ -48,13 +48,8 @@ def owners_in(modules: Sequence[nn.Module]) -> Iterator[tuple[Path, Any]]:
                 yield from _found(value, (number, name), seen)
 
 
-def is_followed(kind: type) -> bool:
-    """Return whether changes of instances' attributes are followed."""
-    return _is_followed(kind)
-
-
 @lru_cache(maxsize=1 << 12)
-def is_installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     """Return whether a module of Python, by name, is a library's or of an installed package."""
     if module.partition(".")[0] in _LIBRARIES:
         return True
@@ -87,7 +82,7 @@ def _found(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if type(item) not in _LEAVES:
                     yield from _found(item, (*path, key), seen)
-    elif _is_followed(kind) and id(value) not in seen:
+    elif is_followed(kind) and id(value) not in seen:
         seen.add(id(value))
         yield path, value
         if len(path) <= _MOST_LEVELS:
@@ -96,7 +91,8 @@ def _found(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]
 
 
 @lru_cache(maxsize=1 << 16)
-def _is_followed(kind: type) -> bool:
+def is_followed(kind: type) -> bool:
+    """Return whether changes of instances' attributes are followed."""
     if kind in _OF_PYTHON:
         return True
     bases = [base for base in kind.__mro__[:-1] if base.__module__ not in _NO_MATTER]
@@ -104,7 +100,7 @@ def _is_followed(kind: type) -> bool:
         return False  # those of builtins have a content besides attributes
     if any(base.__module__.partition(".")[0] in _LIBRARIES for base in bases):
         return False
-    return dataclasses.is_dataclass(kind) or not any(is_installed(base.__module__) for base in bases)
+    return dataclasses.is_dataclass(kind) or not any(_is_installed(base.__module__) for base in bases)
 
 
 class Iterators:

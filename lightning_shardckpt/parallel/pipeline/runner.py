@@ -80,7 +80,6 @@ class Pipeline:
         common: Sequence[nn.Module],
     ) -> None:
         self.common = common
-        self._root = root
         self._gates, self._plan, self._schedule = gates, plan, schedule
         self._gradients, self._microbatches, self._loss_of = gradients, microbatches, loss_of
         self.absent = absent
