@@ -93,17 +93,17 @@ def fill(
     window_bytes = tuning.fill_window_bytes
 
     @contextmanager
-    def open_worker() -> Iterator[Callable[[list[_Item]], None]]:
+    def open_worker() -> Iterator[Callable[[_Task], None]]:
         with cloned(tensors.path, tensors.reader) as reader:
             source = ShardReader(
                 tensors.path, reader, target_bytes=window_bytes, span_gap_bytes=tuning.row_gap_bytes, tuning=tuning
             )
-            yield partial(_write_items, source, output, head, window_bytes)
+            yield lambda task: task(source)
 
     nbytes = sum(region.head_nbytes + region.nbytes for region in regions)
     # no more than there are windows; two even on one core, since one may wait for the disk
     threads = min(max(len(os.sched_getaffinity(0)), 2), tuning.fill_threads, nbytes // window_bytes + 1)
-    tasks = _tasks(regions, tensors, window_bytes - _ALIGNMENT)
+    tasks = _tasks(regions, tensors, output, head, window_bytes)
     run_tasks(tasks, open_worker, threads=threads, name="shardckpt-filler", on_failure=output.give_up)
 
 
@@ -141,58 +141,54 @@ class _Item:
             yield data
 
 
-def _tasks(regions: Sequence[Region], tensors: StoredTensors, room: int) -> Iterator[list[_Item]]:
-    """Yield regions in order: a large one alone, small ones side by side together. For one thread at a time."""
+_Task = Callable[[ShardReader], None]
+"""Writes one large region, or small ones that lie side by side."""
+
+
+def _tasks(
+    regions: Sequence[Region], tensors: StoredTensors, output: _Output, head: Head | None, window_bytes: int
+) -> Iterator[_Task]:
+    """Yield the tasks in the order of the regions. For one thread at a time."""
     small: list[_Item] = []
+    room = window_bytes - _ALIGNMENT
     for number, region in enumerate(regions):
         item = _Item(number, region)
         if not isinstance(region.content, memoryview):
             spec = tensors.spec(*region.content)
             item = _Item(number, region, spec.shape, spec.dtype, tensors.boxes(*region.content))
-        is_small = _is_plain(region) and (region.end - region.first <= room or not region.nbytes)
+        is_small = region.conversion is None and region.box is None and region.end - region.first <= room
         if small:
-            last, first = small[-1].region, small[0].region.first
-            follows = (region.file, region.first) == (last.file, last.end) and region.end - first <= room
+            first, last = small[0].region, small[-1].region
+            follows = (region.file, region.first) == (last.file, last.end) and region.end - first.first <= room
             if not (is_small and follows):
-                yield small
+                yield partial(_write_small, output, head, small)
                 small = []
         if is_small:
             small.append(item)
         else:
-            yield [item]
+            yield partial(_write_large, output, head, item, window_bytes)
     if small:
-        yield small
+        yield partial(_write_small, output, head, small)
 
 
-def _is_plain(region: Region) -> bool:
-    return region.conversion is None and region.box is None
-
-
-def _write_items(
-    source: ShardReader, output: _Output, head: Head | None, window_bytes: int, items: list[_Item]
-) -> None:
-    """Write one large region in windows, or small ones with one write."""
-    first, end = items[0].region.first, items[-1].region.end
-    if len(items) > 1 or (_is_plain(items[0].region) and end - first <= window_bytes - _ALIGNMENT):
-        _write_small(source, output, head, items)
-        return
-    ((number, region),) = ((item.number, item.region) for item in items)
-    crc = 0
-    if head is not None and output.is_stream(region.file):
-        for piece in items[0].pieces(source, window_bytes):
+def _write_large(output: _Output, head: Head | None, item: _Item, window_bytes: int, source: ShardReader) -> None:
+    """Write one region in windows, and its head: in a stream before it, else when all of it is summed."""
+    region, crc, is_stream = item.region, 0, output.is_stream(item.region.file)
+    if head is not None and is_stream:
+        for piece in item.pieces(source, window_bytes):
             crc = zlib.crc32(piece, crc)
-        output.write(region.file, memoryview(head(number, crc)), region.first)
+        output.write(region.file, memoryview(head(item.number, crc)), region.first)
     at = region.begin
-    for piece in items[0].pieces(source, window_bytes):
+    for piece in item.pieces(source, window_bytes):
         output.write(region.file, piece, at, counted=len(piece))
         at += len(piece)
-        if head is not None and not output.is_stream(region.file):
+        if head is not None and not is_stream:
             crc = zlib.crc32(piece, crc)
-    if head is not None and not output.is_stream(region.file):
-        output.write(region.file, memoryview(head(number, crc)), region.first)
+    if head is not None and not is_stream:
+        output.write(region.file, memoryview(head(item.number, crc)), region.first)
 
 
-def _write_small(source: ShardReader, output: _Output, head: Head | None, items: list[_Item]) -> None:
+def _write_small(output: _Output, head: Head | None, items: list[_Item], source: ShardReader) -> None:
     """Write whole regions that lie side by side, and their heads, with one write."""
     first, end = items[0].region.first, items[-1].region.end
     base = first - first % _ALIGNMENT  # so that the tensors are aligned in memory as in the file
