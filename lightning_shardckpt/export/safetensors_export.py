@@ -20,16 +20,15 @@ from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import ROOT_NAME, Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.sources.assemble import StoredState
+from lightning_shardckpt.sources.assemble import StoredCheckpoint, StoredState
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.state.documents import document_of, is_companion
+from lightning_shardckpt.state.documents import is_companion
 from lightning_shardckpt.state.json_values import decode_with
 from lightning_shardckpt.storage.protocol import Contents, File, NewFile
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
-from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 from lightning_shardckpt.transfer.writer import MB
 
 _OPEN_FILES = 64  # at a time; a process may often have 1,024
@@ -48,20 +47,8 @@ class ExportSource(StoredState, Protocol):
         """The tensors as bytes in files."""
 
 
-class ShardedCheckpoint:
+class ShardedCheckpoint(StoredCheckpoint):
     """An open checkpoint of this package, as an export source."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.tensors = WholeTensors(checkpoint)
-
-    def components(self) -> dict[str, Component]:
-        """Tensors by component."""
-        return self._checkpoint.root.components
-
-    def document(self, role: str) -> Any:
-        """The JSON of a role, from all groups of ranks; None if nothing was stored."""
-        return document_of(self._checkpoint, role)
 
     def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
         """The trainer's state, with records of a file for ``torch.load`` in place of tensors."""

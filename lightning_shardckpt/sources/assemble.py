@@ -7,9 +7,11 @@ from functools import cache
 from typing import Any, Protocol
 
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.state.documents import FROZEN
+from lightning_shardckpt.state.documents import FROZEN, document_of
 from lightning_shardckpt.state.module_versions import with_versions
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
+from lightning_shardckpt.transfer.reader import Checkpoint
+from lightning_shardckpt.transfer.whole_tensors import WholeTensors
 
 
 class StoredState(Protocol):
@@ -23,6 +25,22 @@ class StoredState(Protocol):
 
     def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
         """The trainer's state; ``stored`` gives the tensor of a key of the component trainer."""
+
+
+class StoredCheckpoint:
+    """An open checkpoint of this package: its tensors as bytes in files, and its documents."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.tensors = WholeTensors(checkpoint)
+
+    def components(self) -> dict[str, Component]:
+        """Tensors by component."""
+        return self._checkpoint.root.components
+
+    def document(self, role: str) -> Any:
+        """The JSON of a role, from all groups of ranks; None if nothing was stored."""
+        return document_of(self._checkpoint, role)
 
 
 def assemble(

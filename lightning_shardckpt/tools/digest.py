@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import xxhash
 
@@ -21,16 +21,18 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.sources.assemble import StoredCheckpoint
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
-from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors, read_windows, windows
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_windows, windows
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.sources.source import Source  # torch
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
@@ -133,38 +135,11 @@ def digest(
 # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Stored(Protocol):
-    """A checkpoint of any format, opened."""
-
-    @property
-    def tensors(self) -> StoredTensors:
-        """The tensors as bytes in files."""
-
-    def components(self) -> Mapping[str, Component]:
-        """Tensors by component."""
-
-    def document(self, role: str) -> Any:
-        """The JSON of a role; None if nothing was stored."""
-
-
-class _Ours:
-    """A checkpoint of this package, without torch."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint, self.tensors = checkpoint, WholeTensors(checkpoint)
-
-    def components(self) -> Mapping[str, Component]:
-        return self.checkpoint.root.components
-
-    def document(self, role: str) -> Any:
-        return document_of(self.checkpoint, role)
-
-
 @contextmanager
-def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[_Stored]:
+def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredCheckpoint | Source]:
     with ExitStack() as stack:
         if is_url(path) or recognised(path) is None:
-            yield _Ours(stack.enter_context(open_checkpoint(path, storage_options=storage_options)))
+            yield StoredCheckpoint(stack.enter_context(open_checkpoint(path, storage_options=storage_options)))
             return
         from lightning_shardckpt.distributed.ranks import Ranks
         from lightning_shardckpt.sources.open_source import opened  # torch, which ours do without
@@ -234,7 +209,7 @@ class _Reading:
             self._advance(len(data))
 
 
-def _hugging_face_parts(stored: _Stored, component: Component) -> dict[str, list[OutputTensor]]:
+def _hugging_face_parts(stored: StoredCheckpoint | Source, component: Component) -> dict[str, list[OutputTensor]]:
     """Return the tensors that an export makes of each tensor of the model, by key."""
     model = hf_directory.pick(stored.document("huggingface"), "")
     if model is None:
