@@ -157,7 +157,7 @@ def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("topology", "name", "interrupt_at"),
     [
-        ("pp2", "ScalesByHook", 2),
+        ("pp2", "Adam", 2),
         ("tp2", "Adam", 2),
         ("one", "AccumulatesByEpoch", 2),  # GradientAccumulationScheduler in an epoch that goes on
         ("one", "Finetunes", 4),  # after BaseFinetuning has thawed layers
