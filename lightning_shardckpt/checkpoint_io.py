@@ -34,8 +34,7 @@ from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_place
 from lightning_shardckpt.checkpoint.lightning_save import Attached, LightningSave
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, checked_parts, checked_patterns
-from lightning_shardckpt.checkpoint.removal import remove_any
-from lightning_shardckpt.checkpoint.save_series import AsyncSaves, SaveSeries
+from lightning_shardckpt.checkpoint.save_series import AsyncSaves, SaveSeries, remove_any
 from lightning_shardckpt.checkpoint.whole_load import is_torch_file, load_whole
 from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.compat.lightning_trainer import upload_note

@@ -22,8 +22,8 @@ from lightning_shardckpt.sources.source_view import converts, read_converted
 from lightning_shardckpt.state.compound_tensors import MARK, described
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
-from lightning_shardckpt.state.load_code import NO_CODE, ForCode
 from lightning_shardckpt.state.model import Differences, match_model, names_of, same_tensor
+from lightning_shardckpt.state.module_io import NO_CODE, ForCode
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.load_code import NO_CODE, LoadCode
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.module_io import NO_CODE, LoadCode
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.system.text import count_text
 

@@ -24,10 +24,8 @@ from lightning_shardckpt.sources.source_view import model_names, parameters_of, 
 from lightning_shardckpt.sources.state_dict_views import as_objects, as_values, dicts_for, places_of, trainer_of
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
-from lightning_shardckpt.state.key_paths import KEYS, Path, key_of
-from lightning_shardckpt.state.load_code import LoadCode
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
-from lightning_shardckpt.state.module_io import entries_loaded, load_rest, not_live
+from lightning_shardckpt.state.module_io import LoadCode, entries_loaded, load_rest, not_live
 from lightning_shardckpt.state.nested_dict import (
     NestedObjects,
     names_for,
@@ -38,7 +36,7 @@ from lightning_shardckpt.state.nested_dict import (
     unwrapped,
     value_at,
 )
-from lightning_shardckpt.state.state_dicts import checked_keys
+from lightning_shardckpt.state.state_dicts import KEYS, Path, checked_keys, key_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.gc_pause import gc_paused
 

@@ -6,6 +6,7 @@ who asks for it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -22,6 +23,8 @@ from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
+from lightning_shardckpt.storage.router import StorageRouter, is_url
 
 # ── saves in the background ───────────────────────────────────────────────────────────────────────────────────────────
 # The asynchronous saves of one CheckpointIO, while somebody comes to ask how they ended.
@@ -193,3 +196,34 @@ class SaveSeries:
                 on_complete=complete,
             )
             return self._async_saves.notes()
+
+
+# ── removals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Delete what a callback no longer keeps: a checkpoint, a link, a plain file or an object of a store.
+
+
+def remove_any(path: str, storage: Storage) -> list[str]:
+    """Delete what is at a path or URL, if anything is, and return sentences about what had to stay.
+
+    Never raises for what the file system refuses: training must not end for that.
+    """
+    try:
+        if is_url(path):
+            return _remove_from_store(path, storage)
+        if os.path.isfile(path) and not os.path.islink(path):
+            os.unlink(path)
+        elif os.path.lexists(path):
+            return storage.remove(path)
+    except OSError as error:
+        return [f"not removed: {error}"]
+    return []
+
+
+def _remove_from_store(url: str, storage: Storage) -> list[str]:
+    store = storage.of(url) if isinstance(storage, StorageRouter) else storage
+    if isinstance(store, RemoteStorage) and store.is_object(url):
+        store.delete_object(url)
+        return []
+    if isinstance(store, RemoteStorage) and store.is_empty(url):
+        return []
+    return store.remove(url)

@@ -24,9 +24,8 @@ from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import decode_with, no_tensor
-from lightning_shardckpt.state.key_paths import KEYS
 from lightning_shardckpt.state.module_versions import METADATA, renamed_versions, with_versions
-from lightning_shardckpt.state.state_dicts import is_told_apart, states_of_checkpoint
+from lightning_shardckpt.state.state_dicts import KEYS, is_told_apart, states_of_checkpoint
 from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import Region, fill

@@ -14,8 +14,8 @@ from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.compound_tensors import MARK
 from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.load_code import ForCode, LoadCode, Scopes
 from lightning_shardckpt.state.model import Differences
+from lightning_shardckpt.state.module_io import ForCode, LoadCode, Scopes
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 

@@ -23,12 +23,11 @@ from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.json_tree import encode_small
-from lightning_shardckpt.state.key_paths import KEYS
 from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
-from lightning_shardckpt.state.state_dicts import checkpoint_of_states, is_lightnings, is_weights
+from lightning_shardckpt.state.state_dicts import KEYS, checkpoint_of_states, is_lightnings, is_weights
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors

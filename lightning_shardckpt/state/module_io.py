@@ -1,13 +1,17 @@
 """Bring loaded values into modules by their own ``load_state_dict``, where filling tensors in place is not enough.
 
 That is for entries that are no tensors, or copies, for those that hooks have changed, and for modules that run code of
-their own when they are loaded.
+their own when they are loaded: hooks and overridden methods may change, rename, drop or add entries before they are in
+the module, or make something of them afterwards. Stored tensors that such code sees are not read into the module but
+beside it; then torch's own ``load_state_dict`` of the module is called. All others are filled in place, and are entries
+of that call that copy nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -15,16 +19,108 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.torch_modules import code_before, has_code_after, has_own_load
 from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
 from lightning_shardckpt.state.compound_tensors import is_compound, memory_of
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice
-from lightning_shardckpt.state.load_code import ForCode
 from lightning_shardckpt.state.model import WholeNames, is_value
 from lightning_shardckpt.state.module_versions import versions_in, with_versions
 from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
+
+
+# ── code that runs when a state dict is loaded ────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCode:
+    """The modules that have such code, each as what stands before the canonical names of its entries.
+
+    Attributes:
+        before: with code that sees entries before they are loaded.
+        of_libraries: with such code of torch, transformers or PEFT, which does something only where what is stored has
+            other names or shapes than the module: ``BatchNorm`` without a count of batches, quantization that has seen
+            no data.
+        after: with hooks that run afterwards.
+    """
+
+    before: tuple[str, ...] = ()
+    of_libraries: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, modules: Mapping[str, nn.Module]) -> LoadCode:
+        """Return that of modules, given by what stands before the names of each."""
+        before, of_libraries, after = list[str](), list[str](), list[str]()
+        for start, root in modules.items():
+            if has_own_load(root):
+                before.append(start)
+            for name, module in root.named_modules(remove_duplicate=False):
+                prefix = start + clean_fqn(f"{name}." if name else "")
+                origins = code_before(module)
+                if origins:
+                    (before if "user" in origins else of_libraries).append(prefix)
+                if has_code_after(module):
+                    after.append(prefix)
+        return cls(tuple(before), tuple(of_libraries), tuple(after))
+
+    def scopes(self, stored: Mapping[str, Shape], live: Mapping[str, Shape], elsewhere: Collection[str]) -> Scopes:
+        """Return whose entries code sees, of those of which something is stored.
+
+        Args:
+            stored: shapes of all entries by name.
+            live: the same of the modules.
+            elsewhere: names of entries that only other pipeline stages have.
+        """
+        differing = {name for name in {*stored, *live} if stored.get(name) != live.get(name)} - {*elsewhere}
+        seen = [prefix for prefix in self.of_libraries if any(name.startswith(prefix) for name in differing)]
+        return Scopes({prefix for prefix in (*self.before, *seen) if any(name.startswith(prefix) for name in stored)})
+
+
+NO_CODE = LoadCode()
+
+
+class Scopes:
+    """A test of names: whether they are of one of some modules.
+
+    >>> [Scopes({"a.b."})(name) for name in ("a.b.c", "a.bc")], Scopes({""})("a"), Scopes(())("a")
+    ([True, False], True, False)
+    """
+
+    def __init__(self, prefixes: Iterable[str]) -> None:
+        self._prefixes = tuple(prefixes)
+
+    def __call__(self, name: str) -> bool:
+        return name.startswith(self._prefixes)
+
+    def __bool__(self) -> bool:
+        return bool(self._prefixes)
+
+
+@dataclass(slots=True)
+class ForCode:
+    """The part of a load that is left to ``load_state_dict`` of the modules; names are canonical.
+
+    Attributes:
+        is_needed: whether some code would do something.
+        entries: by stored name, what is not in the module yet; on the meta device what only other stages have, and what
+            no module has.
+        absent: names of the model's entries that nothing is stored for.
+        kept: names of entries that are to stay as they are, which code is not shown.
+        versions: of modules, see ``module_versions``.
+    """
+
+    is_needed: bool = False
+    entries: dict[str, Any] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    versions: Mapping[str, Any] | None = None
+
+
+# ── into the modules ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:

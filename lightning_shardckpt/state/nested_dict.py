@@ -8,7 +8,6 @@ in order. Everything else is trainer state at its place in the dict.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -23,11 +22,10 @@ from torch.utils.data import DataLoader
 from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors
 from lightning_shardckpt.state.module_io import parameter_names
-from lightning_shardckpt.state.module_versions import METADATA
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, own_entries, refuse_zero_redundancy
+from lightning_shardckpt.state.state_dicts import KEYS, RESERVED, Path, joined_states, key_of, prefixes_of
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
@@ -78,7 +76,7 @@ class NestedObjects:
     @property
     def prefixes(self) -> dict[Path, str]:
         """The text before the names of each module's state."""
-        return {path: ".".join(map(str, path)) + "." if len(self.modules) > 1 else "" for path in self.modules}
+        return prefixes_of(self.modules)
 
     @property
     def named(self) -> dict[str, nn.Module]:
@@ -126,21 +124,7 @@ class NestedObjects:
         Raises:
             StateError: if two modules have an entry of one name.
         """
-        found = OrderedDict[str, Any]()
-        versions = OrderedDict[str, Any]()
-        for path, prefix in self.prefixes.items():
-            of_module = self.modules[path].state_dict()
-            state = {prefix + name: value for name, value in of_module.items()}
-            for name, version in getattr(of_module, METADATA, {}).items():
-                versions[f"{prefix}{name}".removesuffix(".")] = version
-            if twice := found.keys() & state.keys():
-                raise StateError(
-                    f"{key_of(path)!r} and another module of the state both have {max(twice)!r}: choose keys of which "
-                    "none is the beginning of another one"
-                )
-            found |= state
-        vars(found)[METADATA] = versions
-        return found
+        return joined_states({prefix: self.modules[path].state_dict() for path, prefix in self.prefixes.items()})
 
 
 def names_in(objects: NestedObjects, named_by: nn.Module | None) -> frozenset[str]:

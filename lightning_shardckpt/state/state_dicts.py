@@ -8,18 +8,39 @@ its two keys.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.key_paths import KEYS, RESERVED, Path, key_of
 from lightning_shardckpt.state.module_versions import METADATA, versions_in
+
+KEYS = "shardckpt_keys"
+"""Key of trainer state that tells where objects were: ``{"modules": {key: prefix}, "optimizers": [key, …]}``."""
+
+RESERVED = ("state_dict", "optimizer_states", "rank_state", KEYS)
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Keys and list indices from the outermost dict to a value."""
 
 VERSION = "pytorch-lightning_version"
 """Key of a Trainer's checkpoint that Fabric's states don't have."""
 _NOTHING = object()
+
+
+def key_of(path: Path) -> str:
+    """A path as trainer state spells it.
+
+    >>> key_of(("nets", 0, "ema"))
+    'nets/0/ema'
+    """
+    return "/".join(map(str, path))
+
+
+def prefixes_of(paths: Collection[Path]) -> dict[Path, str]:
+    """Return the text before the names of each module's state: nothing, of a single one."""
+    return {path: ".".join(map(str, path)) + "." if len(paths) > 1 else "" for path in paths}
 
 
 def is_lightnings(found: Mapping[str, Any]) -> bool:
@@ -80,9 +101,9 @@ def checkpoint_of_states(states: Mapping[str, Any], *, nested: bool, only: str |
         found.modules = {(only,): found.modules[(only,)]}
     if wrong := rest.keys() & {*RESERVED}:
         raise StateError(f"the key {min(wrong)!r} of the state means something else in a checkpoint: choose another")
-    prefixes = {path: ".".join(map(str, path)) + "." if len(found.modules) > 1 else "" for path in found.modules}
+    prefixes = prefixes_of(found.modules)
     if found.modules:
-        rest["state_dict"] = _joined({prefixes[path]: state for path, state in found.modules.items()})
+        rest["state_dict"] = joined_states({prefixes[path]: state for path, state in found.modules.items()})
     if found.optimizers:
         rest["optimizer_states"] = list(found.optimizers.values())
     modules = {key_of(path): prefix for path, prefix in prefixes.items()}
@@ -121,7 +142,12 @@ class _Found:
         return kept if isinstance(value, dict) else [kept.get(place) for place in range(len(value))]
 
 
-def _joined(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def joined_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return state dicts as one, with a prefix before the names of each.
+
+    Raises:
+        StateError: if two of them have an entry of one name.
+    """
     joined, versions = OrderedDict[str, Any](), OrderedDict[str, Any]()
     for prefix, state in by_prefix.items():
         named = {prefix + name: value for name, value in state.items()}

@@ -13,9 +13,8 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.match import fitted_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.state_dict_views import with_objects
-from lightning_shardckpt.state.load_code import LoadCode
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
-from lightning_shardckpt.state.module_io import parameter_names
+from lightning_shardckpt.state.module_io import LoadCode, parameter_names
 from lightning_shardckpt.state.peft_modules import adapter_tensors
 from lightning_shardckpt.system.gc_pause import gc_paused
 

@@ -23,9 +23,8 @@ from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import converts, read_converted
 from lightning_shardckpt.sources.state_dict_views import with_objects
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.load_code import ForCode, LoadCode, Scopes
 from lightning_shardckpt.state.model import Differences, WholeNames, is_value, model_leaves, names_of, tied_names
-from lightning_shardckpt.state.module_io import entries_loaded, load_rest, not_live
+from lightning_shardckpt.state.module_io import ForCode, LoadCode, Scopes, entries_loaded, load_rest, not_live
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import count_text

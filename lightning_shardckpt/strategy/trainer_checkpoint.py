@@ -22,8 +22,7 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
 from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.state.load_code import ForCode
-from lightning_shardckpt.state.module_io import entries_loaded
+from lightning_shardckpt.state.module_io import ForCode, entries_loaded
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
 from lightning_shardckpt.strategy.module_marks import filling
 from lightning_shardckpt.strategy.module_targets import module_targets

@@ -29,8 +29,8 @@ from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.torch_save import TorchFileSource
-from lightning_shardckpt.state.load_code import LoadCode
 from lightning_shardckpt.state.model import model_leaves, names_of
+from lightning_shardckpt.state.module_io import LoadCode
 from tests.support import tiny
 from tests.support.load_hooks import (
     CASES,
