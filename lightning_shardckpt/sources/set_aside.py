@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,12 +14,10 @@ from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.state.compound_tensors import MARK
 from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.module_io import ForCode, LoadCode, Scopes
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 
-_ONLY = ("in model only", "in checkpoint only")
 _MOST_WHOLE_BYTES = 4 << 30
 """So much may be read whole on every rank, of entries that no tensor of the module says how to shard."""
 
@@ -45,7 +43,7 @@ class SetAside:
         names: Mapping[str, list[str]],
         elsewhere: frozenset[str],
     ) -> None:
-        self._source, self._code, self._elsewhere, self._names = source, code, elsewhere, names
+        self._source, self._elsewhere, self._names = source, elsewhere, names
         self._stored = source.components().get("model", Component({}))
         known = {key: key for key in self._stored.tensors} | dict(self._stored.aliases)
         self._known, self._document = known, source.document("model") or {}
@@ -90,30 +88,24 @@ class SetAside:
         found = {name: self._known[name] for name in self._live.keys() & self.names if name in self._names}
         return {n: k for n, k in found.items() if self._stored.tensors[k].shape == tuple(shape_of(self._live[n]))}
 
-    def compare_dtypes(self, found: Differences) -> None:
-        """Note where the dtype differs, which is to be an error."""
+    def differing_dtypes(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of tensors whose dtype differs, which is to be an error, and what differs."""
         for name, key in self.matched().items():
             there, here = self._stored.tensors[key].dtype, DTYPES.get(local_tensor(self._live[name]).dtype)
             if there != here:
-                found.add(name, f"dtype {there} in checkpoint, {here} in model")
+                yield name, f"dtype {there} in checkpoint, {here} in model"
 
     def note_absent(
-        self, live: Leaves, matched: Collection[str], left_out: Collection[str], found: Differences
+        self, live: Leaves, matched: Collection[str], left_out: Collection[str], strangers: Collection[str]
     ) -> None:
-        """Take note of what matched nothing, among what is filled in place."""
+        """Take note of what matched nothing, among what is filled in place: live names, and ``strangers``, stored ones.
+        """
         if not self.is_needed:
             return
         there = {*matched, *self.names, *left_out}
         groups = [group for key, group in self._names.items() if key in live.tensors or key in self._live]
         self._absent |= {name for group in groups if not there.intersection(group) for name in group}
-        lines = [line.partition("  ") for line in found.problems]
-        self._strangers = {name for name, _, what in lines if what == _ONLY[1]}
-
-    def leave_to_hooks(self, found: Differences) -> None:
-        """Take out the names that are missing or unexpected in modules whose hooks may say that this is right."""
-        after = Scopes(self._code.after)
-        lines = [(line, line.partition("  ")) for line in found.problems]
-        found.problems = [line for line, (name, _, what) in lines if not (after(name) and what.startswith(_ONLY))]
+        self._strangers = {*strangers}
 
     def skip(self, skips: Callable[[str], bool]) -> None:
         """Leave out what is to stay as it is."""

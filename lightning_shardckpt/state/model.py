@@ -6,8 +6,7 @@ several names are stored once, under the first, and the other names are aliases 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -20,13 +19,11 @@ from torch.nn.parameter import is_lazy
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn, shared_names
-from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.clean_fqn import clean_fqn, shared_names
 from lightning_shardckpt.state.compound_tensors import MARK, is_compound, take_apart
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tensor_bytes import DTYPES
 
 _EXTRA = "_extra_state"
 _OWN = (torch.Tensor, nn.Parameter)
@@ -201,79 +198,6 @@ class Differences:
         """Note a difference of a tensor or a setting."""
         self.problems.append(f"{name}  {what}")
 
-    def add_absent(self, key: str, tensor: torch.Tensor, left_out: Any, known: Mapping[str, str]) -> None:
-        """Note a live tensor that is not stored, unless it was left out and is what it was then."""
-        live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
-        if left_out is None:
-            self.add(key, _absent(key, known))
-        elif left_out != live:
-            self.add(key, f"{_described(left_out)} when the checkpoint left it out, {_described(live)} in model")
-
-
-def _described(spec: Any) -> str:
-    return f"{spec[0]} {tuple(spec[1])}"
-
-
-def match_model(
-    stored: Component,
-    live: Leaves,
-    names: Mapping[str, list[str]],
-    extra: tuple[set[str], set[str]],
-    differences: Differences,
-    *,
-    elsewhere: frozenset[str] = frozenset(),
-    left_out: Mapping[str, Any] | None = None,
-    alike: Callable[[Sequence[str], torch.Tensor], bool],
-    converts: Callable[[str, str | None], bool] = operator.eq,
-) -> dict[str, str]:
-    """Live key -> stored key of every tensor that can be loaded; the rest is noted in ``differences``.
-
-    A tensor that is not stored under any of its names is taken by the name that it had before PEFT wrapped the model.
-
-    Args:
-        stored: the component of the checkpoint.
-        live: leaves of the live model.
-        names: of ``names_of``; gets names that a tensor had before.
-        extra: names of non-tensor entries in the checkpoint and in the live model.
-        differences: collects missing, unexpected, shape and dtype differences.
-        elsewhere: what other ranks have and this one has not.
-        left_out: dtype and shape by name of what the checkpoint leaves to others; that it is missing is no difference.
-        alike: whether stored tensors are equal where a live tensor is; then they can be that one.
-        converts: whether a stored dtype can be read into a live one.
-    """
-    left_out = left_out or {}
-    known = {**{key: key for key in stored.tensors}, **stored.aliases}
-    matched: dict[str, str] = {}
-    for key, tensor in live.tensors.items():
-        if key in known and len(names[key]) == 1:  # a shortcut: nearly all have one name
-            sources = [known[key]]
-        else:
-            sources = list(dict.fromkeys(known[name] for name in names[key] if name in known))
-        absent = next((left_out[name] for name in names[key] if name in left_out), None) if left_out else None
-        if not sources and absent is None:
-            names[key].extend([name for name in map(base_fqn, names[key]) if name in known])
-            sources = [known[name] for name in names[key] if name in known][:1]
-        if not sources:
-            differences.add_absent(key, tensor, absent, known)
-            continue
-        spec, dtype = stored.tensors[sources[0]], dtensor.local_tensor(tensor).dtype
-        if spec.shape != dtensor.shape_of(tensor):
-            differences.add(key, f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
-            continue
-        if len(sources) > 1 and not alike(sources, tensor):
-            differences.add(key, f"tied to {names[key][1:]} in the model, stored apart in the checkpoint")
-        if not (spec.dtype == DTYPES.get(dtype) or converts(spec.dtype, DTYPES.get(dtype))):
-            differences.add(key, f"dtype {spec.dtype} in checkpoint, {DTYPES.get(dtype, dtype)} in model")
-        else:
-            matched[key] = sources[0]
-    wanted = {name for group in names.values() for name in group}
-    unwanted = (((known.keys() | left_out.keys()) - wanted) | (extra[0] - extra[1])) - elsewhere
-    for name in sorted(unwanted - {base_fqn(name) for name in elsewhere} if unwanted else ()):
-        differences.add(name, "in checkpoint only")
-    for name in sorted(extra[1] - extra[0]):
-        differences.add(name, "in model only")
-    return matched
-
 
 def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:
     """Return all names of each live tensor, those of other pipeline stages included."""
@@ -285,38 +209,3 @@ def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[st
         for key in names.keys() & set(tie):
             names[key] += [name for name in tie if name not in here]
     return names
-
-
-def same_tensor(
-    names: Mapping[str, Sequence[str]], ties: Iterable[tuple[str, ...]], stored: Component
-) -> Callable[[str], Sequence[str]]:
-    """Return the rule by which state of parameters is found: by any name of the parameter, live or stored.
-
-    Which name of a tie a model registers first, and which one a checkpoint stores it under, is of no consequence.
-
-    Args:
-        names: of ``names_of``.
-        ties: of the whole model, of which ``names`` may have nothing, where an optimizer is loaded alone.
-        stored: the model as it is stored.
-
-    Returns:
-        From the name of a live parameter to all names of the tensor, its own first.
-    """
-    live = {name: group for group in (*ties, *names.values()) if len(group) > 1 for name in group}
-    there: dict[str, list[str]] = {}
-    for alias, of in stored.aliases.items():
-        there.setdefault(of, [of]).append(alias)
-    there |= {alias: there[of] for alias, of in stored.aliases.items()}
-
-    def same(name: str) -> Sequence[str]:
-        own = (name, *live.get(name, ()))
-        return list(dict.fromkeys([*own, *(other for one in own for other in there.get(one, ()))]))
-
-    return same
-
-
-def _absent(key: str, known: Mapping[str, str]) -> str:
-    import difflib  # only for an error
-
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    return f"in model only; the checkpoint has {near[0]!r}" if near else "in model only"

@@ -23,7 +23,7 @@ from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import converts, read_converted
 from lightning_shardckpt.sources.state_dict_views import with_objects
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.model import Differences, WholeNames, is_value, model_leaves, names_of, tied_names
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, tied_names
 from lightning_shardckpt.state.module_io import ForCode, LoadCode, Scopes, entries_loaded, load_rest, not_live
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
@@ -67,7 +67,7 @@ class PretrainedStart:
             aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
             rest = aside.rest_of(leaves)
             here = {key: tensor for key, tensor in rest.tensors.items() if key in found.names}
-            aside.note_absent(rest, here, (), Differences())
+            aside.note_absent(rest, here, (), ())
             for_code, targets = aside.allocate()
             stored = fitted.document("model") or {}
             loaded = {name: decode_small(stored[name]) for name in aside.outside(values) if name in stored}
