@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,10 +15,10 @@ from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.support.nets import LENGTH, VOCABULARY, Block, Net, gpt2, optimizer_of
+from tests.support.nets import LENGTH, VOCABULARY, Block, Net, optimizer_of
 
 WIDTH, LABELS, PATIENCE = 12, 5, 2
-SHORT, STEADY = (12,) * 4, (12,) * 6
+SHORT = (12,) * 4
 RAGGED = (12, 8, 12, 5, 7, 3, 2, 1)  # the default number of microbatches is 4
 VALIDATION = (12, 8, 6)
 
@@ -42,27 +41,6 @@ class Recomputed(Net):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
         return self.head(self.norm(x)) * self.temperature
-
-
-class Encoder(nn.Module):
-    """torch's own encoder, under a causal mask; in one of its layouts the step transposes."""
-
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.batch_first = batch_first
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10)
-        layer = nn.TransformerEncoderLayer(WIDTH, 3, 20, dropout=0.0, batch_first=batch_first, norm_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
-        x = self.embed(tokens) + self.position
-        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).triu(1)
-        if not self.batch_first:
-            x = x.transpose(0, 1)
-        x = self.encoder(x, mask=causal, src_key_padding_mask=padding)
-        return self.head(x if self.batch_first else x.transpose(0, 1))
 
 
 class Feedforward(nn.Module):
@@ -125,79 +103,14 @@ class Conditioned(nn.Module):
         return self.head(x)
 
 
-class Crossing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Feedforward(), Feedforward()
-
-    def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        left, right = streams
-        return self.right(right) + left, self.left(left)
-
-
-class Streams(nn.Module):
-    """Two tensors run through the layers, in a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 2 * WIDTH)
-        self.layers = nn.Sequential(*(Crossing() for _ in range(3)))
-        self.head = nn.Linear(2 * WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        left, right = self.embed(tokens).chunk(2, -1)
-        return self.head(torch.cat(self.layers((left, right)), -1))
-
-
-class Surrounded(nn.Module):
-    """A trunk in a Sequential, with as many modules before and after it."""
-
-    def __init__(self, before: int, after: int, hidden: tuple[int, ...] = (10, 10, 10, 10)) -> None:
-        super().__init__()
-        self.before = nn.ModuleDict({f"part{i}": nn.Linear(WIDTH, WIDTH) for i in range(before)})
-        self.trunk = nn.Sequential(*map(Feedforward, hidden))
-        self.after = nn.ModuleDict({f"part{i}": nn.Linear(WIDTH, WIDTH) for i in range(after)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.before.values():
-            x = torch.tanh(part(x))
-        x = self.trunk(x)
-        for part in self.after.values():
-            x = torch.tanh(part(x))
-        return x
-
-
-def frozen(*prefixes: str) -> nn.Module:
-    net = Net()
-    for name, parameter in net.named_parameters():
-        if name.startswith(prefixes):
-            parameter.requires_grad_(False)
-    return net
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(WIDTH, 20),
-        nn.ReLU(),
-        nn.Linear(20, 18),
-        nn.ReLU(),
-        nn.Linear(18, 20),
-        nn.ReLU(),
-        nn.Linear(20, WIDTH),
-    )
-
-
-def hugging_face(kind: str, layers: int = 3, recompute: bool = False, **options: Any) -> nn.Module:
-    """A tiny causal model; ``recompute``: with gradient checkpointing."""
+def hugging_face(kind: str, layers: int = 3, **options: Any) -> nn.Module:
+    """A tiny causal model."""
     import transformers
 
     config = {"hidden_size": 16, "intermediate_size": 18, "num_attention_heads": 4, "num_hidden_layers": layers}
     config |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 8}
-    net = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config, **options))
-    if recompute:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # has another name since transformers 5
-            net.gradient_checkpointing_enable({"use_reentrant": False})
-    return net  # type: ignore[no-any-return]
+    made = getattr(transformers, f"{kind}Config")(**config, **options)
+    return getattr(transformers, f"{kind}ForCausalLM")(made)  # type: ignore[no-any-return]
 
 
 def bert() -> nn.Module:
@@ -220,30 +133,12 @@ def bert() -> nn.Module:
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "tied net": lambda: Net(tied=True),
-    "deep net": Deep,
     "tied deep net": lambda: Deep(tied=True),
-    "frozen embedding": lambda: frozen("embed"),
-    "frozen layers": lambda: frozen("blocks.0.norm1", "blocks.1.attention", "blocks.2"),
-    "frozen stage": lambda: frozen("embed", "position", "blocks.0", "blocks.1"),
     "recomputed": Recomputed,
-    "encoder": lambda: Encoder(batch_first=True),
-    "encoder, length first": lambda: Encoder(batch_first=False),
     "head first": HeadFirst,
     "adapted": Adapted,
     "conditioned": Conditioned,
-    "streams": Streams,
-    "mlp": mlp,
-    "trunk alone": lambda: nn.Sequential(*(Feedforward() for _ in range(4))),
-    "one around": lambda: Surrounded(1, 1),
-    "two before": lambda: Surrounded(2, 0),
-    "two after": lambda: Surrounded(0, 2),
-    "one heavy layer": lambda: Surrounded(1, 1, hidden=(90, 2, 2, 2)),
-    "llama": lambda: hugging_face("Llama"),
-    "llama 4": lambda: hugging_face("Llama", 4),
     "tied llama": lambda: hugging_face("Llama", tie_word_embeddings=True),
-    "llama recomputed": lambda: hugging_face("Llama", recompute=True),
-    "qwen3": lambda: hugging_face("Qwen3", head_dim=4),
-    "gpt2": gpt2,
     "bert": bert,
 }
 
@@ -270,19 +165,6 @@ def label(net: nn.Module, batch: dict[str, Tensor]) -> Answer:
     return Answer(output.loss, output.logits, batch["labels"])
 
 
-def weigh_by_name(net: nn.Module, batch: dict[str, Any]) -> Answer:
-    """Sample i weighs as much as its name is long."""
-    logits, targets = net(batch["tokens"]), batch["targets"]
-    weights = torch.tensor([float(len(name)) for name in batch["names"]], dtype=logits.dtype)
-    losses = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
-    return Answer((losses * weights).mean(), logits, targets)
-
-
-def regress(net: nn.Module, batch: list[Tensor]) -> Answer:
-    output = net(batch[0])
-    return Answer(nn.functional.mse_loss(output, batch[1]), output, batch[1])
-
-
 def token_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
     for tokens in torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator):
         yield tokens[:-1], tokens[1:]
@@ -307,16 +189,6 @@ def labelled_rows(count: int, generator: torch.Generator) -> Iterator[dict[str, 
         yield {"input_ids": tokens, "attention_mask": (~padding).long(), "labels": chosen}
 
 
-def named_rows(count: int, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-    for tokens, targets in token_rows(count, generator):
-        yield {"tokens": tokens, "names": "abcdefg"[: int(tokens[0]) % 7 + 1], "targets": targets}
-
-
-def value_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
-    for values in torch.randn(count, 2, WIDTH, generator=generator, dtype=torch.float64):
-        yield values[0], values[1]
-
-
 class Task(NamedTuple):
     rows: Callable[[int, torch.Generator], Iterator[Any]]
     answer: Callable[[nn.Module, Any], Answer]
@@ -325,10 +197,7 @@ class Task(NamedTuple):
 TASKS = {
     "tokens": Task(token_rows, next_token),
     "masked": Task(masked_rows, next_token),
-    "padded": Task(padded_rows, next_token),
     "labels": Task(labelled_rows, label),
-    "names": Task(named_rows, weigh_by_name),
-    "values": Task(value_rows, regress),
 }
 
 # ── one way to train ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -347,12 +216,7 @@ class Case:
     sizes: tuple[int, ...] = SHORT
     epochs: int = 1
     scheduler: str | None = None
-    precision: str = "64-true"
     strategy: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.precision == "64-true" else torch.float32
 
     def batches(self, sizes: tuple[int, ...], part: int = 0, parts: int = 1, seed: int = 1) -> list[Any]:
         """Batches of ``sizes``; of each, the rows ``part``, ``part + parts``, …"""
@@ -448,19 +312,6 @@ class Counting(Pipe):
         return super().training_step(batch, index)
 
 
-class Noting(Pipe):
-    """Keeps its losses in an ordinary list."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
-        self.losses.append(loss.detach().clone())
-        return loss
-
-
 def accuracy(top_k: int = 1) -> MulticlassAccuracy:
     return MulticlassAccuracy(VOCABULARY, top_k=top_k, average="micro")
 
@@ -516,7 +367,7 @@ class Deciding(Pipe):
 
 
 MODULES: dict[str, type[Pipe]] = {
-    kind.__name__: kind for kind in (Pipe, Answering, Counting, Noting, Measured, Deciding)
+    kind.__name__: kind for kind in (Pipe, Answering, Counting, Measured, Deciding)
 }
 
 # ── the twin ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -555,10 +406,10 @@ class Twin:
         self._case, self._parts = case, parts
         pl.seed_everything(3, verbose=False)
         # Weights of a late case are drawn in the precision of the training, as under Lightning.
-        torch.set_default_dtype(case.dtype if case.late else torch.float32)
+        torch.set_default_dtype(torch.float64 if case.late else torch.float32)
         net = BUILDERS[case.net]()
         torch.set_default_dtype(torch.float32)
-        self._root = nn.ModuleDict({"net": net}).to(case.dtype)
+        self._root = nn.ModuleDict({"net": net}).double()
         self._optimizer = optimizer_of(self._root)
         self._schedule = schedule_of(case, self._optimizer) if case.scheduler else None
         self._answers: list[Answer] = []

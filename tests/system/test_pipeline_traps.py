@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from lightning_shardckpt import load
 from tests.support.nets import full_state
 from tests.support.pool import run_ranks
 from tests.support.tiny import trainer
@@ -208,10 +210,6 @@ class OnlyHead(Plain):
     trained = "head"
 
 
-class OnlyEmbedding(Plain):
-    trained = "embed"
-
-
 class ScalesLoss(Plain):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (3 * loss).backward()
@@ -229,17 +227,6 @@ class SetsLearningRate(Plain):
         loss = super().training_step(batch, index)
         self.trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (index + 1)
         return loss
-
-
-class CountsInBuffer(Plain):
-    """One that no checkpoint has."""
-
-    def build(self) -> None:
-        self.register_buffer("seen", torch.zeros(()), persistent=False)
-
-    def loss(self, batch: Any) -> Tensor:
-        self.seen += 1
-        return super().loss(batch) * self.seen
 
 
 class OwnGenerator(Plain):
@@ -297,9 +284,118 @@ class TwoLoaders(Plain):
         self.kept = [*(self.kept or []), (dataloader_idx, round(float(loss), 9))]
 
 
+# --- modules that have several names, and layers of several classes ---
+
+
+class Named(Plain):
+    """The checkpoint of such a module is loaded into one that is whole, too."""
+
+
+class TwiceAfter(Named):
+    """As N-BEATS has it."""
+
+    def build(self) -> None:
+        self.forecast = self.backcast = nn.Linear(WIDTH, WIDTH)
+
+    def trunk(self, x: Any) -> Any:
+        return self.backcast(self.forecast(super().trunk(x)))
+
+
+class TwiceBefore(Named):
+    def build(self) -> None:
+        layers, head = self.layers, self.head
+        del self.layers, self.head
+        self.first = self.second = nn.Linear(WIDTH, WIDTH)
+        self.layers, self.head = layers, head
+
+    def trunk(self, x: Any) -> Any:
+        return super().trunk(self.second(self.first(x)))
+
+
+class OnBothSides(TwiceBefore):
+    def build(self) -> None:
+        super().build()
+        self.third = self.first
+
+    def trunk(self, x: Any) -> Any:
+        return self.third(super().trunk(x))
+
+
+class OfTheList(Named):
+    def build(self) -> None:
+        self.blocks = self.layers
+
+    def trunk(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Trunk(nn.Module):
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OfAll(Named):
+    """Of the network, of its list, of layers and of parts of these."""
+
+    def build(self) -> None:
+        head = self.head
+        del self.head
+        self.net = Trunk(self.layers)
+        del self.layers
+        self.backbone, self.blocks, self.head = self.net, self.net.layers, head
+        self.first, self.last = self.blocks[0], self.blocks[3]
+        self.first_norm, self.last_linear = self.blocks[0].norm, self.blocks[3].down
+
+    def trunk(self, x: Any) -> Any:
+        return self.backbone(x)
+
+
+class Steps(Named):
+    """Layers that are attributes, too, and registered as such first."""
+
+    def build(self) -> None:
+        head, (self.one, self.two, self.three, self.four) = self.head, self.layers
+        del self.layers, self.head
+        self.layers = nn.Sequential(self.one, self.two, nn.Tanh(), self.three, self.four)
+        self.head = head
+
+
+class PartsInCommon(Named):
+    """One norm in the layers of both stages, one linear in two modules after them."""
+
+    def build(self) -> None:
+        for layer in self.layers:
+            layer.norm = self.layers[0].norm
+        last = nn.Linear(WIDTH, WIDTH)
+        self.heads, self.rest = nn.ModuleDict({"a": last, "b": last}), nn.Sequential(last, nn.Tanh(), last)
+
+    def trunk(self, x: Any) -> Any:
+        return self.rest(self.heads["a"](self.heads["b"](super().trunk(x))))
+
+
+class Gated(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.sigmoid(x)
+
+
+class Hybrid(Named):
+    def build(self) -> None:
+        self.layers = nn.ModuleList(kind() for kind in (Layer, Gated, Layer, Gated))
+
+
 # ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-KINDS = {kind.__name__: kind for kind in (Plain, *Plain.__subclasses__(), UsesSecondResult)}
+NAMED = (*Named.__subclasses__(), OnBothSides)
+ALL = (*(kind for kind in Plain.__subclasses__() if kind is not Named), UsesSecondResult, *NAMED)
+KINDS = {kind.__name__: kind for kind in ALL}
 
 
 class Trained(NamedTuple):
@@ -312,32 +408,39 @@ class Trained(NamedTuple):
 Pairs = dict[str, tuple[Trained, list[Trained]]]
 
 
-def train_all(names: list[str], pipelined: bool) -> dict[str, Trained]:
-    return {name: train(KINDS[name], pipelined) for name in names}
+def train_all(names: list[str], pipelined: bool, folder: str) -> dict[str, Trained]:
+    return {name: train(KINDS[name], pipelined, f"{folder}/{name}") for name in names}
 
 
-def train(kind: type[Plain], pipelined: bool) -> Trained:
+def train(kind: type[Plain], pipelined: bool, path: str) -> Trained:
     pl.seed_everything(3, verbose=False)
     module = kind()
     chosen = {"pipeline_parallel_size": 2, **dict(kind.strategy)} if pipelined else "auto"
     run = trainer(chosen, max_epochs=1, precision="64-true", use_distributed_sampler=False)
     with warnings.catch_warnings(action="ignore", category=PossibleUserWarning):  # of modules in eval mode
         run.fit(module)
+    if pipelined and issubclass(kind, Named):
+        run.save_checkpoint(path)
     metrics = {name: float(value) for name, value in run.callback_metrics.items()}
     return Trained(module.returned, module.kept, metrics, full_state(module))
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest) -> Pairs:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, folder: Path) -> Pairs:
     """Each selected module alone, and on every rank of a pipeline."""
     names = [item.callspec.params["kind"] for item in request.session.items if item.path == request.path]
-    (alone,) = run_ranks(1, train_all, names, False, init_process_group=False)
-    ranks = run_ranks(2, train_all, names, True)
+    (alone,) = run_ranks(1, train_all, names, False, "", init_process_group=False)
+    ranks = run_ranks(2, train_all, names, True, str(folder))
     return {name: (alone[name], [rank[name] for rank in ranks]) for name in names}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_over_two_stages_equals_one_process(kind: str, trained: Pairs) -> None:
+def test_training_over_two_stages_equals_one_process(kind: str, trained: Pairs, folder: Path) -> None:
     alone, ranks = trained[kind]
     state = {name: value for rank in ranks for name, value in rank.state.items()}
     assert len(alone.returned) == (2 if kind == "StopsTraining" else STEPS)
@@ -348,3 +451,7 @@ def test_training_over_two_stages_equals_one_process(kind: str, trained: Pairs) 
         assert rank.metrics == pytest.approx(alone.metrics, rel=0, abs=TOLERANCE)
         assert [name for name, value in rank.state.items() if not torch.equal(value, state[name])] == []
     torch.testing.assert_close(state, alone.state, rtol=0, atol=TOLERANCE)
+    if issubclass(KINDS[kind], Named):
+        module = KINDS[kind]().double()
+        load(folder / kind, {"model": module, "optimizer": module.configure_optimizers()})
+        torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
