@@ -135,10 +135,6 @@ class SwallowsAll(Good):
             return self.before(batch).mean()
 
 
-class Manual(Good):
-    automatic_optimization = False
-
-
 # --- communication ---
 
 
@@ -243,11 +239,6 @@ class SumOfAuxiliary(Good):
         return loss + sum(auxiliary)
 
 
-class ClipsByItself(Good):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-
-
 class LastAuxiliary(SumOfAuxiliary):
     def training_step(self, batch: Any, index: int) -> Any:
         loss = loss_of(self(batch), batch)
@@ -269,11 +260,6 @@ class ListOfAuxiliary(Good):
         for layer in self.layers:
             x = layer(x, auxiliary)
         return loss_of(self.after(x), batch) + torch.stack(auxiliary).sum()
-
-
-class Penalty(Good):
-    def training_step(self, batch: Any, index: int) -> Any:
-        return super().training_step(batch, index) + 1e-2 * sum(p.abs().sum() for p in self.parameters())
 
 
 class LogsBefore(Good):
@@ -374,22 +360,6 @@ class Scale(nn.Module):
 class BatchNorm(Good):
     def layer(self) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(LENGTH), Layer())
-
-
-class MovingAverage(Good):
-    class Centers(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                with torch.no_grad():
-                    self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-            return super().forward(x) - self.mean
-
-    def layer(self) -> nn.Module:
-        return self.Centers()
 
 
 class Metered(Good):
@@ -495,13 +465,6 @@ class NoLayers(Good):
         self.layers = None  # type: ignore[assignment]
 
 
-class Hooked(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        hooked: Any = self.layers[2]
-        hooked.linear.register_forward_hook(print)
-
-
 class Compiled(Good):
     def __init__(self) -> None:
         super().__init__()
@@ -531,11 +494,6 @@ class Routers(Good):
     def __init__(self) -> None:
         super().__init__()
         self.config = type("Config", (), {"output_router_logits": True})()
-
-
-class WholeGradient(Good):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
 
 
 # --- outside of steps, and failures of the user's own ---
@@ -633,18 +591,6 @@ class Cut(Good):
     cut_layer: Any = Layer
 
 
-class CountingLayer(Layer):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) / self.calls
-
-
-class Counting(Cut):
-    cut_layer = CountingLayer
-
-
 class AveragingLayer(Layer):
     """Adds a little of a moving average of activations, which is no buffer."""
 
@@ -680,32 +626,6 @@ class TimeFirst(Good):
         return x
 
 
-class CountsSamples(Good):
-    """What it keeps of a batch takes part in the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = iter(range(100))
-
-    def before(self, tokens: Tensor) -> Tensor:
-        return super().before(tokens) * (1 + next(self.words))
-
-
-class Watching(Good):
-    def before(self, tokens: Tensor) -> Tensor:
-        x = super().before(tokens)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient.clamp(-1, 1))
-        return x
-
-
-class Retaining(Good):
-    def after(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.retain_grad()
-        return super().after(x)
-
-
 class ParameterGradient(Good):
     """With respect to a parameter, of a loss that begins with it."""
 
@@ -713,13 +633,6 @@ class ParameterGradient(Good):
         loss = super().training_step(batch, index)
         (slope,) = torch.autograd.grad(loss, self.layers[3].linear.weight, create_graph=True)
         return loss + slope.square().sum()
-
-
-class InputGradient(Good):
-    def training_step(self, batch: Any, index: int) -> Any:
-        x = self.before(batch).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.after(self.trunk(x)).sum(), x, create_graph=True)
-        return slope.square().sum()
 
 
 class Mapped(Good):
@@ -750,7 +663,6 @@ NO_VALUE = ("needs the value of embed.weight", "doesn't have", "move it into a l
 DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs")
 MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
-STATE = ("a buffer that training changes in a layer", "pipeline_microbatches=1")
 REMEMBER = ("is to remember embed.weight", "after the layers")
 BATCHES = "pipeline_microbatches=1"
 @dataclass(frozen=True)
@@ -778,7 +690,6 @@ CASES = {
     "skips a layer": Case(Skips, ("layers.3 was called before layers.2", *ORDER)),
     "returns inside": Case(ReturnsInside, ("returned after 2 of the 4 layers", "before layers.2")),
     "swallows all": Case(SwallowsAll, ("returned after", "must call every layer once")),
-    "manual": Case(Manual, ("Manual optimizes manually", "pipeline_parallel_size=1")),
     "all_reduce": Case(Reduces, ("all_reduce", *COLLECTIVE)),
     "barrier": Case(Waits, ("barrier", *COLLECTIVE)),
     "all_gather with gradients": Case(Gathers, ("all_gather", *COLLECTIVE)),
@@ -796,9 +707,7 @@ CASES = {
     "object between the layers": Case(PassesObjects, ("in tuples, lists, dicts", "not in objects of other classes")),
     "sum of auxiliary losses": Case(SumOfAuxiliary, ("what the step returns depends on", *UNKNOWN)),
     "auxiliary loss of the last layer": Case(LastAuxiliary, ("depends on layers.3.auxiliary of the whole batch",)),
-    "clips by itself": Case(ClipsByItself, ("a norm over all of them", "self.clip_gradients")),
     "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to a list or dict", "return what is needed")),
-    "penalty on all weights": Case(Penalty, ("what the step returns depends on embed.weight", *UNKNOWN)),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
     "buffer before the layers": Case(
@@ -809,7 +718,6 @@ CASES = {
     "noise": Case(Noise, ("training_step draws random numbers", MEANS, "microbatches=1")),
     "noise between the last layers": Case(LateNoise, ("training_step draws random numbers", MEANS, "microbatches=1")),
     "noise of its own": Case(OwnNoise, ("training_step draws random numbers", MEANS, "microbatches=1")),
-    "moving average": Case(MovingAverage, STATE),
     "metric of steps, 1f1b": Case(
         Metered, ("logs the metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B
     ),
@@ -820,7 +728,6 @@ CASES = {
     "other length": Case(RankLength, DIFFERENT),
     "no layers": Case(NoLayers, ("NoLayers has no list of layers", "pipeline_layers=["), kinds=("TopologyError",)),
     "wrong split": Case(Good, ("pipeline_split", "'half'"), {"pipeline_split": "half"}, kinds=("TopologyError",)),
-    "hooked layer": Case(Hooked, ("layers.2.linear has a forward hook", "Remove it")),
     "compiled in place": Case(
         CompiledInPlace, ("net is compiled as a whole", "Compile the layers"), {"pipeline_layers": ["net.layers.*"]}
     ),
@@ -833,7 +740,6 @@ CASES = {
         },
     ),
     "shards itself": Case(ShardsItself, ("ShardsItself shards itself in configure_model", "fsdp_units")),
-    "optimizer of the whole gradient": Case(WholeGradient, ("LBFGS looks at all parameters at once",)),
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
     "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
     "last layer breaks": Case(LastLayerBreaks, ("in a layer",), kinds=OWN),
@@ -845,20 +751,11 @@ CASES = {
     "returns what cannot be pickled": Case(ReturnsLambda, ("cannot be pickled", "lambda"), run="validate"),
     "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'pipeline_schedule="gpipe"'), ONE_F_ONE_B),
     "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
-    "counts in a layer": Case(Counting, ("layers.0.calls is an attribute that changes with every call", BATCHES)),
     "moving average in an attribute": Case(Averaging, ("layers.0.mean of another microbatch",)),
     "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
     "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
     "centers the batch, interleaved": Case(Centering, ("than of the whole", "layers.3 differs"), INTERLEAVED),
     "time first": Case(TimeFirst, ("than of the whole", "the first dim of the batch's tensors must be the samples")),
-    "iterator before the layers": Case(
-        CountsSamples, ("words of CountsSamples, an iterator or a file", "CombinedLoader")
-    ),
-    "watches an activation": Case(Watching, ("registers the hook Watching.before", "on a tensor of shape")),
-    "retains a gradient": Case(Retaining, ("calls retain_grad of a tensor of shape", "pipeline_parallel_size=1")),
-    "gradient with respect to an input": Case(
-        InputGradient, ("torch.autograd.grad needs the value of", "doesn't have")
-    ),
     "gradient with respect to a parameter": Case(
         ParameterGradient, ("finds no way through the layers", "pipeline_parallel_size=1")
     ),

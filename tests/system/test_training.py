@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
@@ -118,15 +116,12 @@ def train_in_precision(precision: str, tensor: int) -> tuple[float, set[torch.dt
     return float(trainer.callback_metrics["val"]), {p.dtype for p in module.parameters()}, values.norm().item()
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype", "tolerance"),
-    [("bf16-mixed", "float32", 2e-3), pytest.param("bf16-true", "bfloat16", 2e-2, marks=pytest.mark.slow)],
-)
-def test_bfloat16_trains_the_same_up_to_its_rounding(precision: str, dtype: str, tolerance: float) -> None:
+def test_bfloat16_trains_the_same_up_to_its_rounding() -> None:
+    precision, tolerance = "bf16-mixed", 2e-3
     (alone,) = run_ranks(1, train_in_precision, precision, 1)
     ranks = run_ranks(2, train_in_precision, precision, 2)
     assert all(rank == ranks[0] for rank in ranks)
-    assert ranks[0][1] == {getattr(torch, dtype)}
+    assert ranks[0][1] == {torch.float32}
     assert ranks[0][0] == pytest.approx(alone[0], rel=tolerance)
     assert ranks[0][2] == pytest.approx(alone[2], rel=tolerance)
 
@@ -230,74 +225,6 @@ def run_stages() -> None:
 @pytest.mark.slow
 def test_stages_and_trainers_share_a_module() -> None:
     run_ranks(2, run_stages)
-
-
-class Gan(pl.LightningModule):
-    """Manual optimization with two optimizers and two forwards in one step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(
-            nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4)
-        )
-        self.judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def losses(self, z: Tensor, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        return (
-            lambda: -self.judge(self.generator(z)).mean(),
-            lambda: self.judge(self.generator(z).detach()).mean() - self.judge(x).tanh().mean(),
-        )
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        """As in Lightning's documentation: what the first backward left on the judge would be added to the second."""
-        for optimizer, loss in zip(self.optimizers(), self.losses(*batch), strict=True):  # type: ignore[arg-type]
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(loss())
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
-        return [
-            torch.optim.Adam(self.generator.parameters(), lr=0.01),
-            torch.optim.SGD(self.judge.parameters(), lr=0.01, momentum=0.9),
-        ]
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        place = self.trainer.strategy.distributed_sampler_kwargs
-        sampler: DistributedSampler[Any] = DistributedSampler(noise(), shuffle=False, **place)
-        return DataLoader(noise(), batch_size=12 // place["num_replicas"], sampler=sampler)
-
-
-def noise() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(*(torch.randn(36, n, generator=generator, dtype=torch.float64) for n in (3, 4)))
-
-
-def train_gan() -> State:
-    pl.seed_everything(1, verbose=False)
-    module = Gan()
-    fit(module, ShardedStrategy())
-    return full_state(module)
-
-
-def train_gan_in_plain_torch() -> State:
-    pl.seed_everything(1, verbose=False)
-    module = Gan().double()
-    optimizers = module.configure_optimizers()
-    for batch in DataLoader(noise(), batch_size=12):
-        for optimizer, loss in zip(optimizers, module.losses(*batch), strict=True):
-            module.zero_grad()
-            loss().backward()
-            optimizer.step()
-    return dict(module.state_dict())
-
-
-def test_manual_optimization_equals_plain_torch() -> None:
-    (expected,) = run_ranks(1, train_gan_in_plain_torch)
-    for got in run_ranks(2, train_gan):
-        assert_close(got, expected)
 
 
 class Normed(nn.Module):
@@ -552,32 +479,8 @@ CONFIG: dict[str, Any] = {
         "strategy": {
             "class_path": "lightning_shardckpt.ShardedStrategy",
             "init_args": {
-                "data_parallel_shard_size": "auto",
-                "data_parallel_replicate_size": 1,
                 "tensor_parallel_size": 2,
-                "pipeline_parallel_size": 1,
-                "pipeline_layers": ["net.blocks.*"],
-                "pipeline_split": ["net.blocks.1"],
-                "pipeline_modules": {"net.head": "last"},
-                "pipeline_schedule": "looped_bfs",
-                "pipeline_microbatches": 3,
-                "pipeline_loss": "microbatch",
-                "pipeline_stages_per_rank": 2,
                 "tensor_parallel_plan": {"net.up": "colwise", "net.down": "rowwise"},
-                "fsdp_units": ["Embedding"],
-                "reshard_after_forward": False,
-                "activation_checkpointing": ["Embedding"],
-                "cpu_offload": True,
-                "fsdp_engine": "exact",
-                "reduce_dtype": None,
-                "pretrained": None,
-                "pretrained_key_mapping": None,
-                "pretrained_strict": False,
-                "defer_init": False,
-                "accumulate_unsharded": False,
-                "timeout_s": 60.0,
-                "checkpoint_timeout_s": 30.5,
-                "process_group_backend": "gloo",
             },
         },
     },
@@ -595,7 +498,7 @@ class FromConfig(Module):
     configure_optimizers = pl.LightningModule.configure_optimizers  # type: ignore[assignment]
 
 
-def run_cli() -> tuple[dict[str, Any], bool, int]:
+def run_cli() -> tuple[bool, int]:
     sys.argv = ["train.py"]  # the CLI warns about arguments beside its own
     os.environ["PL_GLOBAL_SEED"] = "1"  # … and about a missing seed
     os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning 2.6 uses a deprecated method
@@ -606,22 +509,16 @@ def run_cli() -> tuple[dict[str, Any], bool, int]:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    start = partial(LightningCLI, FromConfig, save_config_callback=None, trainer_defaults=defaults)
-    printed = StringIO()
-    with redirect_stdout(printed), pytest.raises(SystemExit):
-        start(args=["fit", "--config", "config.yaml", "--print_config"])
-    cli = start(args=["fit", "--config", "config.yaml"])
+    args = ["fit", "--config", "config.yaml"]
+    cli = LightningCLI(FromConfig, save_config_callback=None, trainer_defaults=defaults, args=args)
     live = set(cli.model.parameters())
     (optimizer,) = cli.trainer.optimizers
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return yaml.safe_load(printed.getvalue())["trainer"]["strategy"], held == live, len(optimizer.state)
+    return held == live, len(optimizer.state)
 
 
-def test_lightning_cli_takes_and_prints_every_argument() -> None:
-    for strategy, trained, states in run_ranks(2, run_cli):
-        assert strategy["init_args"] == CONFIG["trainer"]["strategy"]["init_args"]
-        assert trained
-        assert states == 9
+def test_an_optimizer_that_lightning_cli_builds_steps_the_sharded_parameters() -> None:
+    assert run_ranks(2, run_cli) == [(True, 9)] * 2
 
 
 SCRIPT = """

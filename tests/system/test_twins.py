@@ -29,15 +29,13 @@ from tests.sweeps.twins.run import (
 TOGETHER = 24  # so many cases run in the same processes, one after the other
 # The suite runs one of so many cases, on each topology beginning with another one, so that together they have many;
 # `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
-ONE_OF = {"one": 16, "fsdp2": 12, "replicas": 24, "tp2": 24, "pp2": 12, "hsdp": 48, "fsdp2 x tp2": 48}
+ONE_OF = {"one": 24, "fsdp2": 24, "replicas": 48, "tp2": 48, "pp2": 24, "hsdp": 96, "fsdp2 x tp2": 96}
 ONE_RESUMED_OF = 24
-# Of these, every second one runs only with --sweeps, from the first or the second on, but for those of GUARDED.
-SWEPT_FROM = {"fsdp2": 1, "pp2": 0, "pp2 x fsdp2": 1, "pp2 x replicas": 0}
 
 GUARDED = {
     "fsdp2": (
         *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
-        *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate"),
+        *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate", "GanToggled"),
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule"),
@@ -95,7 +93,7 @@ NOT_IN_PIPELINES = (
     *("EditsAfterAccumulation", "WatchesActivations"),
 )
 """All others that optimize automatically train in pipelines."""
-CROSSED = ["GroupsByLayer", "GroupsParametersEarly", "CountsByItself"]
+CROSSED = {"pp2 x fsdp2": ["GroupsByLayer", "CountsByItself"], "pp2 x replicas": ["GroupsParametersEarly"]}
 """Cases that run in pipelines with another axis."""
 
 
@@ -112,10 +110,8 @@ RESUMED = [
 
 @cache
 def _chosen(topology: str) -> list[str]:
-    if topology in ("fsdp2 by torch", "fsdp2 exact"):
-        return []
     if topology not in ONE_OF:
-        return CROSSED
+        return CROSSED.get(topology, [])
     every, guarded = ONE_OF[topology], list(GUARDED.get(topology, ()))
     cases = {name: case for name, case in CASES.items() if not is_swept(case)}
     if topology == "pp2":
@@ -127,28 +123,13 @@ def _chosen(topology: str) -> list[str]:
     return names[list(TOPOLOGIES).index(topology) % every :: every] + guarded
 
 
-@cache
-def _drawn(topology: str, swept: bool) -> list[str]:
-    """The chosen ones that run without --sweeps, or the others."""
-    names, guarded = _chosen(topology), GUARDED.get(topology, ())
-    left = [name for name in names if name not in guarded][SWEPT_FROM[topology] :: 2] if topology in SWEPT_FROM else []
-    return left if swept else [name for name in names if name not in left]
-
-
 def _parts(names: list[str]) -> Iterator[tuple[str, ...]]:
     return (tuple(names[start : start + TOGETHER]) for start in range(0, len(names), TOGETHER))
 
 
-@cache
-def _twinned() -> list[tuple[str, ...]]:
-    """The cases of all topologies, each once, in parts whose twins are trained together."""
-    suite = [name for name in CASES if any(name in _drawn(topology, False) for topology in TOPOLOGIES)]
-    rest = [name for name in CASES if any(name in _drawn(topology, True) for topology in TOPOLOGIES)]
-    return [*_parts(suite), *_parts([name for name in rest if name not in suite])]
-
-
 def _expected(name: str) -> Found:
-    (names,) = (part for part in _twinned() if name in part)
+    chosen = [name for name in CASES if any(name in _chosen(topology) for topology in TOPOLOGIES)]
+    (names,) = (part for part in _parts(chosen) if name in part)
     return _twins(names)[name]
 
 
@@ -167,10 +148,9 @@ def _found(topology: str, names: tuple[str, ...]) -> list[dict[str, Found]]:
 @pytest.mark.parametrize(
     ("topology", "names", "name"),
     [
-        pytest.param(topology, names, name, id=f"{topology}-{name}", marks=[pytest.mark.sweep] if swept else [])
+        pytest.param(topology, names, name, id=f"{topology}-{name}")
         for topology in TOPOLOGIES
-        for swept in (False, True)
-        for names in _parts(_drawn(topology, swept))
+        for names in _parts(_chosen(topology))
         for name in names
     ],
 )
@@ -194,30 +174,35 @@ REFUSED = [
     *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items() if name in CASES),  # Lightning 2.5 lacks one
 ]
 BY_TORCH = [("fsdp2 by torch", name, case.exact) for name, case in CASES.items() if case.exact]
-LIKE_OTHERS = [
-    *(("tp2", name) for name in ("Maml", "PenaltyOnGradients", "ReparametrizedByHooks")),
-    ("pp2", "IsWatched"),
-]
-"""Of every second one that the suite has, those that are refused for the same reason as another one of it."""
 REFUSALS = "(TopologyError|UnsupportedCodeError)"
-SUITE = [one for one in REFUSED[::2] if one[:2] not in LIKE_OTHERS]
+IN_PIPELINES = (
+    *("ClipsByNorm", "ClampsInStep", "IsPositive", "ConfiguresClipping", "Lbfgs", "Reparametrized", "LogsGradients"),
+    *("DecidesByValues", "PenalizesInBackward", "PenalizesWeights", "HooksInStep", "WatchesModules", "Diffusion"),
+    *("KeepsShadowInBuffers", "TakesFromAnIterator", "CountsInLayers", "TwoViewsInARow", "ScalesActivations"),
+    *("RetainsGradients", "PenalizesInputGradients", "FollowsByTorch"),
+)
+"""One for each reason for which pipelines refuse; test_pipeline_refusals has the other reasons."""
+NAMED = [
+    ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
+    ("fsdp2 by torch", "KeepsAView", "the module net.head keeps a view of a parameter"),
+    *(one for one in BY_TORCH if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
+    ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
+    ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
+    ("pp2", "Adan", "Adan does something else to a parameter if others are missing"),
+    ("pp2", "NormalizesByAllRanks", "is a buffer that a step changes before the layers of a pipeline"),
+    ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
+    ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),
+    *(("pp2", name, REFUSED_IN_PIPELINES[name]) for name in IN_PIPELINES),
+    *[one for one in REFUSED if one[0] != "pp2" and one[1] not in ("Maml", "PenaltyOnGradients", "CompiledNet")][::2],
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "name", "said"),
     [
-        ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
-        ("fsdp2 by torch", "KeepsAView", "the module net.head keeps a view of a parameter"),
-        *(one for one in BY_TORCH if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
-        ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
-        ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
-        ("pp2", "Adan", "Adan does something else to a parameter if others are missing"),
-        ("pp2", "NormalizesByAllRanks", "is a buffer that a step changes before the layers of a pipeline"),
-        ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
-        ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),
-        *SUITE,
-        *(pytest.param(*one, marks=pytest.mark.sweep) for one in [*REFUSED, *BY_TORCH] if one not in SUITE),
+        *NAMED,
+        *(pytest.param(*one, marks=pytest.mark.sweep) for one in [*REFUSED, *BY_TORCH] if one not in NAMED),
     ],
 )
 def test_code_that_cannot_train_so_is_refused_by_name(topology: str, name: str, said: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -181,20 +179,6 @@ def test_gradients_of_any_order_are_those_of_the_mean_loss() -> None:
     for first, second in run_ranks(2, under_fsdp, differentiate_twice):
         assert first < 1e-12
         assert second < 1e-12
-
-
-def test_lightning_knows_the_strategy_by_name_after_an_import_of_the_package() -> None:
-    code = """
-import sys
-import lightning_shardckpt
-assert not {"torch", "lightning"} & set(sys.modules)
-import lightning
-options = {"accelerator": "cpu", "devices": 1, "strategy": "sharded"}
-for found in (lightning.Trainer(logger=False, **options), lightning.Fabric(**options)):
-    print(type(found.strategy).__name__)
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert found.stdout.split()[-2:] == ["ShardedStrategy"] * 2, found.stderr
 
 
 def train_with_batch_norm() -> None:
