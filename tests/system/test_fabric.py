@@ -97,12 +97,6 @@ TWO: list[tuple[Case, str, dict[str, Any]]] = [
     (Case("llama", clip=0.05), "before", {"tensor_parallel_size": 2}),
     (Case(), "before", {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 1}),
 ]
-FOUR: list[tuple[Case, str, dict[str, Any]]] = [
-    (HARD, "before", TENSOR),
-    (HARD, "after", {"data_parallel_replicate_size": 2}),
-]
-
-
 def train_all(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [train(case, order, **options) for case, order, options in ways]
 
@@ -116,8 +110,6 @@ def twins(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[nets.Trained]:
     [
         pytest.param(1, TWO[:1], id="1"),
         pytest.param(2, TWO[1:], id="2", marks=pytest.mark.slow),
-        pytest.param(2, TWO[:1], id="2, plain", marks=[pytest.mark.slow, pytest.mark.sweep]),
-        pytest.param(4, FOUR, id="4", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )
 def test_a_script_trains_as_plain_torch_does_in_one_process(
@@ -181,18 +173,8 @@ TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ways",
-    [
-        pytest.param([("32-true", FSDP2), ("bf16-mixed", FSDP2), ("bf16-true", TP2)], id="each"),
-        pytest.param(
-            [("bf16-true", FSDP2), ("32-true", TP2), ("bf16-mixed", TP2)], id="the rest", marks=pytest.mark.sweep
-        ),
-    ],
-)
-def test_precisions_train_the_same_up_to_their_rounding(
-    ways: list[tuple[str, dict[str, Any]]], in_one_process: dict[str, Any]
-) -> None:
+def test_precisions_train_the_same_up_to_their_rounding(in_one_process: dict[str, Any]) -> None:
+    ways: list[tuple[str, dict[str, Any]]] = [("32-true", FSDP2), ("bf16-mixed", FSDP2), ("bf16-true", TP2)]
     for rank in run_ranks(2, train_in_each, ways):
         for (precision, _), got in zip(ways, rank, strict=True):
             (dtype, tolerance), alone = PRECISIONS[precision], in_one_process[precision]

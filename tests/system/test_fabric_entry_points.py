@@ -163,14 +163,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "world"),
-    [
-        *((1, 2), (2, 1)),
-        *(pytest.param(same, same, marks=pytest.mark.sweep) for same in (1, 2)),
-    ],
-    indirect=["saved"],
-)
+@pytest.mark.parametrize(("saved", "world"), [(1, 2), (2, 1)], indirect=["saved"])
 @pytest.mark.parametrize("saved_by", DOORS)
 def test_what_any_door_saved_loads_through_every_door(saved: Path, saved_by: str, world: int, tmp_path: Path) -> None:
     """A directory is nothing for plain Fabric, which reads the file that ``consolidate`` makes of it."""

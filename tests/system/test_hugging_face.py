@@ -55,10 +55,8 @@ def train(kind: str, strategy: Any, save: str | None, resume: str | None) -> dic
 @pytest.mark.parametrize(
     ("kind", "world", "strategy", "to_world", "to"),
     [
-        pytest.param("llama", 4, TP, 3, {}, marks=pytest.mark.slow),
-        pytest.param("llama-tied", 2, TP, 2, {}, marks=[pytest.mark.slow, pytest.mark.sweep]),
+        pytest.param("llama-tied", 4, TP, 3, {}, marks=pytest.mark.slow),
         ("qwen3", 2, {}, 4, TP),
-        pytest.param("gpt2", 3, {}, 2, {}, marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )
 def test_reshard(kind: str, world: int, strategy: Any, to_world: int, to: Any, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,45 +28,29 @@ def expected() -> dict[Case, Any]:
     return dict(zip(cases, run_ranks(1, twins, cases)[0], strict=True))
 
 
-# By the number of ranks; what is called "more" combines what others show.
-WAYS: dict[int, dict[str, tuple[dict[str, Any], list[Case]]]] = {
-    2: {
-        "fsdp2": ({}, [DORA]),
-        "fsdp2, more": ({}, [LORA]),
-        "tp2": (TP, [LORA, QWEN3]),
-        "pp2": (PP, [LORA]),
-        "pp2, more": (PP, [DORA]),
-    },
-    4: {"fsdp2 x tp2, more": (TP, [LORA])},
+WAYS: dict[str, tuple[dict[str, Any], list[Case]]] = {
+    "fsdp2": ({}, [DORA]),
+    "tp2": (TP, [LORA, QWEN3]),
+    "pp2": (PP, [LORA]),
 }
 
 
-def train_ways(ways: dict[str, tuple[dict[str, Any], list[Case]]]) -> dict[str, list[Any]]:
-    return {name: train_all(cases, sizes) for name, (sizes, cases) in ways.items()}
+def train_ways(names: list[str]) -> dict[str, list[Any]]:
+    return {name: train_all(WAYS[name][1], WAYS[name][0]) for name in names}
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest) -> Callable[[int], list[dict[str, list[Any]]]]:
-    """What each of so many ranks saw of all selected ways to train, one after another."""
+def trained(request: pytest.FixtureRequest) -> list[dict[str, list[Any]]]:
+    """What each of two ranks saw of all selected ways to train, one after another."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = {item.callspec.params.get("way") for item in items}
-    return cache(lambda n: run_ranks(n, train_ways, {name: way for name, way in WAYS[n].items() if name in names}))
+    return run_ranks(2, train_ways, [item.callspec.params["way"] for item in items])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "way"),
-    [
-        pytest.param(n, way, id=way, marks=[pytest.mark.sweep] * way.endswith(", more"))
-        for n in WAYS
-        for way in WAYS[n]
-    ],
-)
-def test_training_equals_plain_torch(
-    world: int, way: str, trained: Callable[[int], list[dict[str, list[Any]]]], expected: dict[Case, Any]
-) -> None:
-    ranks = [rank[way] for rank in trained(world)]
-    for index, case in enumerate(WAYS[world][way][1]):
+@pytest.mark.parametrize("way", WAYS)
+def test_training_equals_plain_torch(way: str, trained: list[dict[str, list[Any]]], expected: dict[Case, Any]) -> None:
+    ranks = [rank[way] for rank in trained]
+    for index, case in enumerate(WAYS[way][1]):
         alone = expected[case]
         names = set[str]()
         for got in (rank[index] for rank in ranks):

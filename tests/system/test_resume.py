@@ -42,7 +42,6 @@ def straight_and_resumed(
 # By the number of ranks: strategy, steps, where the run stops, model, data.
 RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
     4: {
-        "fsdp4 in the middle of an epoch": ({}, 6, 3, {}, {}),
         "fsdp2 x tp2, layers built in configure_model": (TP2, 4, 2, {"build_late": True}, {}),
         "pp2 x fsdp2 in the second epoch": (PP2, 6, 4, {"optimizer": "momentum"}, {"count": 12}),
         "pp2 x tp2": ({**PP2, **TP2}, 4, 2, {"build_late": True}, {"workers": 2}),
@@ -51,13 +50,9 @@ RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
         "in the second epoch": ({}, 6, 4, {}, {"count": 12}),
         "at the end of an epoch": ({}, 5, 3, {}, {"count": 12}),
         "with worker processes": ({}, 4, 2, {}, {"workers": 2}),
-        "pp2": (PP2, 6, 3, {}, {}),
     },
     1: {"one process, random sampler": ({}, 6, 3, {"optimizer": "momentum"}, {"count": 20})},
 }
-
-SWEPT = ("fsdp4 in the middle of an epoch", "pp2")  # what others combine
-
 
 Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
 
@@ -79,12 +74,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        pytest.param(
-            world,
-            name,
-            id=name,
-            marks=[pytest.mark.sweep] if name in SWEPT else [pytest.mark.slow] if world == 4 else [],
-        )
+        pytest.param(world, name, id=name, marks=[pytest.mark.slow] if world == 4 else [])
         for world in RUNS
         for name in RUNS[world]
     ],
@@ -279,11 +269,6 @@ def each_counted(directory: str, runs: list[tuple[type[tiny.TinyLM], int]]) -> l
     [
         pytest.param(1, [(kind, stop) for kind in (tiny.TinyLM, Estimating) for stop in (4, 2)], id="1"),
         pytest.param(2, [(Estimating, 2)], id="2", marks=pytest.mark.slow),
-        pytest.param(
-            *(2, [(tiny.TinyLM, 4), (tiny.TinyLM, 2), (Estimating, 4)]),
-            id="2, more",
-            marks=[pytest.mark.slow, pytest.mark.sweep],
-        ),
     ],
 )
 def test_no_batch_of_a_stream_is_lost_by_a_resume(

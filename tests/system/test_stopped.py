@@ -179,35 +179,19 @@ ROWS: dict[int, list[Row]] = {
         ("max_steps@6", "after", {}, EACH),
         ("max_time@3", "after", {}, EACH),
         ("SIGTERM@3", "after", {}, {}),
-        ("max_steps@4", "after", IN_WORKERS, EACH),
-        ("max_steps@4", "epoch end", {}, EACH),
-        ("max_steps@6", "epoch end", IN_WORKERS, {}),
-        ("max_epochs@1", "after", {}, EACH),
+        ("should_stop@3", "epoch end", {}, EACH),
         ("max_epochs@2", "epoch end", IN_WORKERS, {}),
-        ("max_time@9", "after", IN_WORKERS, {}),
-        ("should_stop@3", "epoch end", IN_WORKERS, EACH),
-        ("should_stop@4", "after", {}, EACH),
-        ("SIGTERM@4", "after", IN_WORKERS, EACH),
-        ("SIGTERM@6", "after", {}, {}),
-        ("max_steps@4", "after", {}, {"limit_train_batches": 5, "before": {"limit_train_batches": 6}}),
-        ("max_steps@4", "after", IN_WORKERS, {"before": {"limit_train_batches": 5}}),
     ],
     2: [
         ("max_steps@4", "after", {}, EACH),
         ("max_time@9", "epoch end", {}, {}),
-        ("max_steps@9", "after", IN_WORKERS, {}),
-        ("max_steps@6", "epoch end", {}, EACH),
-        ("max_epochs@1", "after", IN_WORKERS, {}),
-        ("max_time@3", "after", IN_WORKERS, EACH),
-        ("SIGTERM@3", "after", IN_WORKERS, {}),
         ("SIGTERM@6", "after", {}, EACH),
-        ("max_steps@4", "after", {}, {"limit_train_batches": 5, "before": {"limit_train_batches": 6}}),
     ],
 }
-FAST = {1: 5, 2: 2}
+FAST = {1: 3, 2: 1}
 CASES = [
     pytest.param(world, n, id=f"{world}: {kind}, {saver}, {'workers' if data else 'no worker'}, {', '.join(options)}",
-                 marks=[] if n < FAST[world] else [pytest.mark.slow, *([pytest.mark.sweep] if n % 3 else [])])
+                 marks=[] if n < FAST[world] else [pytest.mark.slow])
     for world, rows in ROWS.items()
     for n, (kind, saver, data, options) in enumerate(rows)
 ]  # fmt: skip

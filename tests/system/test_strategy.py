@@ -15,7 +15,6 @@ from tests.support.pool import run_ranks
 # Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
 TOLERANCE = 1e-12
 
-NET = Case()
 LATE = Case(late=True)
 TIED = Case("tied net", late=True)
 CLIPPED = Case(clip=0.05)
@@ -25,7 +24,7 @@ TIED_LLAMA = Case("tied llama", clip=0.05)
 QWEN3 = Case("qwen3", accumulate=2)
 QWEN3_UNHELD = Case("qwen3", accumulate=2, strategy=(("accumulate_unsharded", False),))
 GPT2 = Case("gpt2", late=True)
-EVERY_CASE = [NET, LATE, TIED, CLIPPED, ACCUMULATED, LLAMA, TIED_LLAMA, QWEN3, QWEN3_UNHELD, GPT2]
+EVERY_CASE = [LATE, TIED, CLIPPED, ACCUMULATED, LLAMA, TIED_LLAMA, QWEN3, QWEN3_UNHELD, GPT2]
 TP = {"tensor_parallel_size": 2}
 
 
@@ -67,29 +66,12 @@ def expected() -> dict[Case, Trained]:
 @pytest.mark.parametrize(
     ("world", "sizes", "cases"),
     [
-        pytest.param(1, {}, [NET, ACCUMULATED, QWEN3, GPT2], id="one process"),
-        pytest.param(2, {}, [NET, TIED, ACCUMULATED, LLAMA, GPT2], id="fsdp2", marks=pytest.mark.slow),
+        pytest.param(1, {}, [ACCUMULATED, QWEN3], id="one process"),
+        pytest.param(2, {}, [CLIPPED, LATE, LLAMA, GPT2], id="fsdp2", marks=pytest.mark.slow),
         pytest.param(3, {}, [TIED], id="fsdp3 uneven", marks=pytest.mark.slow),
-        pytest.param(3, {}, [ACCUMULATED], id="fsdp3 uneven, more", marks=[pytest.mark.slow, pytest.mark.sweep]),
-        pytest.param(
-            4, {"reshard_after_forward": False}, [CLIPPED], id="fsdp4", marks=[pytest.mark.slow, pytest.mark.sweep]
-        ),
         pytest.param(2, {"data_parallel_replicate_size": 2}, [ACCUMULATED], id="replicate2"),
-        pytest.param(
-            *(4, {"data_parallel_replicate_size": 2}, [LATE, ACCUMULATED]),
-            id="hsdp 2x2",
-            marks=[pytest.mark.slow, pytest.mark.sweep],
-        ),
-        pytest.param(2, TP, [QWEN3], id="tp2", marks=pytest.mark.slow),
-        pytest.param(
-            *(2, TP, [LATE, TIED, ACCUMULATED, TIED_LLAMA, QWEN3_UNHELD]),
-            id="tp2, more",
-            marks=[pytest.mark.slow, pytest.mark.sweep],
-        ),
+        pytest.param(2, TP, [QWEN3_UNHELD, TIED_LLAMA], id="tp2", marks=pytest.mark.slow),
         pytest.param(4, TP, [TIED], id="fsdp2 x tp2", marks=pytest.mark.slow),
-        pytest.param(
-            4, TP, [ACCUMULATED, LLAMA, QWEN3], id="fsdp2 x tp2, more", marks=[pytest.mark.slow, pytest.mark.sweep]
-        ),
     ],
 )
 def test_training_equals_plain_torch(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.checksum import checksum
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -88,93 +87,31 @@ def test_path_that_is_no_checkpoint(tmp_path: Path, saved: str) -> None:
 
 # ── damage: a change of a checkpoint, and the error that it must be ───────────────────────────────────────────────
 
-SHARD = "model-dist-00000-shard-00001.safetensors"
-Change = Callable[[Path, Path], None]
-"""Of the checkpoint at the first path; another save of the same state is at the second."""
+SHARD, OTHER = (f"model-dist-0000{rank}-shard-00001.safetensors" for rank in range(2))
 
 
-def flip(name: str) -> Change:
-    def change(path: Path, other: Path) -> None:
-        content = bytearray((path / name).read_bytes())
-        content[-9] ^= 0x10
-        (path / name).write_bytes(content)
-
-    return change
+def flip(path: Path, name: str) -> None:
+    content = bytearray((path / name).read_bytes())
+    content[-9] ^= 0x10
+    (path / name).write_bytes(content)
 
 
-def cut_short(path: Path, other: Path) -> None:
-    os.truncate(path / SHARD, 100)
-
-
-def remove(path: Path, other: Path) -> None:
-    (path / SHARD).unlink()
-
-
-def take_from_another_save(path: Path, other: Path) -> None:
-    shutil.copy(other / SHARD, path / SHARD)
-
-
-def resealed(edit: Callable[[dict[str, Any]], None]) -> Change:
-    """Edit the root index as someone would who knows the format."""
-
-    def change(path: Path, other: Path) -> None:
-        index = path / "checkpoint.index.json"
-        root = json.loads(index.read_text())
-        del root["checksum"]
-        edit(root)
-        body = json.dumps(root).encode()[1:]
-        index.write_bytes(b'{"checksum":"' + checksum(body).encode() + b'",\n' + body)
-
-    return change
-
-
-def drop_a_holder(root: dict[str, Any]) -> None:
-    for layout in root["layouts"]:
-        layout["holders"] = [[0, 1]]
-
-
-def become_newer(root: dict[str, Any]) -> None:
-    root["version"] = 99
-
-
-FLIPPED: dict[str, tuple[str, ...]] = {
-    "model-dist-00001-shard-00001.safetensors": ("written by rank 1",),
-    "optimizer-dist-00000-shard-00001.safetensors": ("written by rank 0",),
-    "optimizer-meta-dist-00001.index.json": (),
-    "optimizer-state-dist-00000.json": (),
-    "trainer-state.json": (),
-    "checkpoint.index.json": ("damaged",),
+DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "a shard": (partial(flip, name=OTHER), (OTHER, "written by rank 1")),
+    "a document": (partial(flip, name="trainer-state.json"), ("trainer-state.json",)),
+    "missing": (lambda path: (path / SHARD).unlink(), (SHARD, "missing")),
 }
-DAMAGES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
-    **{name: (flip(name), "CorruptionError", (name, *words)) for name, words in FLIPPED.items()},
-    "truncated": (cut_short, "CorruptionError", (SHARD, "100 bytes, expected")),
-    "missing": (remove, "CorruptionError", (SHARD, "missing")),
-    "foreign": (take_from_another_save, "CorruptionError", (SHARD, "another save")),
-    # never filled with zeros
-    "gap": (resealed(drop_a_holder), "FormatError", ("do not tile it", "of 'gate'", "(1, 0)..(2, 16)")),
-    "newer version": (resealed(become_newer), "FormatError", ("version 99", "newer lightning-shardckpt")),
-}
+"""Of each kind one; test_corruption has all files, on one process."""
 
 
-@pytest.fixture(scope="module")
-def damaged(saved: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, str, list[str]]]]:
-    """How each rank's loads of all damaged checkpoints end."""
-    folder, other = tmp_path_factory.mktemp("damaged"), tmp_path_factory.mktemp("other") / "a.ckpt"
-    run_ranks(WORLD, save, str(other))
-    paths = [folder / str(number) / "a.ckpt" for number in range(len(DAMAGES))]
-    for path, (change, _, _) in zip(paths, DAMAGES.values(), strict=True):
+def test_damage_is_an_error_that_names_the_file(saved: str, tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) / "a.ckpt" for number in range(len(DAMAGES))]
+    for path, (change, _) in zip(paths, DAMAGES.values(), strict=True):
         shutil.copytree(saved, path)
-        change(path, other)
-    return run_ranks(WORLD, try_each, [str(path) for path in paths])
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_an_error_that_names_the_file(
-    damage: str, damaged: list[list[tuple[str, str, list[str]]]]
-) -> None:
-    _, kind, words = DAMAGES[damage]
-    for rank in damaged:
-        assert_refused(rank[list(DAMAGES).index(damage)], kind, *words)
+        change(path)
+    for rank in run_ranks(WORLD, try_each, [str(path) for path in paths]):
+        for found, (_, words) in zip(rank, DAMAGES.values(), strict=True):
+            assert_refused(found, "CorruptionError", *words)
 
 
 class Wider(tiny.TinyLM):
@@ -330,21 +267,3 @@ def test_state_key_that_is_no_string_is_restored_or_refused_with_its_callback(st
     owner = "tests.ranks.checkpoint.test_bad_input.Keyed" if strategy == {} else "a callback"
     assert f"{owner}: its state_key is <Kind.ONE" in by_enum and "tests.ranks.checkpoint.test_bad_input.Kind" in by_enum
     assert restored == [4, 4]
-
-
-def test_topology_that_does_not_divide_the_world() -> None:
-    for found in run_ranks(3, fit_on, {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}):
-        assert found[0] == "TopologyError" and "3" in found[1] and "2" in found[1]
-
-
-def test_tensor_parallel_plan_that_matches_nothing() -> None:
-    for found in run_ranks(2, fit_on, {"tensor_parallel_size": 2, "tensor_parallel_plan": {"blocks.*.upp": "colwise"}}):
-        assert found[0] == "TopologyError" and "blocks.*.upp" in found[1]
-
-
-def fit_on(strategy: dict[str, Any]) -> tuple[str, str]:
-    try:
-        tiny.fit(strategy, 1)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""

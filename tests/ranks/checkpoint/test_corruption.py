@@ -27,7 +27,7 @@ from tests.support import small
 from tests.support.pool import run_ranks
 from tests.support.small import ROOT
 
-EACH = 7  # odd: flips the bits of each number in turn. `python -m tests.sweeps.faults` flips a bit of every byte
+# `python -m tests.sweeps.faults` flips a bit of every byte.
 UNREAD = {"trainer-state-dist-00001.json"}  # of rank 1, which a load in one process has no use for
 
 
@@ -122,29 +122,9 @@ def with_cuts(path: Path, first: int, step: int) -> int:
     return count
 
 
-def both_halves(sweep: Callable[[Path, int, int], int], saved: Path, folder: Path) -> int:
-    """A sweep over two of every ``EACH`` bytes, next to each other, on two processes."""
-    return sum(run_ranks(2, half, sweep, saved, folder, init_process_group=False, timeout_s=300))
-
-
-def half(sweep: Callable[[Path, int, int], int], saved: Path, folder: Path) -> int:
-    rank = os.environ["RANK"]
-    return sweep(shutil.copytree(saved, folder / rank / "a.ckpt"), int(rank), EACH)
-
-
-@pytest.mark.parametrize(
-    ("step", "least"), [(111, 66), pytest.param(37, 200, marks=[pytest.mark.slow, pytest.mark.sweep])]
-)
-def test_a_flipped_bit_in_any_file_is_found(copy: Path, step: int, least: int) -> None:
-    assert with_flips(copy, 0, step) > least
+def test_a_flipped_bit_in_any_file_is_found(copy: Path) -> None:
+    assert with_flips(copy, 0, 111) > 66
     assert refusal(copy) is None and not verify(copy).findings
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_a_flipped_bit_in_many_bytes_of_any_file_is_found(saved: Path, tmp_path: Path) -> None:
-    size = sum(p.stat().st_size for p in saved.iterdir())
-    assert both_halves(with_flips, saved, tmp_path) == pytest.approx(2 * size / EACH, abs=2 * len(names(saved)))
 
 
 def test_a_flipped_bit_in_any_file_is_found_before_anything_is_filled(copy: Path) -> None:
@@ -153,10 +133,9 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_filled(copy: Path
     assert refusal(copy, tuning) is None
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.sweep])])
-def test_runs_of_other_bytes_are_found(copy: Path, count: int) -> None:
+def test_runs_of_other_bytes_are_found(copy: Path) -> None:
     draw = random.Random(1)
-    for _ in range(count):
+    for _ in range(60):
         name = draw.choice(names(copy))
         content = (copy / name).read_bytes()
         length = min(draw.randint(2, 64), len(content))
@@ -164,7 +143,7 @@ def test_runs_of_other_bytes_are_found(copy: Path, count: int) -> None:
         with_content(copy, name, content[:at] + draw.randbytes(length) + content[at + length :])
 
 
-@pytest.mark.parametrize("length", [pytest.param(64, marks=[pytest.mark.slow, pytest.mark.sweep]), 512, 4096])
+@pytest.mark.parametrize("length", [512, 4096])
 def test_zeroed_ranges_are_found(copy: Path, length: int) -> None:
     for name in names(copy):
         content = (copy / name).read_bytes()
@@ -187,12 +166,6 @@ def test_swapped_blocks_of_a_file_are_found(copy: Path) -> None:
 
 def test_truncated_files_are_found_even_quickly(copy: Path) -> None:
     assert with_cuts(copy, 0, 19) > 150
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_files_cut_at_many_lengths_are_found_even_quickly(saved: Path, tmp_path: Path) -> None:
-    assert both_halves(with_cuts, saved, tmp_path) >= sum(p.stat().st_size for p in saved.iterdir()) / (2 * EACH)
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"}", b"\n", b" " * 8, bytes(4096)], ids=repr)

@@ -199,17 +199,12 @@ BASE64 = {"$": "tensor", "dtype": "F32", "v": "AAAAAA=="}
 CASES = [
     # names
     Case("parent directory", root(("components/model/indexes/0/0", "../x.json")), "not a file name"),
-    Case("absolute name", root(("components/model/indexes/0/0", "/etc/passwd")), "not a file name"),
-    Case("name with slash", index("metadata/w/file", "a/b"), "not a file name"),
     Case("name with NUL", root(("documents", {"a\0b": [1, "0" * 16]})), "not a file name"),
-    Case("name with a leading dot", root(("components/model/indexes/0/0", ".x")), "not a file name"),
-    Case("long name", root(("components/model/indexes/0/0", "x" * 129)), "not a file name"),
-    Case("name that is a number", root(("components/model/indexes/0/0", 7)), "not a file name"),
     Case("file of no rank", index("metadata/w/file", "checkpoint.index.json"), "KeyError"),
     # other kinds of files
     *(
         Case(f"{kind} as {name}", replaced(name, make), "regular file|link|not a complete|not bytes|unfinished")
-        for name in (INDEX, SHARD, DOCUMENT, ROOT)
+        for name in (SHARD, ROOT)
         for kind, make in {
             "link out": lambda p: p.symlink_to("/etc/passwd"),
             "fifo": lambda p: os.mkfifo(p),
@@ -219,32 +214,24 @@ CASES = [
     ),
     # JSON
     Case("duplicate keys", raw_root(lambda t: t.replace(b'"step":', b'"step":1,"step":')), "duplicate key 'step'"),
-    *(
-        Case(
-            f"{count} keys, the last one twice",
-            raw(INDEX, lambda _, count=count: json.dumps({str(i): 0 for i in range(count)}).encode()[:-1] + b',"1":0}'),
-            "duplicate key '1'",
-        )
-        for count in (60_000, 200_000)
+    Case(
+        "many keys, the last one twice",
+        raw(INDEX, json.dumps({str(i): 0 for i in range(60_000)}).encode()[:-1] + b',"1":0}'),
+        "duplicate key '1'",
     ),
     Case("NaN", raw_root(lambda t: t.replace(b'"step":2', b'"step":NaN')), "NaN is not JSON"),
-    Case("infinite", raw(INDEX, lambda t: t.replace(b'"rank":0', b'"rank":-Infinity', 1)), "Infinity is not JSON"),
     Case(
         "invalid UTF-8",
         raw_root(lambda t: t.replace(b'"bias"', b'"\xff"').replace(b'"w"', b'"\xc0"')),
         "not valid JSON",
     ),
     Case("half a character", raw_root(lambda t: t.replace(b'"norm"', b'"\\ud800"')), "UTF-8"),
-    Case("half a character in an index", raw(INDEX, lambda t: t.replace(b'"norm"', b'"\\ud800"')), "UTF-8"),
     Case("depth bomb of lists", raw(INDEX, deep("[", "]", 100_000)), "nested deeper"),
-    Case("depth bomb of objects", raw(DOCUMENT, deep('{"a":', "}", 500)), "nested deeper"),
-    Case("depth just above the limit", raw(DOCUMENT, deep("[", "]", 129)), "nested deeper"),
     Case("deep unknown key", raw_root(lambda t: t[:-1] + b',"x":' + deep("[", "]", 300) + b"}"), "nested deeper"),
     Case("root index of 2^40 bytes", replaced(ROOT, sparse(1 << 40)), f"more than the limit of {MAX_JSON_BYTES}"),
     Case("rank index of 2^40 bytes", replaced(INDEX, sparse(1 << 40)), "1099511627776 bytes"),
     Case("65 MB of JSON", raw_root(lambda t: t + b" " * (65 << 20)), f"more than the limit of {MAX_JSON_BYTES}"),
     Case("millions of entries", raw(DOCUMENT, b'{"a":[' + b"{}," * 3_000_000 + b"{}]}"), "more than 2097152 values"),
-    Case("millions of keys", raw(DOCUMENT, b'{"a":[' + b'{"b":0},' * 1_500_000 + b"0]}"), "more than 2097152 values"),
     Case(
         "number of 5000 digits", raw_root(lambda t: t.replace(b'"step":2', b'"step":' + b"9" * 5000)), "not valid JSON"
     ),
@@ -252,14 +239,10 @@ CASES = [
     # numbers
     *(
         Case(f"length {length!r}", root((f"{W}/1", [length, 4])), "is not a size")
-        for length in (1 << 63, -1, 6.0, True, "6", None)
+        for length in (1 << 63, -1, True)
     ),
-    Case("step is a bool", root(("step", True)), "True is not a size"),
     Case("begin beyond the file", index("metadata/w/begin", 1 << 62), "which has 480"),
-    Case("negative begin", index("metadata/w/begin", -8), "not a size"),
     Case("shape that overflows", root((f"{W}/1", [1 << 62, 1 << 62])), "more than 2\\^63 bytes"),
-    Case("empty shape that overflows", root((f"{W}/1", [0, 1 << 62, 1 << 62])), "more than 2\\^63 bytes"),
-    Case("65 dims", root((f"{W}/1", [1] * 65)), "65 dims"),
     Case("100,000 dims", root((f"{W}/1", [1 << 62] * 100_000)), "100000 dims"),
     Case("2^40 elements that no file has", root((f"{W}/1", [1 << 38, 4])), "do not fit into indexes"),
     Case(
@@ -282,22 +265,13 @@ CASES = [
     Case("box of other order", index("metadata/w/offsets", [0]), "ValueError|shorter"),
     Case("many tensors in the same bytes", one_for_all, "share bytes|cannot"),
     Case("checksums for too few bytes", index("metadata/w/checksums", []), "0 checksums"),
-    Case("checksums for too many bytes", index("metadata/w/checksums", ["0" * 16] * 2), "2 checksums"),
-    Case("a million checksums", index("metadata/w/checksums", ["0" * 16] * 1_000_000), "1000000 checksums"),
     Case("block of 0", index("metadata/w/block", 0), "checksums of 0 bytes"),
-    Case("block of 2^62", index("metadata/w/block", 1 << 62), "checksums of"),
-    Case("unknown dtype", index("metadata/w/dtype", "F33"), "unknown dtype"),
     Case("dtype of another kind", root((f"{W}/0", ["F32"])), "TypeError|unknown dtype"),
     # layouts
     Case("axis of size 0", a_layout(axes=[["a", 0, 1]]), "without size or stride"),
     Case("axis of 2^62 ranks", a_layout(axes=[["a", 1 << 62, 1]]), "more than 1048576 ranks"),
-    Case("100,000 axes", a_layout(axes=[["a", 1 << 62, 1]] * 100_000), "more than 64 axes"),
-    Case("stride 0", a_layout(axes=[["a", 2, 0]]), "without size or stride"),
     Case("cut along no axis", a_layout(cuts=[[7, 0, 1]]), "along no axis"),
-    Case("cut of no dim", a_layout(cuts=[[0, 7, 1]]), "cuts dim 7"),
     Case("2^40 blocks", a_layout(cuts=[[0, 0, 1 << 40]]), "blocks"),
-    Case("holders out of range", a_layout(holders=[[0, 3]]), "in a world of 2"),
-    Case("holders that overlap", a_layout(holders=[[0, 2], [1, 2]]), "in a world of 2"),
     Case("holders backwards", a_layout(holders=[[2, 0]]), "in a world of 2"),
     Case("order with a rank twice", a_layout(order=[0, 0]), "at two positions"),
     Case("order without a holder", a_layout(order=[5, 7]), "not in"),
@@ -308,12 +282,7 @@ CASES = [
     Case("rank written oddly", root(("components/model/indexes/０", ["x.json", 1, "0" * 16])), "the index of rank"),
     # the rest of the indexes
     Case("aliases in a circle", root(("components/model/aliases", {"x": "y", "y": "x"})), "not a stored tensor"),
-    Case("unknown component", root(("components/code", {})), "unknown component"),
-    Case("version 3", root(("version", 3)), "newer lightning-shardckpt"),
-    Case("version true", root(("version", True)), "version True"),
     Case("save id of another kind", root(("save_id", "../../x")), "not a save id"),
-    Case("save id of a rank index", index("save_id", "0" * 31), "not a save id"),
-    Case("software that is code", root(("software", {"torch": {"$": "x"}})), "not text"),
     Case("fourth item of a tensor", root((f"{W}", ["F32", [6, 4], 1, "x"])), "only a 1"),
     # headers
     Case("header length lies", lying_length(1 << 62), "claims"),
@@ -321,7 +290,6 @@ CASES = [
     Case("header shorter than it is", lying_length(16), "header|JSON"),
     Case("header with overlaps", header(overlapping), "overlaps|follows a gap|wrongly"),
     Case("header out of the file", header(outside), "wrongly|follows a gap"),
-    Case("header of another dtype", header(at("w/dtype", "I32")), "in the header"),
     Case("header with a tensor more", lambda p: put_header(p, _with_extra), "in the header|header"),
     Case("depth bomb in a header", lambda p: put_header(p, lambda h: _framed(deep("[", "]", 50_000))), "nested deeper"),
     Case("header of 1 GB", replaced(SHARD, sparse(1 << 30)), "1073741824 bytes"),
@@ -336,33 +304,25 @@ CASES = [
         for number, (value, words) in enumerate(
             (
                 ({"$": "os.system", "v": "true"}, "'os.system' is malformed"),
-                ({"$": ["tuple"], "v": []}, "is malformed"),
-                ({"$": None, "v": []}, "is malformed"),
                 ({"$": "tuple"}, "KeyError"),
                 ({"$": "tuple", "v": "abc"}, "not a list"),
                 ({"$": "int", "v": "9" * 5000}, "'int' is malformed"),
                 ({"$": "int", "v": 1.5}, "not a string"),
                 ({"$": "float", "v": "1e999"}, "malformed"),
                 ({"$": "bytes", "v": "@@@"}, "malformed"),
-                ({"$": "bytes", "v": 3}, "not a string"),
                 ({"$": "dtype", "v": "float32.__class__"}, "malformed"),
-                ({"$": "device", "v": 0}, "not a string"),
                 ({"$": "device", "v": "cuda:99999999999999999999"}, "not a device"),
                 ({"$": "namespace", "v": [[1, 2]]}, "not a string"),
-                ({"$": "deque", "v": [], "maxlen": -1}, "malformed"),
                 ({"$": "deque", "v": [], "maxlen": 1 << 70}, "malformed"),
                 ({"$": "range", "v": [0, 1, 0]}, "malformed"),
                 ({"$": "set", "v": [[1]]}, "malformed"),
-                ({"$": "set", "v": keys_of_one_hash(100_000)}, "few different hashes"),
                 ({"$": "map", "v": [[k, 0] for k in keys_of_one_hash(100_000)]}, "few different hashes"),
                 ({"$": "timedelta", "v": [1 << 70]}, "malformed"),
-                ({"$": "complex", "v": ["1"]}, "malformed"),
                 ({"$": "numpy", "dtype": "O", "shape": [1], "v": "AAAA"}, "malformed"),
                 ({"$": "numpy", "dtype": "<f4", "shape": [-1], "v": "AAAAAA=="}, "not a size"),
                 ({"$": "numpy", "dtype": "<f4", "shape": [1 << 40], "v": "AAAAAA=="}, "cannot reshape"),
                 ({**BASE64, "shape": [1 << 40]}, "malformed|bytes for"),
                 ({**BASE64, "shape": [1 << 40, [0]]}, "not a size"),
-                ({**BASE64, "shape": [1 << 40, "a"]}, "not a size"),
                 ({**BASE64, "shape": [0, 1 << 62, 1 << 62]}, "2\\^63"),
                 ({**BASE64, "dtype": "__class__", "shape": [1]}, "malformed"),
             )
@@ -517,11 +477,6 @@ def _too_slow(number: int, frame: Any) -> None:
 # ── the tests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# Of those that take longest, each with a quick one of the same kind: dims, entries, keys, a set with such items.
-HEAVY = {"100,000 axes", "a million checksums", "200000 keys, the last one twice"}
-HEAVY |= {case.name for case in CASES if case.name.startswith("tagged 19 ")}
-
-
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of the cases that are selected."""
@@ -543,13 +498,7 @@ def test_there_are_many_cases_and_the_untouched_one_is_accepted(outcomes: dict[s
     assert untouched["watch"] == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow, pytest.mark.sweep] if case.name in HEAVY else [])
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_a_hostile_checkpoint_is_refused(case: Case, outcomes: dict[str, dict[str, Any]]) -> None:
     found = outcomes[case.name]
     tools = {tool: found[tool] for tool in (*TOOLS, "inspect")}
@@ -567,8 +516,9 @@ def mutated(count: int, files: fuzz.Files) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [4000, pytest.param(10_000, marks=pytest.mark.sweep)])
-def test_a_mutated_checkpoint_is_refused_or_right(count: int) -> None:
+def test_a_mutated_checkpoint_is_refused_or_right() -> None:
+    """`python -m tests.sweeps.fuzz` makes more."""
+    count = 3000
     one, other = run_ranks(2, mutated, count, fuzz.good_files(), timeout_s=300, init_process_group=False)
     counts = one + other
     ends = Counter(kind.rpartition(": ")[2] for kind in counts.elements())
