@@ -18,8 +18,7 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.tensor_bytes import DTYPES
-from lightning_shardckpt.tools.diff import diff, is_same
-from lightning_shardckpt.tools.tensor_diff import TensorDistance, numbers
+from lightning_shardckpt.tools.diff import TensorDistance, diff, is_same, numbers
 from tests.support.pool import run_ranks
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
