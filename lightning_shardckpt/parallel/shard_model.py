@@ -333,7 +333,7 @@ def _shard_parameters(
 def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:
     """Return torch's engine, where rows are sharded over ranks and no pipeline runs."""
     topology = meshes.topology
-    if recipe.fsdp_engine != "torch" or topology.shard == 1 or topology.pipeline > 1 or topology.tensor > 1:
+    if recipe.fsdp_engine != "torch" or topology.shard == 1 or topology.pipeline > 1:
         return None
     peers = [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1]
     return Engine(

@@ -50,7 +50,7 @@ from lightning_shardckpt.parallel.sharding.marked_collectives import MarkedGathe
 from lightning_shardckpt.parallel.sharding.regather import saves_elsewhere
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
-from lightning_shardckpt.parallel.tensors.gather import PARTIAL, GatherItem, refuse_batched, refuse_sparse
+from lightning_shardckpt.parallel.tensors.gather import GatherItem, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.peers import Peers
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
@@ -183,9 +183,10 @@ class Engine:
         for carrier in self._carriers:
             carrier.end_backward()
         done, self._trail, self._last = f"{self._last}, after {self._trail:08x}", 0, ""
-        unused = sum(carrier.count_unused() for carrier in self._carriers)
-        every = [numbers[0] for peers in self.peers for numbers in peers.compare(done, float(unused))]
-        if not any(every):
+        unused = float(sum(carrier.count_unused() for carrier in self._carriers))
+        for peers in self.peers:  # the second axis hears what the first one has told
+            unused = max(numbers[0] for numbers in peers.compare(done, unused))
+        if not unused:
             return
         used = [is_used for carrier in self._carriers for is_used in carrier.list_used()]
         bits = torch.tensor(used, dtype=torch.uint8)
@@ -266,7 +267,6 @@ class Carrier:
             and leaf.dtype == self._dtype
             and (self._cast_to is None or is_autocast(self._engine.device, self._cast_to))
             and not with_hooks([leaf])  # they get the sum of all gradients, which torch may reduce in parts
-            and PARTIAL not in leaf.__dict__
         )
 
     # --- what torch's engine has gathered ---
@@ -490,6 +490,9 @@ class Carrier:
             self._filled[n] |= gradient is None
             if gradient is None:
                 gradient = torch.full_like(whole, -0.0, dtype=self._dtype)  # -0.0 + x is x, in every bit
+            elif self._items[n].partial is not None:
+                gradient = gradient.clone()
+                dist.all_reduce(gradient, group=self._items[n].partial)
             found.append(gradient)
         return found
 

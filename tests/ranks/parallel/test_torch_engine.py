@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardedStrategy
@@ -60,9 +61,12 @@ class Module(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.by_hand and not isinstance(self.net, FSDPModule):
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]  # the strategy has made it
             mixed = self.trainer.precision == "bf16-mixed"
             policy = MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32, cast_forward_inputs=False)
+            mesh, over = (self.device_mesh[f"{axis}_parallel"] for axis in ("data", "tensor"))  # type: ignore[index]  # the strategy has made it
+            if over.size() > 1:
+                styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+                parallelize_module(self.net, over, styles)  # type: ignore[arg-type]  # a dict is invariant
             for block in self.net.blocks:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             fully_shard(self.net, mesh=mesh, mp_policy=policy)
@@ -79,13 +83,18 @@ class Trained(NamedTuple):
     state: dict[str, Tensor]
 
 
-def _train(by_hand: bool, precision: Any = "32-true", **options: Any) -> Trained:
+PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}
+
+
+def _train(by_hand: bool, precision: Any = "32-true", tensor: int = 1, **options: Any) -> Trained:
     pl.seed_everything(5, verbose=False)
     module = Module(by_hand)
-    lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    if tensor > 1:
+        options |= {"tensor_parallel_size": tensor, "tensor_parallel_plan": PLAN}
+    lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=tensor)
     strategy: Any = lightnings if by_hand else ShardedStrategy(**options)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, precision=precision, max_steps=STEPS,
+        accelerator="cpu", devices=2 * tensor, strategy=strategy, precision=precision, max_steps=STEPS,
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         use_distributed_sampler=False,
     )  # fmt: skip
@@ -119,14 +128,19 @@ def _noted(events: list[Event]) -> Iterator[None]:
             setattr(dist, name, function)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_step_communicates_as_fully_shard_does(precision: str) -> None:
-    ours, theirs = (run_ranks(2, _train, by_hand, precision)[0] for by_hand in (False, True))
+@pytest.mark.parametrize(
+    ("precision", "tensor"), [("32-true", 1), ("bf16-mixed", 1), pytest.param("32-true", 2, marks=pytest.mark.slow)]
+)
+def test_a_step_communicates_as_fully_shard_does(precision: str, tensor: int) -> None:
+    ours, theirs = (run_ranks(2 * tensor, _train, by_hand, precision, tensor)[0] for by_hand in (False, True))
     assert ours.state.keys() == theirs.state.keys()
     torch.testing.assert_close(ours.state, theirs.state, rtol=0, atol=0)
-    assert [kind for kind, _ in ours.events] == [kind for kind, _ in theirs.events]
+    events, expected = (  # the first forward also checks the plan
+        trained.events[trained.events.index(("forward", 0), 1) :] for trained in (ours, theirs)
+    )
+    assert [kind for kind, _ in events] == [kind for kind, _ in expected]
     marks = [2 * 8, 2 * 2 * 4]  # on a CPU, bytes in each gather, and two numbers in each reduction, from two ranks
-    extra = {ours_bytes - bytes_ for (_, ours_bytes), (_, bytes_) in zip(ours.events, theirs.events, strict=True)}
+    extra = {ours_bytes - bytes_ for (_, ours_bytes), (_, bytes_) in zip(events, expected, strict=True)}
     assert extra <= {0, *marks}
 
 
