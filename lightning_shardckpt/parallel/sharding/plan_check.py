@@ -28,6 +28,7 @@ from lightning_shardckpt.compat.torch_modules import argument_hooks, keep_hooks,
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
+from lightning_shardckpt.parallel.sharding.gathered_parameters import leaf_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import whole
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
@@ -168,7 +169,8 @@ def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: di
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    return whole(parameter, "a check of the plan") if isinstance(parameter, ShardedTensor) else parameter.detach()
+    leaf = leaf_of(parameter)  # of one that a unit around the block has gathered
+    return whole(leaf, "a check of the plan") if isinstance(leaf, ShardedTensor) else leaf.detach()
 
 
 def _own(dtype: torch.dtype, value: Any) -> Any:
