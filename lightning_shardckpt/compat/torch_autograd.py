@@ -63,11 +63,6 @@ def accumulates_gradient_of(leaf: Tensor) -> bool:
         return False
 
 
-def is_result_of(tensor: Tensor, function: type[torch.autograd.Function]) -> bool:
-    """Return whether a tensor with history was returned by ``function.apply``."""
-    return isinstance(tensor.grad_fn, function._backward_cls)
-
-
 def packing_hook() -> Callable[[Tensor], Any] | None:
     """Return the first of the ``saved_tensors_hooks`` that are active in this thread, or None."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -331,18 +331,20 @@ def _shard_parameters(
 
 
 def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:
-    """Return torch's engine, where rows are sharded over ranks and no pipeline runs."""
+    """Return torch's engine, where rows are sharded over ranks, but not for each pass of a pipeline by itself."""
     topology = meshes.topology
-    if recipe.fsdp_engine != "torch" or topology.shard == 1 or topology.pipeline > 1:
+    gathers_in_passes = topology.pipeline > 1 and not recipe.keeps_gathered(meshes)
+    if recipe.fsdp_engine != "torch" or topology.shard == 1 or gathers_in_passes:
         return None
     peers = [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1]
+    has_data_axes_alone = topology.pipeline == topology.tensor == 1
     return Engine(
         meshes.fsdp,
         device,
         peers,
         offload=recipe.cpu_offload,
         reduce_dtype=recipe.reduce_dtype,
-        autocast_dtype=recipe.autocast_dtype,
+        autocast_dtype=recipe.autocast_dtype if has_data_axes_alone else None,
         plan=partial(list_units, root),
     )
 

@@ -50,7 +50,7 @@ from lightning_shardckpt.parallel.sharding.marked_collectives import MarkedGathe
 from lightning_shardckpt.parallel.sharding.regather import saves_elsewhere
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
-from lightning_shardckpt.parallel.tensors.gather import GatherItem, refuse_batched, refuse_sparse
+from lightning_shardckpt.parallel.tensors.gather import GatherItem, gradient_or_none, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.peers import Peers
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
@@ -347,6 +347,28 @@ class Carrier:
                     tensor.register_hook(before)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return found
 
+    def keep(self, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
+        """Return whole parameters in memory of their own, with history if gradients are enabled.
+
+        Torch frees its memory at once, and does not gather again for the backward, which needs no parameters.
+        """
+        self._engine.recover()
+        self._engine.note(self._name)
+        self._refresh()
+        numbers = [self._numbers[id(leaf)] for leaf in leaves]
+        call = _Call(partial(self._copy_inside, numbers))
+        output = self.module(torch.empty(0, device=self._engine.device, requires_grad=torch.is_grad_enabled()), call)
+        wholes: list[Tensor] = call.result()
+        if output is not None and output.hook is not None:
+            self._torch_before_backward = output.hook
+            self.module.set_unshard_in_backward(False)
+        self.free()
+        return wholes
+
+    def _copy_inside(self, numbers: Sequence[int], token: Tensor) -> list[Tensor]:
+        self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
+        return list(self._as_seen(numbers, token, copies=True)[0])
+
     def _run_inside(
         self, numbers: Sequence[int], inputs: Any, body: Callable[[Carried], Any], token: Tensor
     ) -> Any:
@@ -433,21 +455,25 @@ class Carrier:
 
     # --- backward ---
 
-    def _before_backward(self, numbers: Sequence[int], gradient: Tensor) -> None:
+    def _before_backward(self, numbers: Sequence[int], gradient: Tensor, *, gathers: bool = True) -> None:
         """Gather for a backward; called in it, when it reaches an output, or needs a parameter that is freed.
 
-        ``numbers`` of the parameters that the forward had from here.
+        Args:
+            numbers: of the parameters that the forward had from here.
+            gradient: of an output.
+            gathers: whether the backward needs parameters.
         """
         refuse_batched(gradient)
         if with_hooks(self._leaves[n] for n in numbers):
             self._refuse("has a parameter that got a hook between forward and backward")
         assert self._torch_before_backward is not None
+        self.module.set_unshard_in_backward(gathers)
         self._torch_before_backward(gradient)
         self._engine.begin_backward()  # so that what ends it comes after what torch does at the end
         if not self._is_entered:
             self._is_entered = True
             self._engine.note(f"the backward of {self._name}")
-        if not self._is_gathered:  # a part of this backward has come through the unit already
+        if gathers and not self._is_gathered:  # a part of this backward has come through the unit already
             self.module.unshard()
 
     def _memory(self, number: int) -> Tensor:
@@ -466,10 +492,12 @@ class Carrier:
         """Forget that a backward came here."""
         self._is_entered = False
 
-    def complete(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def complete(
+        self, numbers: Sequence[int], gradients: Sequence[Tensor | None], *, copies: bool
+    ) -> list[Tensor | None]:
         """Return the gradients for torch to reduce, with zeros for those that are missing here: others may have them.
 
-        Called in a backward, for each forward of the unit.
+        Called in a backward, for each forward of the unit. ``copies``: whether that had memory of its own.
         """
         if torch.is_grad_enabled():
             self._refuse("has parameters whose gradients are differentiated (create_graph=True)")
@@ -478,7 +506,7 @@ class Carrier:
             if gradient is not None:
                 refuse_batched(gradient)
         if not self._is_entered:  # through no output of the unit
-            self._before_backward(numbers, torch.empty(0))
+            self._before_backward(numbers, torch.empty(0), gathers=not copies)
         found = list[Tensor | None]()
         for n, gradient in zip(numbers, gradients, strict=True):
             whole = self._wholes[n]
@@ -559,7 +587,7 @@ class _Whole(torch.autograd.Function):
     def forward(
         ctx: Any, carrier: Carrier, numbers: tuple[int, ...], copies: bool, token: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.carrier, ctx.numbers = carrier, numbers
+        ctx.carrier, ctx.numbers, ctx.copies = carrier, numbers, copies
         setattr(ctx, CARRIED, [id(carrier._leaves[n]) for n in numbers])
         ctx.set_materialize_grads(False)
         if carrier.is_cast:
@@ -572,7 +600,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, None, *ctx.carrier.complete(ctx.numbers, gradients)
+        given = [gradient_or_none(gradient) for gradient in gradients]
+        return None, None, None, None, *ctx.carrier.complete(ctx.numbers, given, copies=ctx.copies)
 
 
 # ── modules that torch's engine sees ────────────────────────────────────────────────────────────────────────────────
@@ -634,8 +663,8 @@ class _Output(Tensor):
 
     @classmethod
     def on(cls, device: torch.device) -> _Output:
-        made = torch.empty(0, device=device).as_subclass(cls)
-        made.requires_grad_()
+        made: Any = torch.empty(0, device=device, requires_grad=True)
+        made.__class__ = cls  # `as_subclass` makes a view, of which torch warns
         made.hook = None
         return made
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shardckpt.compat.torch_autograd import in_backward
 from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import is_gathered, no_gradient
+from lightning_shardckpt.parallel.tensors.gather import no_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.sharded import ANSWER_FIRST, Function, mapped
 from lightning_shardckpt.parallel.tensors.views import on_wholes
@@ -202,8 +202,8 @@ def sharded_for(value: Any) -> Any:
 
 
 def leaf_of(whole: Any) -> Any:
-    """Return the parameter that a gathered one stands for."""
-    return whole.__dict__["_leaf"]
+    """Return the parameter that a gathered one stands for, and any other tensor itself."""
+    return whole.__dict__.get("_leaf", whole)
 
 
 class KeptGathers:
@@ -216,11 +216,13 @@ class KeptGathers:
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._with_history = False
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, units take their parameters from here."""
+        """Inside, units take their parameters from here. If gradients are enabled, those have history."""
         before, KeptGathers.current = KeptGathers.current, self
+        self._with_history = torch.is_grad_enabled()
         try:
             yield
         finally:
@@ -230,25 +232,25 @@ class KeptGathers:
         """The copies for a module; made by ``gather`` for the first pass."""
         found = self._found.get(id(module))
         if found is None:
-            with torch.enable_grad():
+            with torch.set_grad_enabled(self._with_history):
                 wholes = gather()
-            copies = [as_gathered(w.detach().requires_grad_(w.requires_grad), leaf_of(w)) for w in wholes]
+            copies = [as_gathered(w.detach().requires_grad_(leaf_of(w).requires_grad), leaf_of(w)) for w in wholes]
             found = self._found[id(module)] = wholes, copies
         return found[1]
 
     def reduce(self) -> None:
         """Give the gradients of all passes to the sharded parameters. Collective: every rank that has a shard."""
         found, self._found = self._found, {}
-        for wholes, copies in found.values():
-            with without_torch_function():
-                gradients = [_grad.__get__(copy) for copy in copies]
-            given = [
-                (whole, no_gradient(whole) if gradient is None else gradient)
-                for whole, gradient in zip(wholes, gradients, strict=True)
-                if whole.requires_grad and (gradient is not None or is_gathered(whole))
-            ]
-            if given:
-                torch.autograd.backward([whole for whole, _ in given], [gradient for _, gradient in given])
+        wholes, gradients = [], []
+        for several in found.values():
+            for whole, copy in zip(*several, strict=True):
+                if whole.requires_grad:
+                    with without_torch_function():
+                        gradient = _grad.__get__(copy)
+                    wholes.append(whole)
+                    gradients.append(no_gradient(whole) if gradient is None else gradient)
+        if wholes:
+            torch.autograd.backward(wholes, gradients)
 
 
 def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:

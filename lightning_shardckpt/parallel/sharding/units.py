@@ -173,6 +173,8 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
                 return forward(*args, **kwargs)
         _refuse_kept_views(unit.name, leaves)
         body = partial(_run_with, module, unit, slots, leaves, partial(forward, *args, **kwargs), compiler)
+        if KeptGathers.current is not None:
+            return body({})
         for carrier, some in _carried(unit, leaves, is_compiled=compiler is not None or _is_compiled(module)):
             body = partial(_run_carried, carrier, some, (args, kwargs), body)
         return body({})
@@ -184,7 +186,7 @@ def _carried(
     unit: Unit, leaves: Sequence[ShardedTensor], *, is_compiled: bool
 ) -> list[tuple[Carrier, list[ShardedTensor]]]:
     """Return which parameters torch's engine gathers for the forward that begins."""
-    if unit.engine is None or KeptGathers.current is not None or in_functional_transform():
+    if unit.engine is None or in_functional_transform():
         return []
     carriers = unit.engine.carriers_of(unit.name) if not unit.inner else ()
     found = [
@@ -400,7 +402,7 @@ _plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], list[torch.dtype], 
 def _gathered(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
     """The whole parameters, as the forward is to see them."""
     if KeptGathers.current is not None:
-        return KeptGathers.current.take(module, lambda: _gather(module, unit, leaves, history=True))
+        return KeptGathers.current.take(module, lambda: _gather_to_keep(module, unit, leaves))
     if unit.reshard:
         return _gather(module, unit, leaves, history=torch.is_grad_enabled())
     kept = {n: whole for n, leaf in enumerate(leaves) if (whole := recall(leaf)) is not None}
@@ -411,6 +413,19 @@ def _gathered(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) ->
             kept[n] = whole
             remember(leaves[n], whole)
     return [kept[n] for n in range(len(leaves))]
+
+
+def _gather_to_keep(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
+    """Gather parameters for several passes, by torch's engine what that takes."""
+    wholes: dict[int, Tensor] = {}
+    for carrier, some in _carried(unit, leaves, is_compiled=False):  # no pipeline casts what it gathers
+        for leaf, whole in zip(some, carrier.keep(some), strict=True):
+            wholes[id(leaf)] = as_gathered(whole, leaf)
+    rest = [leaf for leaf in leaves if id(leaf) not in wholes]
+    if rest:
+        gathered = _gather(module, unit, rest, history=torch.is_grad_enabled())
+        wholes |= dict(zip(map(id, rest), gathered, strict=True))
+    return [wholes[id(leaf)] for leaf in leaves]
 
 
 def _gather(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor], *, history: bool) -> list[Tensor]:

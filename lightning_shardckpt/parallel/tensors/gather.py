@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.torch_autograd import is_batched, is_result_of
+from lightning_shardckpt.compat.torch_autograd import is_batched
 from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.peers import MARK_BYTES, Peers
@@ -261,16 +261,16 @@ def refuse_batched(gradient: Tensor) -> None:
         )
 
 
-def is_gathered(whole: Tensor) -> bool:
-    """Return whether a tensor with history is a result of `Gather`."""
-    return is_result_of(whole, Gather)
-
-
 def no_gradient(whole: Tensor) -> Tensor:
     """Return what a backward gets for a gathered tensor that this rank has no gradient of, but others may have."""
     found = torch.zeros_like(whole)
     found.__dict__[_ABSENT] = True
     return found
+
+
+def gradient_or_none(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient of a gathered tensor that a backward got; None for what `no_gradient` made."""
+    return None if gradient is None or _ABSENT in gradient.__dict__ else gradient
 
 
 class Gather(torch.autograd.Function):
@@ -297,7 +297,7 @@ class Gather(torch.autograd.Function):
                 refuse_batched(gradient)
         needed = [n for n, needs in enumerate(ctx.needs_input_grad[2:]) if needs]
         found: list[Tensor | None] = [None] * len(plan.items)
-        given = [None if g is None or _ABSENT in g.__dict__ else g for g in gradients]
+        given = [gradient_or_none(g) for g in gradients]
         laid_out = [plan.items[n].laid_out(given[n]) for n in needed]
         part = plan.part(tuple(needed))
         if ctx.unreduced is not None and ctx.unreduced.takes(part, [ctx.shards[n] for n in needed], laid_out):

@@ -19,7 +19,6 @@ from lightning_shardckpt.compat.torch_autograd import (
     copy_each,
     in_backward,
     is_batched,
-    is_result_of,
     norms,
     packing_hook,
     replace_unscale,
@@ -44,16 +43,6 @@ def test_a_backward_pass_is_noticed_while_it_runs_and_no_longer() -> None:
     assert not in_backward()
     out.sum().backward()
     assert seen == [True] and not in_backward()
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
 
 
 def test_a_function_runs_once_when_all_gradients_are_there() -> None:
@@ -88,13 +77,6 @@ def test_a_hook_inside_knows_whether_a_gradient_is_going_to_be_accumulated() -> 
     product().backward(inputs=[leaf])
     assert seen == [[True, True], [False, False], [True, False]]
     assert not accumulates_gradient_of(leaf), "no backward runs"
-
-
-def test_a_tensor_is_a_result_of_the_function_that_made_it() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    made: Tensor = Doubled.apply(leaf)  # type: ignore[no-untyped-call]
-    assert is_result_of(made, Doubled)
-    assert not is_result_of(made + 1, Doubled) and not is_result_of(leaf, Doubled)
 
 
 def test_checkpointing_and_offloading_pack_what_is_saved() -> None:
