@@ -663,8 +663,9 @@ class _Output(Tensor):
 
     @classmethod
     def on(cls, device: torch.device) -> _Output:
-        made: Any = torch.empty(0, device=device, requires_grad=True)
+        made = torch.empty(0, device=device, requires_grad=True)
         made.__class__ = cls  # `as_subclass` makes a view, of which torch warns
+        assert isinstance(made, cls)
         made.hook = None
         return made
 

@@ -54,10 +54,19 @@ class Blocks(nn.Module):
         self.events.append(("backward", number))
 
 
+class Stages(Blocks):
+    """Notes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Module(pl.LightningModule):
-    def __init__(self, by_hand: bool) -> None:
+    def __init__(self, by_hand: bool, net: type[Blocks]) -> None:
         super().__init__()
-        self.by_hand, self.net = by_hand, Blocks()
+        self.by_hand, self.net = by_hand, net()
 
     def configure_model(self) -> None:
         if self.by_hand and not isinstance(self.net, FSDPModule):
@@ -86,15 +95,16 @@ class Trained(NamedTuple):
 PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}
 
 
-def _train(by_hand: bool, precision: Any = "32-true", tensor: int = 1, **options: Any) -> Trained:
+def _train(by_hand: bool, precision: Any = "32-true", model_ranks: int = 1, **options: Any) -> Trained:
+    """Train on two data-parallel ranks, each of so many of a tensor-parallel group, or of ``options``."""
     pl.seed_everything(5, verbose=False)
-    module = Module(by_hand)
-    if tensor > 1:
-        options |= {"tensor_parallel_size": tensor, "tensor_parallel_plan": PLAN}
-    lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=tensor)
+    module = Module(by_hand, Stages if "pipeline_parallel_size" in options else Blocks)
+    if model_ranks > 1 and not options:
+        options |= {"tensor_parallel_size": model_ranks, "tensor_parallel_plan": PLAN}
+    lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=model_ranks)
     strategy: Any = lightnings if by_hand else ShardedStrategy(**options)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2 * tensor, strategy=strategy, precision=precision, max_steps=STEPS,
+        accelerator="cpu", devices=2 * model_ranks, strategy=strategy, precision=precision, max_steps=STEPS,
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         use_distributed_sampler=False,
     )  # fmt: skip
@@ -142,6 +152,24 @@ def test_a_step_communicates_as_fully_shard_does(precision: str, tensor: int) ->
     marks = [2 * 8, 2 * 2 * 4]  # on a CPU, bytes in each gather, and two numbers in each reduction, from two ranks
     extra = {ours_bytes - bytes_ for (_, ours_bytes), (_, bytes_) in zip(events, expected, strict=True)}
     assert extra <= {0, *marks}
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "zbv_zero_bubble": {"pipeline_stages_per_rank": 2, "pipeline_loss": "microbatch"},
+}
+
+
+def _train_in_stages(schedule: str) -> list[str]:
+    options = {"pipeline_parallel_size": 2, "pipeline_microbatches": 4, "pipeline_schedule": schedule}
+    return [kind for kind, _ in _train(False, "32-true", 2, **options, **SCHEDULES[schedule]).events]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_reduces_each_unit_once_for_all_microbatches(schedule: str) -> None:
+    for kinds in run_ranks(4, _train_in_stages, schedule):
+        assert kinds.count("reduce") == BLOCKS // 2 * STEPS
 
 
 def _train_reduced(dtype: str | None) -> Trained:
