@@ -29,22 +29,19 @@ from tests.sweeps.faults.run import FULL_DISKS, everything
 from tests.sweeps.faults.trial import Found, Outcome, Scenario, action, prepared, repeated, scratch
 
 ALONE = [each.name for each in saves.scenarios(1)]
-TWO, FOUR = ([each.name for each in saves.scenarios(world) if each.world == world] for world in (2, 4))
+TWO = [each.name for each in saves.scenarios(2) if each.world == 2]
 DURABLE = [name for name in ALONE + TWO if saves.scenario(name).durable]
-SAMPLED = ["first save, 2 ranks", "save over an older one, 2 ranks"]
 QUICK = ["save over an older one, 1 rank", "rotation, 1 rank", "consolidation, 1 rank"]
-LINKING = ["incremental save over an older one", "rotation of incremental saves"]
 
 
 def rest_is_slow(names: Sequence[str]) -> pytest.MarkDecorator:
-    """Of the rest, a third is slow, and two thirds are left to a run with ``--sweeps``."""
+    """The quick ones, and a third of the rest: ``python -m tests.sweeps.faults`` runs all."""
     rest = [name for name in names if name not in QUICK]
     return pytest.mark.parametrize("name", [*(name for name in names if name in QUICK), *one_in_three(rest)])
 
 
 def one_in_three(names: Sequence[str]) -> list[Any]:
-    sweep = [pytest.mark.slow, pytest.mark.sweep]
-    return [pytest.param(name, marks=sweep if n % 3 else pytest.mark.slow) for n, name in enumerate(names)]
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names[::3]]
 
 
 def in_a_fork(fn: Callable[..., Any], *args: Any, timeout_s: float = 300) -> Any:
@@ -88,9 +85,8 @@ def without_names(wrong: list[str]) -> list[str]:
     return [said for said in wrong if ": message: " not in said]
 
 
-@pytest.mark.parametrize("name", [LINKING[0], pytest.param(LINKING[1], marks=[pytest.mark.slow, pytest.mark.sweep])])
-def test_a_save_that_links_files_survives_deaths_errors_and_losses_of_power(name: str) -> None:
-    linked, found, wrong = in_a_fork(survived, f"{name}, 1 rank")
+def test_a_save_that_links_files_survives_deaths_errors_and_losses_of_power() -> None:
+    linked, found, wrong = in_a_fork(survived, "incremental save over an older one, 1 rank")
     assert linked == [1] and found == {"old", "new"} and wrong == []
 
 
@@ -104,17 +100,14 @@ def test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state(name
     assert "old" in found and found <= {"old", "new"} and trials > 2
 
 
-@pytest.mark.parametrize("name", [pytest.param(SAMPLED[0], marks=[pytest.mark.slow, pytest.mark.sweep]), SAMPLED[1]])
-def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_and_leaves_the_old_or_the_new_state(name: str) -> None:
-    found, trials, wrong = in_a_fork(swept, name, "kills", 3)
+def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_and_leaves_the_old_or_the_new_state() -> None:
+    found, trials, wrong = in_a_fork(swept, "save over an older one, 2 ranks", "kills", 3)
     assert wrong == []
     assert "old" in found and trials > 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n if n in TWO[::3] else pytest.param(n, marks=pytest.mark.sweep) for n in TWO]
-)
+@pytest.mark.parametrize("name", TWO[::3])
 def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_whatever_they_do(name: str) -> None:
     _, trials, wrong = in_a_fork(swept, name, "kills", 11)
     assert wrong == [] and trials > 1  # fewer without syncs
@@ -141,9 +134,8 @@ def test_an_error_of_the_file_system_names_the_path(name: str) -> None:
     assert [said for said in wrong if ": message: " in said] == []
 
 
-@pytest.mark.parametrize("name", [pytest.param(SAMPLED[0], marks=pytest.mark.slow), SAMPLED[1]])
-def test_an_error_on_one_rank_is_raised_on_all(name: str) -> None:
-    _, trials, wrong = in_a_fork(swept, name, "errors", 9, [errno.ENOSPC, errno.EIO])
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    _, trials, wrong = in_a_fork(swept, "save over an older one, 2 ranks", "errors", 9, [errno.ENOSPC, errno.EIO])
     assert wrong == [] and trials > 15
 
 
@@ -191,9 +183,8 @@ def test_each_sync_is_needed(unsynced: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [243, pytest.param(27, marks=pytest.mark.sweep)])
-def test_without_syncs_a_loss_of_power_may_leave_nothing_but_never_a_mix(every: int) -> None:
-    _, wrong = in_a_fork(lost, "save without syncs over an older one, 1 rank", None, every)
+def test_without_syncs_a_loss_of_power_may_leave_nothing_but_never_a_mix() -> None:
+    _, wrong = in_a_fork(lost, "save without syncs over an older one, 1 rank", None, 243)
     assert any(": lost in " in said for said in wrong)
     assert not any(": mixed in " in said for said in wrong)
 
@@ -216,9 +207,8 @@ def test_a_flipped_bit_is_never_loaded_silently() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.sweep)])
-def test_the_short_form_of_all_sweeps_has_tables(every: int) -> None:
-    report = in_a_fork(everything, True, every)
+def test_the_short_form_of_all_sweeps_has_tables() -> None:
+    report = in_a_fork(everything, True, 4)
     assert "| SIGKILL before a call |" in report and "| torch DCP |" in report
 
 
@@ -230,9 +220,8 @@ def damaged(every: int) -> dict[str, set[Found]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.sweep)])
-def test_the_same_sweep_finds_what_torch_loses(every: int) -> None:
-    found = in_a_fork(damaged, every)
+def test_the_same_sweep_finds_what_torch_loses() -> None:
+    found = in_a_fork(damaged, 2)
     assert "lost" in found["DCP, same directory, one file"]
     assert {"lost", "mixed"} <= found["DCP, same directory, several files"]
 
