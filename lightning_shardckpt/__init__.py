@@ -1,12 +1,14 @@
 """Sharded checkpoints for PyTorch Lightning: every rank writes its own slices, any topology loads them.
 
-Public names are resolved when they are first used: the tools in this package start without importing torch.
+Public names are resolved when they are first used: the tools in this package start without importing torch. A
+Lightning that is imported already knows ``strategy="sharded"`` after this import, and else once
+``lightning_shardckpt.pytorch`` or ``lightning_shardckpt.fabric`` is imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.strategy.registration import register_with_lightning
+from lightning_shardckpt.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata
     from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
+    from lightning_shardckpt.lightning_cli import ShardedCLI
     from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
     from lightning_shardckpt.parallel.tensors.full import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ShardedStrategy",
     "ShardCkptIO",
+    "ShardedCLI",
     "CheckpointMonitor",
     "CheckpointRetention",
     "DropoutBySample",
@@ -45,6 +49,7 @@ __all__ = [
 _HOMES = {
     "ShardedStrategy": "pytorch",
     "ShardCkptIO": "checkpoint_io",
+    "ShardedCLI": "lightning_cli",
     "CheckpointMonitor": "checkpoint_monitor",
     "CheckpointRetention": "checkpoint_retention",
     "DropoutBySample": "dropout_by_sample",
@@ -56,7 +61,7 @@ _HOMES = {
     "export_adapters": "export.peft_export",
     "unify_lightning": "compat.pytorch_lightning",
 }
-register_with_lightning(trainer=f"{__name__}.pytorch", fabric=f"{__name__}.fabric")
+register_strategies()
 
 
 if not TYPE_CHECKING:  # a type checker would take a module with __getattr__ to have every name

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 import lightning
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
-from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
@@ -36,9 +34,6 @@ from lightning_shardckpt.checkpoint.lightning_save import Attached, LightningSav
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, checked_parts, checked_patterns
 from lightning_shardckpt.checkpoint.save_series import AsyncSaves, SaveSeries, remove_any
 from lightning_shardckpt.checkpoint.whole_load import is_torch_file, load_whole
-from lightning_shardckpt.compat.lightning_attributes import attached_trainer
-from lightning_shardckpt.compat.lightning_trainer import upload_note
-from lightning_shardckpt.compat.strategy_assignment import check_asks
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN
@@ -67,7 +62,9 @@ class ShardCkptIO(Remade, CheckpointIO):
 
     With ``ShardedStrategy`` every rank writes its own slices. With those strategies of Lightning and Fabric that call a
     CheckpointIO on rank 0 alone, that rank writes everything, and each rank loads whole tensors; a checkpoint from
-    any topology can be loaded there. Those that call none, such as FSDPStrategy, are refused.
+    any topology can be loaded there. FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy call none: they write
+    their own format, whatever CheckpointIO they are given. With Fabric's own strategies, use
+    ``lightning_shardckpt.fabric.ShardCkptIO``.
 
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
@@ -120,6 +117,8 @@ class ShardCkptIO(Remade, CheckpointIO):
             hyper-parameters left out. They are read with ``weights_only=False`` alone, which executes what is in them.
     """
 
+    _of_fabric = False
+
     def __init__(
         self,
         size_per_shard: float = 1024,
@@ -162,7 +161,6 @@ class ShardCkptIO(Remade, CheckpointIO):
         )
         self._saves, self._hugging_face = SaveSeries(self.async_saves), HuggingFace()
         self._attached = Attached()
-        self._strategy: Strategy | FabricStrategy | None = None
 
     @property
     def names(self) -> WholeNames:
@@ -184,21 +182,6 @@ class ShardCkptIO(Remade, CheckpointIO):
 
     # --- who saves ---
 
-    @property
-    def _fabric(self) -> FabricStrategy | None:
-        """The strategy, if it asks for Fabric's states."""
-        return self._strategy if isinstance(self._strategy, FabricStrategy) else None
-
-    def assigned_to(self, strategy: Strategy | FabricStrategy) -> None:
-        """Save and load, from now on, what this strategy asks for: a Trainer's checkpoint, or the state of Fabric.
-
-        Raises:
-            TypeError: for a strategy that writes and reads checkpoints by itself, saying what to do.
-        """
-        check_asks(strategy, type(self).__name__)
-        self._attached = Attached()
-        self._strategy = strategy
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute that is no option: nothing would look at one that is set later."""
         if name in _FIXED:
@@ -219,7 +202,7 @@ class ShardCkptIO(Remade, CheckpointIO):
         self._attached = Attached(ranks, module, topology, names or WholeNames())
 
     def teardown(self) -> None:
-        """Wait for asynchronous saves, as ``wait`` does, and free their memory.
+        """Wait for asynchronous saves, as ``wait`` does, free their memory, and forget the ranks of ``attach``.
 
         Collective under ``ShardedStrategy``, as ``wait`` is.
         """
@@ -227,6 +210,7 @@ class ShardCkptIO(Remade, CheckpointIO):
             self.wait()
         finally:
             self.async_saves.disable()
+            self._attached = Attached()
 
     def leave(self, error: BaseException) -> None:
         """Finish what is queued on a rank that got an exception, which others may not have; ``error`` gets notes.
@@ -242,7 +226,6 @@ class ShardCkptIO(Remade, CheckpointIO):
     ) -> None:
         """Save Lightning's checkpoint dict at ``path``; complete, and durable with ``sync_files``, if not asynchronous.
 
-        Or the state of Fabric, with state dicts of objects in their places.
         Collective under ``ShardedStrategy``: every rank must call it.
 
         Args:
@@ -253,18 +236,23 @@ class ShardCkptIO(Remade, CheckpointIO):
         Raises:
             Exception: what an asynchronous save before this one failed with; this one is not begun then.
             ValueError: for ``also`` and a URL, and for ``storage_options`` and a path of the file system.
-            StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy.
+            StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy; for
+                a state of Fabric.
         """
         where, attached = os.fspath(path), self._attached
         storage = self._storage_for(where, storage_options)
-        only, of_fabric = self.adapters_only, self._fabric is not None
+        if attached.module is None and not self._of_fabric and not is_lightnings(checkpoint):
+            raise StateError(
+                "ShardCkptIO was given a state that is no checkpoint of a Trainer. With Fabric, pass "
+                "plugins=[lightning_shardckpt.fabric.ShardCkptIO()]"
+            )
         saving = LightningSave(
             checkpoint,
             attached,
             self._hugging_face,
-            adapters_only=only,
+            adapters_only=self.adapters_only,
             pickle_objects=self.pickle_objects,
-            of_fabric=of_fabric,
+            of_fabric=self._of_fabric,
         )
         check_place(where, self.save_options.also)
         if self.async_saves.background is None and attached.module is None:  # else the strategy has said when
@@ -277,14 +265,7 @@ class ShardCkptIO(Remade, CheckpointIO):
             options=self.save_options,
             storage=storage,
         )
-        self._warn([*saving.notes, *notes, *self._upload_notes()])
-
-    def _upload_notes(self) -> list[str]:
-        """Return what ``ShardedStrategy`` says when training begins; other strategies tell nothing before a save."""
-        is_told = self._attached.module is not None
-        trainer = None if is_told else attached_trainer(getattr(self._strategy, "lightning_module", None))
-        note = None if trainer is None else upload_note(trainer)
-        return [] if note is None else [note]
+        self._warn([*saving.notes, *notes])
 
     def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
         if options is None:
@@ -325,8 +306,6 @@ class ShardCkptIO(Remade, CheckpointIO):
     ) -> dict[str, Any]:
         """Return the whole checkpoint as Lightning's dict, for strategies that hold whole tensors. Not collective.
 
-        For one of Fabric, the state that was saved, as Fabric's own strategies distribute it.
-
         Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
         asynchronous saves of this process.
 
@@ -344,11 +323,8 @@ class ShardCkptIO(Remade, CheckpointIO):
                 "ShardCkptIO(resume=…, resume_skip=…) must know whether it is fit that loads, which Lightning's own "
                 "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
             )
-        if self._fabric is not None and self.async_saves.is_async:
-            drain_all()
-            self._fabric.barrier("asynchronous saves of rank 0")
         found = self.load_whole(path, map_location, weights_only)
-        if self._fabric is not None:
+        if self._of_fabric:
             return states_of_checkpoint(found)
         if is_torch_file(path := file_path(path)):
             of_objects = None if is_lightnings(found) else checkpoint_of_states(found, nested=True, only="model")

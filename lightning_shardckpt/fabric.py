@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,7 +26,7 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import order_of_state
-from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
     allow_derivatives,
@@ -34,6 +35,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     reduced,
 )
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
+from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
@@ -52,12 +54,38 @@ from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForw
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
 from lightning_shardckpt.strategy.precision_plugin import scaler_factor, unscale_shards
+from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.strategy.set_up_modules import SetUpModules
 from lightning_shardckpt.strategy.user_steps import FunctionStep
 from lightning_shardckpt.system.pending_saves import drain_all
 
+register_strategies()
+
 __all__ = ["ShardCkptIO", "ShardedStrategy"]
+
+
+class ShardCkptIO(TrainerCkptIO):
+    """The ``ShardCkptIO`` of Fabric: takes and gives states of Fabric, with state dicts of objects in their places.
+
+    Its arguments are those of ``lightning_shardckpt.ShardCkptIO``.
+    """
+
+    _of_fabric = True
+
+    @override
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the state that was saved, as Fabric's own strategies distribute it.
+
+        Collective with ``use_async``, since rank 0 alone may have to wait for its saves: every rank must call it.
+        Arguments and errors are those of ``lightning_shardckpt.ShardCkptIO``.
+        """
+        if self.async_saves.is_async and dist.is_available() and dist.is_initialized():
+            drain_all()
+            any_rank(False)
+        return super().load_checkpoint(path, map_location, weights_only)
 
 
 class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO

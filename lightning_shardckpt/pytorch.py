@@ -60,12 +60,15 @@ from lightning_shardckpt.strategy.module_build import ModuleBuild
 from lightning_shardckpt.strategy.module_marks import check_filled, recall, remember, whole_names
 from lightning_shardckpt.strategy.precision_plugin import clip_shards, scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.preemption import Preemption
+from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints, TrainerRun
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
 from lightning_shardckpt.strategy.trainer_optimizers import adopt_optimizers, with_mean_loss
 from lightning_shardckpt.strategy.trainer_steps import StepContext, TrainerSteps
 from lightning_shardckpt.system.gc_pause import gc_paused
+
+register_strategies()
 
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
 

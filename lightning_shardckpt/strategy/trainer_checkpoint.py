@@ -6,6 +6,8 @@ data, since those differ between ranks.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,13 +16,12 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shardckpt.checkpoint.lightning_save import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
-from lightning_shardckpt.compat.strategy_assignment import is_wrapper
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.module_io import ForCode, entries_loaded
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
@@ -38,7 +39,7 @@ def checked_io(io: object) -> ShardCkptIO:
     """
     if isinstance(io, ShardCkptIO):
         return io
-    if is_wrapper(io):
+    if isinstance(getattr(io, "checkpoint_io", None), ShardCkptIO):
         raise TypeError(
             f"{type(io).__name__} saves in a thread of rank 0 alone, but every rank writes its own slices here. "
             "Pass ShardCkptIO() alone in plugins."
@@ -199,10 +200,29 @@ def load_checkpoint(
     stored = checkpoint.pop(RANK_STATE)
     rank_state = None if stored is None else RankState.from_json(stored)
     checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting and "loops" in parts)
+    _compare_hyper_parameters(module, checkpoint, str(path))
     _leave_out(checkpoint, trainer, parts)
     if left := [part for part in PARTS if part not in parts]:
         rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
     return checkpoint, rank_state, LoadedModule(str(path), state_dict, loaded.for_code)
+
+
+def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str) -> None:
+    """Warn where a LightningCLI has built the module with others than are stored, which it takes from files alone."""
+    if "lightning.pytorch.cli" not in sys.modules or os.path.isfile(path):
+        return
+    stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str)
+    both = {name: (stored[name], value) for name, value in module.hparams.items() if name in stored}
+    other = [
+        f"{name}={there!r} there, {here!r} here"
+        for name, (there, here) in both.items()
+        if isinstance(there, plain) and isinstance(here, plain) and there != here and name != "_instantiator"
+    ]
+    if other:
+        rank_zero_warn(
+            f"{path!r} was saved with other hyper-parameters: {'; '.join(other)}. LightningCLI takes those of a single "
+            "file alone: use lightning_shardckpt.ShardedCLI, which takes them from directories and URLs"
+        )
 
 
 def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset[str]) -> None:

@@ -247,13 +247,27 @@ def test_a_run_from_yaml_alone_saves_and_resumes_on_other_ranks(tmp_path: Path) 
 
 def validated(*arguments: str) -> tuple[dict[str, Any], float]:
     """Collective: every rank must call it. Returns hyper-parameters and loss of ``validate`` from the command line."""
+    from lightning_shardckpt import ShardedCLI
+    from tests.support.scaled import Scaled
+
+    _be_the_command_line(("validate", *arguments))
+    made = ShardedCLI(Scaled, save_config_callback=None, seed_everything_default=7)
+    return dict(made.model.hparams), float(made.trainer.callback_metrics["loss"])
+
+
+def told_of_others(*arguments: str) -> list[str]:
+    """Return what a LightningCLI of Lightning's warns of when it validates from the command line."""
+    import warnings
+
     from lightning.pytorch.cli import LightningCLI
 
     from tests.support.scaled import Scaled
 
     _be_the_command_line(("validate", *arguments))
-    made = LightningCLI(Scaled, save_config_callback=None, seed_everything_default=7)
-    return dict(made.model.hparams), float(made.trainer.callback_metrics["loss"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        LightningCLI(Scaled, save_config_callback=None, seed_everything_default=7)
+    return [str(w.message) for w in caught if "hyper-parameters" in str(w.message)]
 
 
 def saved_scaled(path: str, plain: str) -> None:
@@ -282,3 +296,5 @@ def test_validate_from_the_command_line_takes_the_hyper_parameters_of_a_director
     assert alone(validated, *sharded, "--trainer.devices=1", f"--ckpt_path={directory}", bare=True) == expected
     both = run_ranks(2, validated, *sharded, "--trainer.devices=2", f"--ckpt_path={directory}", bare=True)
     assert [hyper for hyper, _ in both] == [expected[0]] * 2
+    (told,) = alone(told_of_others, *sharded, "--trainer.devices=1", f"--ckpt_path={directory}", bare=True)
+    assert "factor=3.0 there, 1.0 here" in told and "ShardedCLI" in told

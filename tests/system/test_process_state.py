@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[2]
 TRAINING = """
 import copy, sys, warnings
 import lightning.pytorch as pl, torch, torch.distributed as dist
+from lightning.fabric import strategies as fabric_strategies, wrappers
+from lightning.pytorch import cli, strategies
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.tensor import DTensor
-from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 
 class Model(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -25,14 +26,18 @@ class Model(BoringModel):
 
 OWNERS = (
     *(torch, dist, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer, torch.autograd.Function),
-    *(torch.autograd, DTensor, pl.Trainer, pl.LightningModule, copy, warnings),
+    *(torch.autograd, DTensor, pl.Trainer, pl.LightningModule, copy, warnings, cli.LightningCLI),
+    *(strategies.Strategy, fabric_strategies.Strategy, fabric_strategies.FSDPStrategy, wrappers, wrappers._FabricModule),
 )
 
 def state():
-    found = {f"{o.__name__}.{k}": v for o in OWNERS for k, v in vars(o).items() if callable(v) or "apply" in k}
+    found = {
+        f"{o.__name__}.{k}": v for o in OWNERS for k, v in vars(o).items()
+        if callable(v) or isinstance(v, property) or "apply" in k
+    }
     found |= {f"deepcopy of {kind.__name__}": how for kind, how in copy._deepcopy_dispatch.items()}
     found |= {f"DTensor handler of {op}": how for op, how in DTensor._op_dispatcher._custom_op_handlers.items()}
-    return found | {f"finder {finder}": finder for finder in sys.meta_path if "shardckpt" in type(finder).__module__}
+    return found | {f"finder {finder}": finder for finder in sys.meta_path}
 
 def changed():
     now = state()
@@ -40,6 +45,8 @@ def changed():
                   and before.get(name) != now.get(name))
 
 before, seen = state(), set()
+import lightning_shardckpt
+from lightning_shardckpt import ShardCkptIO, ShardedStrategy, fabric
 strategy = ShardedStrategy(**{options})
 trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=[ShardCkptIO()], max_steps=2,
                      limit_val_batches=1, logger=False, enable_progress_bar=False, default_root_dir=sys.argv[1])

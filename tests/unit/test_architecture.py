@@ -30,7 +30,7 @@ ROWS = [
     {"api", "lazy", "consolidate", "checkpoint_io"},
     {"from_checkpoint", "checkpoint_monitor", "checkpoint_retention", "dropout_by_sample", "recording"},
     {"strategy"},
-    {"pytorch", "fabric", "cli"},
+    {"pytorch", "fabric", "cli", "lightning_cli"},
     {"__main__", "__init__"},
 ]
 # The same within the two rooms that have rooms of their own.
@@ -43,7 +43,7 @@ PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
 KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "checkpoint_monitor", "checkpoint_retention"}
-KNOWS_LIGHTNING |= {"dropout_by_sample", "recording", "strategy", "pytorch", "fabric"}
+KNOWS_LIGHTNING |= {"dropout_by_sample", "recording", "strategy", "pytorch", "fabric", "lightning_cli"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace", "_fields"}  # documented by Python
 OVERRIDDEN = {"_strip_protocol"}  # fsspec's, which says that file systems override it

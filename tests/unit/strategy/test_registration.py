@@ -1,4 +1,4 @@
-"""``strategy="sharded"`` is known to both registries, whichever is imported first."""
+"""``strategy="sharded"`` is known to both registries after the import, or once a door is imported."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ REGISTRIES = {
 }
 
 
-@pytest.mark.parametrize("first", ["lightning_shardckpt", pytest.param("lightning", marks=pytest.mark.sweep)])
-def test_the_name_makes_the_strategy_of_each(first: str) -> None:
+DOORS = "lightning_shardckpt.pytorch, lightning_shardckpt.fabric"
+
+
+@pytest.mark.parametrize("imports", ["lightning, lightning_shardckpt", pytest.param(DOORS, marks=pytest.mark.sweep)])
+def test_the_name_makes_the_strategy_of_each(imports: str) -> None:
     checks = "; ".join(
         f"from {module} import {registry} as r; s = r.get('sharded'); "
         f"assert type(s).__module__ == {home!r}, s"
         for module, (registry, home) in REGISTRIES.items()
     )
-    imports = ["lightning", "lightning_shardckpt"] if first == "lightning" else ["lightning_shardckpt"]
-    script = f"import {', '.join(imports)}, sys; {checks}"
+    script = f"import {imports}, sys; {checks}; assert 'shardckpt' not in repr(sys.meta_path)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
