@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from lightning_shardckpt.checkpoint.nested_save import order_of_state
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
-    allow_derivatives,
     backward_allowed,
     optimizer_to_device,
     reduced,
@@ -50,7 +49,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
-from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForward
+from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForward, gradients_accumulate
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
 from lightning_shardckpt.strategy.precision_plugin import scaler_factor, unscale_shards
@@ -111,7 +110,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._deferred: DeferredInit | None = None
         self._agreement = BatchAgreement()
         self._joint_updates = JointUpdates()
-        allow_derivatives(ShardedStrategy)
         self._backward_sync_control = HeldBackward(self._accumulate_unsharded)
 
     # --- what it is ---
@@ -202,6 +200,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     # --- steps ---
 
     @override
+    @wraps(ParallelStrategy.backward)  # Fabric forbids derivatives outside of a backward of our own; see ShardedForward
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Gradients are final when this returns. Collective: every rank of the world must call it."""
         if isinstance(tensor, DTensor):
@@ -210,6 +209,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if not self._apart and any(not sharded.gradients.is_blocked for sharded in self._sharded):
             self._agreement.any_rank_told(False, self.meshes, self.root_device, self.tuning)
         with ExitStack() as stack:
+            stack.enter_context(gradients_accumulate())
             if stepped is None:
                 for sharded in self._sharded:
                     stack.enter_context(sharded.gradients.backward())

@@ -10,9 +10,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -30,8 +28,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import Tensor
 from torch.optim import Optimizer
-
-from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 
 
 class FabricScriptLauncher(_SubprocessScriptLauncher):
@@ -102,41 +98,6 @@ def set_sampler_epoch(loader: Any, epoch: int) -> None:
     Relies on ``_set_sampler_epoch``.
     """
     _set_sampler_epoch(loader, epoch)
-
-
-_derivable: set[type] = set()
-
-
-def allow_derivatives(of: type) -> None:
-    """Allow ``torch.autograd.grad`` of what modules return, where the strategy is of this class.
-
-    Fabric refuses every backward outside ``fabric.backward`` for strategies that have a ``backward`` of their own. With
-    ours that is for what accumulates gradients in parameters.
-
-    Relies on ``_FabricModule._register_backward_hook``, on ``_backward_hook``, which raises, and on the flag
-    ``_in_fabric_backward``.
-    """
-    known = bool(_derivable)
-    _derivable.add(of)
-    if known:
-        return
-    register = wrappers._FabricModule._register_backward_hook
-
-    def registered(module: wrappers._FabricModule, tensor: Tensor) -> Tensor:
-        if not isinstance(module._strategy, tuple(_derivable)):
-            return register(module, tensor)
-        if tensor.requires_grad:
-            tensor.register_hook(partial(check, ref(module)))  # type: ignore[no-untyped-call]  # torch's
-        return tensor
-
-    def check(reference: ref[wrappers._FabricModule], gradient: Tensor) -> None:
-        module = reference()
-        if wrappers._in_fabric_backward or module is None:
-            return
-        if any(accumulates_gradient_of(p) for p in module.parameters() if p.requires_grad):
-            wrappers._backward_hook(True, gradient)
-
-    wrappers._FabricModule._register_backward_hook = registered  # type: ignore[method-assign,assignment]  # a method
 
 
 @contextmanager

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shardckpt.compat.lightning_attributes import fabric_forward
 from lightning_shardckpt.compat.lightning_fabric import BackwardSyncControl
+from lightning_shardckpt.compat.pytree import tree_leaves
+from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.state.nested_dict import WRAPPED
+
+_accumulating: list[None] = []  # not empty in `gradients_accumulate`; hooks run in threads of autograd, too
+
+
+@contextmanager
+def gradients_accumulate() -> Iterator[None]:
+    """Return the context of ``fabric.backward``, in which gradients of parameters are averaged over all ranks."""
+    _accumulating.append(None)
+    try:
+        yield
+    finally:
+        _accumulating.pop()
+
+
+def _refuse_other_backward(root: ref[nn.Module], gradient: Tensor) -> None:
+    """Raise, in a backward that accumulates gradients of a module, if it is not that of ``fabric.backward``.
+
+    Raises:
+        UnsupportedCodeError: saying what to call.
+    """
+    module = root()
+    if _accumulating or module is None:
+        return
+    if any(accumulates_gradient_of(p) for p in module.parameters() if p.requires_grad):
+        raise UnsupportedCodeError(
+            f"the gradients of {type(module).__name__} are those of one rank here: call fabric.backward(loss) instead "
+            "of loss.backward(). torch.autograd.grad may be called anywhere."
+        )
 
 
 class ShardedForward(nn.Module):
@@ -45,6 +76,9 @@ class ShardedForward(nn.Module):
         found = sharded.run(partial(sharded.root, *args, **kwargs))
         if not torch.is_grad_enabled():  # no backward will follow
             reshard(sharded.root)
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(_refuse_other_backward, ref(sharded.root)))  # type: ignore[no-untyped-call]
         return found
 
 

@@ -203,8 +203,11 @@ def errors_and_reductions() -> None:
     fabric.backward(model(torch.full((1, 2), float("inf"))).sum())
     with pytest.raises(RuntimeError, match="the norm of the gradients is"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    with pytest.raises(RuntimeError, match=r"fabric.backward\(loss\)"):
+    with pytest.raises(UnsupportedCodeError, match=r"fabric.backward\(loss\)"):
         model(torch.ones(1, 2)).sum().backward()
+    x = torch.ones(1, 2, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    assert x.grad is None and not slope.isnan().any()
     with pytest.raises(TypeError, match="pass plugins="):
         fabric.strategy.checkpoint_io = TorchCheckpointIO()
 

@@ -27,7 +27,8 @@ class Model(BoringModel):
 OWNERS = (
     *(torch, dist, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer, torch.autograd.Function),
     *(torch.autograd, DTensor, pl.Trainer, pl.LightningModule, copy, warnings, cli.LightningCLI),
-    *(strategies.Strategy, fabric_strategies.Strategy, fabric_strategies.FSDPStrategy, wrappers, wrappers._FabricModule),
+    *(strategies.Strategy, fabric_strategies.Strategy, fabric_strategies.FSDPStrategy),
+    *(wrappers, wrappers._FabricModule),
 )
 
 def state():

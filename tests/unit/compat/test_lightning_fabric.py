@@ -100,23 +100,6 @@ def test_a_backward_is_allowed_only_within() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-class OwnBackwardWithDerivatives(OwnBackward): ...
-
-
-def test_derivatives_are_allowed_where_a_backward_is_not() -> None:
-    compat.allow_derivatives(OwnBackwardWithDerivatives)
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=OwnBackwardWithDerivatives())
-    model, x = fabric.setup_module(torch.nn.Linear(2, 1)), torch.ones(1, 2, requires_grad=True)
-    (slope,) = torch.autograd.grad(model(x).sum(), x)
-    assert torch.equal(slope, model.weight) and model.weight.grad is None
-    assert torch.equal(torch.autograd.grad(model(x).sum(), model.weight)[0], x)
-    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
-        model(x).sum().backward()
-    fabric.backward(model(x).sum())
-    assert torch.equal(model.weight.grad, x)
-    test_a_backward_is_allowed_only_within()  # under other strategies all is as it was
-
-
 def test_fabric_asks_the_backward_sync_control() -> None:
     asked: list[bool] = []
 
