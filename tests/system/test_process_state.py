@@ -38,7 +38,7 @@ def state():
     }
     found |= {f"deepcopy of {kind.__name__}": how for kind, how in copy._deepcopy_dispatch.items()}
     found |= {f"DTensor handler of {op}": how for op, how in DTensor._op_dispatcher._custom_op_handlers.items()}
-    return found | {f"finder {finder}": finder for finder in sys.meta_path}
+    return found | {f"finder {finder}": finder for finder in sys.meta_path if "shardckpt" in type(finder).__module__}
 
 def changed():
     now = state()
