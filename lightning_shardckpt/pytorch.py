@@ -53,7 +53,6 @@ from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
-from lightning_shardckpt.strategy.disk_space import check_room_for_run
 from lightning_shardckpt.strategy.first_look import look_at_saves
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.module_build import ModuleBuild
@@ -203,8 +202,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if fitting and not self._recipe.cpu_offload:
             for optimizer in self.optimizers:
                 optimizer_to_device(optimizer, self.root_device)
-        if fitting and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            check_room_for_run(trainer, self.checkpoint_io, self._ranks, stage=self.meshes.pipeline_rank)
         self.barrier()
         self._checkpoints.restore()
         if sharded.pipeline is not None:
@@ -477,8 +474,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)
-        anew, pickles = not self._checkpoints.restored, self.checkpoint_io.pickle_objects
-        look_at_saves(self._trainer, self._ranks, anew=anew, pickle_objects=pickles)
+        look_at_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)
         self._checkpoints.start()
 
     @override

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.strategy import disk_space
 from lightning_shardckpt.strategy.ckpt_path import resolved
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -215,105 +213,3 @@ def test_ranks_that_see_different_last_checkpoints_all_raise(tmp_path: Path) -> 
     for outcome in run_ranks(2, run, str(folder), 4, "last", True, expect_errors=True, grace_s=30):
         assert outcome.error.type.endswith("MismatchError")
         assert "rank 0" in outcome.error.message and "rank 1" in outcome.error.message
-
-
-# ── room ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def free_bytes(path: Path) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
-
-
-def test_room_for_what_is_kept_is_asked_of_the_real_disk(tmp_path: Path) -> None:
-    third = free_bytes(tmp_path) // 3
-    keeps_five = ModelCheckpoint(tmp_path / "not" / "yet", monitor="x", save_top_k=5)
-    light = ModelCheckpoint(tmp_path, monitor="x", save_top_k=5, save_weights_only=True)
-    disk_space.check_room([keeps_five, light], third // 10, third // 10)
-    with pytest.warns(UserWarning, match="keeps up to 5 checkpoints of .* GB or more"):
-        disk_space.check_room([keeps_five], third // 10, third)
-    disk_space.check_room([light, ModelCheckpoint(tmp_path, save_top_k=0)], third // 10, third)
-    disk_space.check_room([ModelCheckpoint("/proc/nobody/tells/the/room/here")], third, third)
-
-
-def test_checkpoints_that_are_there_need_no_more_room(tmp_path: Path) -> None:
-    keeps_two = ModelCheckpoint(tmp_path, monitor="x", save_top_k=2)
-    share = int(free_bytes(tmp_path) / 2.5)
-    with pytest.warns(UserWarning, match="keeps up to 2"):
-        disk_space.check_room([keeps_two], share, 0)
-    saved(tmp_path / "a.ckpt", 1)
-    disk_space.check_room([keeps_two], share, 0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "copies"),
-    [("AdamW", {}, 2), ("Adam", {}, 2), ("SGD", {}, 0), ("SGD", {"momentum": 0.9}, 1), ("Adagrad", {}, 1)],
-)
-def test_the_least_size_of_a_checkpoint_is_what_it_takes(kind: str, options: dict[str, Any], copies: int) -> None:
-    weight = torch.nn.Parameter(torch.ones(10, 7))
-    assert disk_space.tensor_bytes([weight, weight.detach(), torch.ones(2)]) == 288  # the tie counts once
-    optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **options)
-    estimate = disk_space.state_bytes([optimizer])
-    weight.grad = torch.ones(10, 7)
-    optimizer.step()
-    tensors = [t for t in optimizer.state[weight].values() if isinstance(t, torch.Tensor) and t.ndim]
-    assert estimate == 280 * len(tensors) == 280 * copies
-
-
-def nearly_full(directory: str, fast: bool) -> list[str]:
-    real = os.statvfs
-
-    def full(path: Any) -> Any:
-        found = list(real(path))
-        found[4] = 1  # free blocks
-        return os.statvfs_result(found)
-
-    os.statvfs = full
-    callback = ModelCheckpoint(directory)
-    options: dict[str, Any] = {"fast_dev_run": True} if fast else {"max_steps": 1}
-    sizes = {"pipeline_parallel_size": 2}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        fits = tiny.trainer(sizes, callbacks=[callback], enable_checkpointing=True, **options)
-        fits.fit(tiny.TinyLM(), tiny.loader())
-    return [str(w.message) for w in said if "where" in str(w.message) and "are free" in str(w.message)]
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_run_whose_checkpoints_will_not_fit_is_told_when_it_starts(fast: bool, tmp_path: Path) -> None:
-    told, quiet = run_ranks(2, nearly_full, str(tmp_path), fast)
-    assert quiet == [] and len(told) == (0 if fast else 1)
-
-
-def by_words(directory: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Losses of a run, and of those that go on by a word that Lightning resolves: what they find is called so."""
-    (Path(directory) / "litmodels").mkdir(exist_ok=True)
-    (Path(directory) / "litmodels/__init__.py").write_text("def download_model(name, download_dir): return [name]")
-    sys.path.insert(0, directory)
-    places = {"hpc": "hpc_ckpt_1.ckpt", "registry:org/net:version:v2": "org_net_v2/a.ckpt"}
-    saves = [tiny.SaveAt(2, f"{directory}/{place}") for place in places.values()]
-    straight = tiny.fit({}, 4, callbacks=saves)
-    found = {}
-    for word in places:
-        pl.seed_everything(9)
-        run = tiny.trainer({}, max_steps=4, limit_val_batches=0, default_root_dir=directory)
-        run.fit(module := tiny.TinyLM(), tiny.loader(), ckpt_path=word)
-        found[word] = module.losses, straight["losses"]
-    return found
-
-
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_goes_on_by_every_word_that_lightning_resolves(world: int, tmp_path: Path) -> None:
-    for rank in run_ranks(world, by_words, str(tmp_path)):
-        assert len(rank) == 2
-        for resumed, straight in rank.values():
-            assert resumed == straight[2:]
-
-
-def test_words_without_a_checkpoint_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = trainer()
-    monkeypatch.setattr(type(keeper), "default_root_dir", str(tmp_path))
-    with pytest.raises(ValueError, match="no HPC checkpoint was found"):
-        resolved(keeper, "hpc")
-    with pytest.raises(CheckpointNotFoundError, match=r"registry:net.* needs the package litmodels"):
-        resolved(keeper, "registry:net")
