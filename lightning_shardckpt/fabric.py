@@ -201,7 +201,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     @wraps(ParallelStrategy.backward)  # Fabric forbids derivatives outside of a backward of our own; see ShardedForward
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(  # type: ignore[override]  # mypy takes what wraps returns for no method
+        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         """Gradients are final when this returns. Collective: every rank of the world must call it."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
