@@ -22,7 +22,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.whole_load import device_of, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint_io import as_of_a_trainer
-from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed, migrated
+from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, ShardCkptError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -82,7 +82,7 @@ def load_from_checkpoint(
     if issubclass(cls, pl.LightningModule) and _has_weights_alone(path, storage):
         return _with_weights(cls, path, device, storage, strict, kwargs)
     checkpoint = load_whole(path, device, optimizers=False, weights_only=weights_only is not False, storage=storage)
-    checkpoint = migrated(as_of_a_trainer(checkpoint, path, fitting=False), path)
+    checkpoint = as_of_a_trainer(checkpoint, path, fitting=False)
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if not isinstance(hyper, dict):  # of OmegaConf
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hyper)
@@ -119,7 +119,7 @@ def _with_weights(
     hyper: dict[str, Any],
 ) -> Loadable:
     """Return a module with weights of another program, under the names and as the tensors that it has."""
-    checkpoint = migrated(as_of_a_trainer({"state_dict": {}}, path, fitting=False), path)
+    checkpoint = as_of_a_trainer({"state_dict": {}}, path, fitting=False)
     checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = dict(hyper)
     module = _constructed_in_part(cls, checkpoint, hyper)
     assert isinstance(module, pl.LightningModule)

@@ -28,7 +28,6 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduced
 from lightning_shardckpt.compat.lightning_trainer import (
-    forget_optimizers,
     keep_order_of_training,
     set_device,
     set_device_mesh,
@@ -248,7 +247,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        forget_optimizers(self)
+        self.optimizers, self.lr_scheduler_configs = [], []  # of an earlier run
         with empty_optimizers_allowed() if self.topology.pipeline > 1 else nullcontext():
             super().setup_optimizers(trainer)
         adopt_optimizers(self.optimizers, self.sharded)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,8 @@ from lightning.fabric import wrappers
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
-    _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
@@ -54,7 +51,7 @@ def init_process_group(
         backend: of torch.distributed; by default Lightning's for the device, and gloo for tensors of the CPU.
         timeout_s: of collectives.
     """
-    chosen: str = backend or _get_default_process_group_backend_for_device(device)
+    chosen: str = backend or dist.get_default_backend_for_device(device)
     if backend is None and chosen == "nccl":
         chosen = f"cpu:gloo,{device.type}:nccl"
     bound = device if device.type != "cpu" else None
@@ -90,14 +87,6 @@ def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
     Relies on ``_optimizer_to_device``.
     """
     _optimizer_to_device(optimizer, device)
-
-
-def set_sampler_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of the sampler and of the batch sampler's sampler of a loader, if they have it.
-
-    Relies on ``_set_sampler_epoch``.
-    """
-    _set_sampler_epoch(loader, epoch)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.loop import _Loop
 
 EndBatch = Callable[[], None]
@@ -36,8 +35,8 @@ def train_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def is_stateful(loader: object) -> bool:
-    """Return whether Lightning takes a loader for one with a state of its own; relies on its protocol ``_Stateful``."""
-    return isinstance(loader, _Stateful)
+    """Return whether Lightning takes a loader for one with a state of its own."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def cycles_loaders(trainer: pl.Trainer) -> bool:
@@ -75,23 +74,20 @@ def batches_drawn(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:
-    """Return whether the present batch is the last one of its epoch.
-
-    Relies on ``_TrainingEpochLoop._num_ready_batches_reached``.
-    """
-    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+    """Return whether the present batch is the last one of its epoch."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return progress.current.ready == trainer.num_training_batches or progress.is_last_batch
 
 
 def ends_within_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether the run ends after the present batch, although the epoch has more of them.
-
-    Relies on ``_FitLoop._can_stop_early``, which says whether ``min_epochs`` and ``min_steps`` are reached.
-    """
+    """Return whether the run ends after the present batch, although the epoch has more of them."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if is_last_batch(trainer):
         return False
     out_of_steps = loop.max_steps != -1 and loop.global_step >= loop.max_steps
-    return out_of_steps or trainer.received_sigterm or (trainer.should_stop and fit._can_stop_early)
+    epochs: int = fit.epoch_progress.current.processed  # type: ignore[attr-defined]  # its subclass
+    may_stop = epochs >= (fit.min_epochs or 0) and loop.global_step >= (fit.min_steps or 0)
+    return out_of_steps or trainer.received_sigterm or (trainer.should_stop and may_stop)
 
 
 def would_validate(trainer: pl.Trainer, fetcher: Any) -> bool:
@@ -111,11 +107,9 @@ def would_validate(trainer: pl.Trainer, fetcher: Any) -> bool:
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Return whether optimizers do not step for the present batch.
-
-    Relies on ``_TrainingEpochLoop._should_accumulate``.
-    """
-    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+    """Return whether optimizers do not step for the present batch."""
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return ready % trainer.accumulate_grad_batches != 0 and not is_last_batch(trainer)
 
 
 def is_batch_begun(fit_loop: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,8 +22,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
-from lightning.pytorch.utilities.model_registry import _is_registry
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shardckpt.compat.lightning_loops import is_stateful
@@ -65,14 +64,6 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
 # ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def migrated(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict as the installed version of Lightning writes it.
-
-    Relies on ``_pl_migrate_checkpoint``, which goes by the key ``pytorch-lightning_version``.
-    """
-    return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
-
-
 def constructed(
     cls: type[Loadable], checkpoint: dict[str, Any], *, strict: bool | None, **hyper_parameters: Any
 ) -> Loadable:
@@ -97,29 +88,12 @@ def assigned_path(trainer: pl.Trainer) -> str | os.PathLike[str] | None:
 
     Relies on ``_CheckpointConnector._user_managed``, which the setter of ``Trainer.ckpt_path`` sets.
     """
-    connector = trainer._checkpoint_connector
-    return connector._ckpt_path if connector._user_managed else None
-
-
-def is_path_assigned(trainer: pl.Trainer) -> bool:
-    """Return whether the user has assigned ``trainer.ckpt_path``; relies on what ``assigned_path`` does."""
-    return bool(trainer._checkpoint_connector._user_managed)
-
-
-def requeued_path(trainer: pl.Trainer) -> str | None:
-    """Return the newest ``hpc_ckpt_*`` in ``default_root_dir``, from which a requeued SLURM job goes on.
-
-    Relies on ``_CheckpointConnector._hpc_resume_path``.
-    """
-    return trainer._checkpoint_connector._hpc_resume_path
+    return trainer.ckpt_path if trainer._checkpoint_connector._user_managed else None
 
 
 def is_word_of_lightning(path: object) -> bool:
-    """Return whether Lightning takes a path for ``"hpc"``, or for a model of its registry (``"registry:…"``).
-
-    Relies on ``_is_registry``.
-    """
-    return path == "hpc" or (isinstance(path, str) and _is_registry(path))
+    """Return whether Lightning takes a path for ``"hpc"``, or for a model of its registry (``"registry:…"``)."""
+    return path == "hpc" or (isinstance(path, str) and re.match("registry(:|$)", path, re.IGNORECASE) is not None)
 
 
 def path_of_word(trainer: pl.Trainer, word: str) -> str | os.PathLike[str] | None:
@@ -227,14 +201,6 @@ def syncs_batch_norms(strategy: ParallelStrategy) -> bool:
     Relies on ``Strategy._layer_sync``, which the Trainer sets.
     """
     return strategy._layer_sync is not None
-
-
-def forget_optimizers(strategy: ParallelStrategy) -> None:
-    """Empty the lists of optimizers and schedulers of a strategy, so that an earlier run leaves nothing.
-
-    Relies on ``Strategy._reset_optimizers_and_schedulers``, which ``Strategy.setup_optimizers`` does not call.
-    """
-    strategy._reset_optimizers_and_schedulers()
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:

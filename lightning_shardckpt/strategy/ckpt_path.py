@@ -28,10 +28,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_shardckpt.compat.lightning_trainer import (
     ScriptLauncher,
     assigned_path,
-    is_path_assigned,
     is_word_of_lightning,
     path_of_word,
-    requeued_path,
     save_directory,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -173,10 +171,11 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
             was not downloaded.
         ValueError: by Lightning, for "hpc" without a checkpoint.
     """
-    if ckpt_path is None and is_path_assigned(trainer):
+    if ckpt_path is None and assigned_path(trainer) is not None:
         return None
-    if ckpt_path is None and SLURMEnvironment.detect() and requeued_path(trainer) is not None:
-        ckpt_path = "hpc"
+    if ckpt_path is None and SLURMEnvironment.detect():
+        with suppress(ValueError):  # by Lightning, if the job was not requeued
+            return _of_lightning(trainer, "hpc")
     if is_word_of_lightning(ckpt_path):
         return _of_lightning(trainer, ckpt_path)
     fitting, storage = trainer.state.fn == TrainerFn.FITTING, _storage_of(trainer)

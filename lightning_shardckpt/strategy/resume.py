@@ -10,7 +10,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, IterableDataset
 
-from lightning_shardckpt.compat.lightning_fabric import set_sampler_epoch
 from lightning_shardckpt.compat.lightning_loops import (
     begin_loaders,
     begin_next_epoch,
@@ -121,7 +120,9 @@ class Continuation:
                 rank_zero_warn(_INEXACT.format(batches=self._batches, reasons="; ".join(reasons)))
         self._await_plateaus(trainer)
         for loader in loaders:
-            set_sampler_epoch(loader, fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
+            for owner in (loader, getattr(loader, "batch_sampler", None)):
+                if hasattr(sampler := getattr(owner, "sampler", None), "set_epoch"):
+                    sampler.set_epoch(fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
         if not begun:
             begin_loaders(trainer)  # which have waited
 

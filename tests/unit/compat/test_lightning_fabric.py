@@ -12,7 +12,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricModule
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shardckpt.compat import lightning_fabric as compat
 from tests.support.pool import run_ranks
@@ -73,13 +72,6 @@ def test_optimizer_state_moves_but_for_the_steps() -> None:
     compat.optimizer_to_device(optimizer, torch.device("meta"))
     state = optimizer.state[weight]
     assert state["exp_avg"].device.type == "meta" and weight.device.type == "cpu"
-
-
-def test_samplers_are_told_the_epoch() -> None:
-    data: Any = list(range(8))
-    sampler = DistributedSampler(data, num_replicas=2, rank=0)
-    compat.set_sampler_epoch(DataLoader(data, sampler=sampler), 5)
-    assert sampler.epoch == 5
 
 
 class OwnBackward(SingleDeviceStrategy):

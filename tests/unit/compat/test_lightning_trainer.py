@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -16,7 +15,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
@@ -51,14 +50,6 @@ def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> N
     kept: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
     assert of_lightning.sampler.shuffle and kept.sampler.shuffle is isinstance(sampler, RandomSampler)
     assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
-
-
-def test_a_strategy_forgets_its_optimizers() -> None:
-    strategy = DDPStrategy()
-    strategy.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])]
-    assert strategy.optimizers
-    compat.forget_optimizers(strategy)
-    assert strategy.optimizers == [] and strategy.lr_scheduler_configs == []
 
 
 class Asks(pl.Callback):
@@ -97,17 +88,11 @@ def test_a_module_is_constructed_with_hyper_parameters_and_weights() -> None:
         compat.constructed(WithSize, {**checkpoint, "state_dict": {}}, strict=True)
 
 
-def test_an_old_checkpoint_is_migrated() -> None:
-    old = {"pytorch-lightning_version": "1.0.0", "state_dict": {}, "epoch": 1, "global_step": 2}
-    found = compat.migrated(old, "a.ckpt")
-    assert found["pytorch-lightning_version"] == lightning.__version__ and "loops" in found
-
-
 def test_the_path_is_the_one_that_the_user_has_assigned(tmp_path: Path, saved: str) -> None:
     run = trainer(tmp_path)
-    assert (compat.assigned_path(run), compat.is_path_assigned(run)) == (None, False)
+    assert compat.assigned_path(run) is None
     run.ckpt_path = saved
-    assert (compat.assigned_path(run), compat.is_path_assigned(run)) == (saved, True)
+    assert compat.assigned_path(run) == saved
     asks = Asks("setup", compat.assigned_path)
     trainer(tmp_path, asks, max_steps=2).test(BoringModel(), ckpt_path=saved, verbose=False)
     assert asks.found == [None]  # what a call was given does not count
@@ -115,10 +100,10 @@ def test_the_path_is_the_one_that_the_user_has_assigned(tmp_path: Path, saved: s
 
 def test_a_requeued_job_has_a_path(tmp_path: Path, saved: str) -> None:
     run = trainer(tmp_path)
-    assert compat.requeued_path(run) is None
-    (tmp_path / "hpc_ckpt_3.ckpt").write_bytes(Path(saved).read_bytes())
-    assert compat.requeued_path(run) == str(tmp_path / "hpc_ckpt_3.ckpt")
     run.state.fn = TrainerFn.FITTING
+    with pytest.raises(ValueError, match="hpc"):
+        compat.path_of_word(run, "hpc")
+    (tmp_path / "hpc_ckpt_3.ckpt").write_bytes(Path(saved).read_bytes())
     assert compat.path_of_word(run, "hpc") == str(tmp_path / "hpc_ckpt_3.ckpt")
 
 
