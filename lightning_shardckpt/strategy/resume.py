@@ -121,7 +121,8 @@ class Continuation:
         self._await_plateaus(trainer)
         for loader in loaders:
             for owner in (loader, getattr(loader, "batch_sampler", None)):
-                if hasattr(sampler := getattr(owner, "sampler", None), "set_epoch"):
+                sampler: Any = getattr(owner, "sampler", None)
+                if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
         if not begun:
             begin_loaders(trainer)  # which have waited
