@@ -12,11 +12,9 @@ from lightning_shardckpt.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
+    from lightning_shardckpt.callbacks import CheckpointMonitor, CheckpointRetention, DropoutBySample
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
-    from lightning_shardckpt.checkpoint_monitor import CheckpointMonitor
-    from lightning_shardckpt.checkpoint_retention import CheckpointRetention
     from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
-    from lightning_shardckpt.dropout_by_sample import DropoutBySample
     from lightning_shardckpt.export.peft_export import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata
@@ -50,9 +48,9 @@ _HOMES = {
     "ShardedStrategy": "pytorch",
     "ShardCkptIO": "checkpoint_io",
     "ShardedCLI": "lightning_cli",
-    "CheckpointMonitor": "checkpoint_monitor",
-    "CheckpointRetention": "checkpoint_retention",
-    "DropoutBySample": "dropout_by_sample",
+    "CheckpointMonitor": "callbacks",
+    "CheckpointRetention": "callbacks",
+    "DropoutBySample": "callbacks",
     "ShardedDropout": "parallel.sharding.keyed_dropout",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),

@@ -48,14 +48,11 @@ from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
-from lightning_shardckpt.strategy.fabric_module import HeldBackward, ShardedForward, gradients_accumulate
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
+from lightning_shardckpt.strategy.fabric_modules import HeldBackward, SetUpModules, ShardedForward, gradients_accumulate
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.pipelined_steps import PipelinedSteps
-from lightning_shardckpt.strategy.precision_plugin import scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.registration import register_strategies
-from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
-from lightning_shardckpt.strategy.set_up_modules import SetUpModules
+from lightning_shardckpt.strategy.steps import PipelinedSteps, scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.user_steps import FunctionStep
 from lightning_shardckpt.system.pending_saves import drain_all
 

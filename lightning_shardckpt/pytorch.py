@@ -50,20 +50,24 @@ from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
 from lightning_shardckpt.strategy.first_look import look_at_saves
+from lightning_shardckpt.strategy.lightning_module import ModuleBuild, check_filled, recall, remember, whole_names
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.module_build import ModuleBuild
-from lightning_shardckpt.strategy.module_marks import check_filled, recall, remember, whole_names
-from lightning_shardckpt.strategy.precision_plugin import clip_shards, scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.preemption import Preemption
 from lightning_shardckpt.strategy.registration import register_strategies
-from lightning_shardckpt.strategy.replicated_values import ReplicatedValues
 from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints, TrainerRun
+from lightning_shardckpt.strategy.steps import (
+    StepContext,
+    TrainerSteps,
+    adopt_optimizers,
+    clip_shards,
+    scaler_factor,
+    unscale_shards,
+    with_mean_loss,
+)
 from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
-from lightning_shardckpt.strategy.trainer_optimizers import adopt_optimizers, with_mean_loss
-from lightning_shardckpt.strategy.trainer_steps import StepContext, TrainerSteps
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 register_strategies()

@@ -35,8 +35,8 @@ from lightning_shardckpt.parallel.sharding.references import refuse_shared_memor
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.strategy.precision_plugin import autocast_dtype
 from lightning_shardckpt.strategy.pretrained import Pretrained, beginning
+from lightning_shardckpt.strategy.steps import autocast_dtype
 from lightning_shardckpt.strategy.trainer_checkpoint import checked_io
 from lightning_shardckpt.system.remade import Remade
 from lightning_shardckpt.system.tuning import TUNING, Tuning

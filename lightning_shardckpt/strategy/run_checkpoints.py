@@ -28,7 +28,7 @@ from lightning_shardckpt.state.stateful_loader import StatefulLoader, wait, watc
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
 from lightning_shardckpt.strategy.lightning_callbacks import keep_groups
-from lightning_shardckpt.strategy.module_marks import check_filled, filling, is_half_filled
+from lightning_shardckpt.strategy.lightning_module import check_filled, filling, is_half_filled
 from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
 from lightning_shardckpt.strategy.resume import Continuation
 from lightning_shardckpt.strategy.stop_position import Stopping

@@ -17,16 +17,23 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.lightning_save import RANK_STATE
-from lightning_shardckpt.checkpoint.load_targets import PARTS
+from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.state.module_io import ForCode, entries_loaded
+from lightning_shardckpt.sources.match import fitted_to
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.state_dict_views import with_objects
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
+from lightning_shardckpt.state.module_io import ForCode, LoadCode, entries_loaded, parameter_names
+from lightning_shardckpt.state.peft_modules import adapter_tensors
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
-from lightning_shardckpt.strategy.module_marks import filling
-from lightning_shardckpt.strategy.module_targets import module_targets
+from lightning_shardckpt.strategy.lightning_module import filling
 from lightning_shardckpt.strategy.stop_position import Position
 from lightning_shardckpt.system.gc_pause import gc_paused
 
@@ -239,3 +246,29 @@ def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset
         checkpoint["lr_schedulers"] = []
     if "data" not in parts and "loops" in checkpoint:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
+@gc_paused()
+def module_targets(
+    module: nn.Module, state_dict: Mapping[str, Any], optimizers: Sequence[Optimizer] | None, whole: WholeNames
+) -> LoadTargets:
+    """Return what a load fills: the tensors of a state dict, and the state of optimizers.
+
+    Args:
+        module: whose state dict it is.
+        state_dict: with live tensors, which are filled in place.
+        optimizers: of the module's parameters; None to load weights only.
+        whole: names over all pipeline stages.
+    """
+    values = {name for name, value in state_dict.items() if is_value(name, value)}
+    tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
+    leaves, _ = model_leaves(tensors, module, whole)
+    extra_state = frozenset(map(clean_fqn, values))
+    adapters = adapter_tensors(module, leaves.tensors)
+
+    def fitting(source: Source) -> tuple[Source, list[str]]:
+        return fitted_to(with_objects(source), module=module, live=leaves, whole=whole)
+
+    names = parameter_names(module, whole) if optimizers is not None else {}
+    code = LoadCode.of({"": module})
+    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, fitting, code=code)

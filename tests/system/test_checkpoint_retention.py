@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_shardckpt import CheckpointRetention, ShardCkptIO
-from lightning_shardckpt.checkpoint_retention import RetentionRules, SavedCheckpoint
+from lightning_shardckpt.callbacks import RetentionRules, SavedCheckpoint
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.verify import verify

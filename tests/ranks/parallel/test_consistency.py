@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_shardckpt.distributed.host_numbers import gathered
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_gradients
-from lightning_shardckpt.strategy.replicated_values import ReplicatedValues, refuse
+from lightning_shardckpt.strategy.batch_agreement import ReplicatedValues, refuse
 from tests.support.pool import run_ranks
 
 

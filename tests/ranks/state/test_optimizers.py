@@ -17,7 +17,7 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.optimizer import optimizer_state
-from lightning_shardckpt.strategy.module_targets import module_targets
+from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny
 from tests.support.pool import run_ranks
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
-from lightning_shardckpt.strategy.module_targets import module_targets
+from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny
 from tests.support.pool import run_ranks
 

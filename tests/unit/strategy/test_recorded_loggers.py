@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers.logger import Logger
 
-from lightning_shardckpt.strategy.recorded_loggers import WrittenCall, recorded_loggers
+from lightning_shardckpt.strategy.user_steps import WrittenCall, recorded_loggers
 
 
 class Summary(UserDict[str, Any]):

@@ -1,4 +1,7 @@
-"""Remember on a LightningModule what was done to it: a second Trainer must find what the first one did."""
+"""Build a LightningModule in ``configure_model``, alike on all ranks, and remember on it how it was sharded.
+
+A second Trainer must find what the first one did.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_shardckpt.errors import StateError, TopologyError
+from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
+from lightning_shardckpt.parallel.deferred_init.materialize import broadcast_weights
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
+from lightning_shardckpt.parallel.sharding.random_streams import same_rng
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.system.tuning import Tuning
 
 _SHARDED, _HALF_FILLED = "_shardckpt_sharded", "_shardckpt_half_filled"
 
@@ -68,3 +76,46 @@ def check_filled(module: pl.LightningModule) -> None:
             f"loading {path!r} failed when some tensors of {type(module).__name__} were filled already: they are a mix "
             "now, which is neither trained nor saved. Load another checkpoint by ckpt_path, or make a new module."
         )
+
+
+class ModuleBuild:
+    """The modules that one strategy has Lightning configure, one after the other."""
+
+    def __init__(self) -> None:
+        self._deferred: DeferredInit | None = None
+
+    @contextmanager
+    def configuring(
+        self, module: pl.LightningModule, topology: Topology, device: torch.device, *, deferred: Tuning | None
+    ) -> Iterator[None]:
+        """Return the context of ``configure_model``, which runs for every stage; only the first one may build.
+
+        Collective: every rank of the world must call it.
+
+        Args:
+            module: whose method runs inside.
+            topology: for which it is going to be sharded, or was.
+            device: where the ranks meet.
+            deferred: sizes of deferred init; None builds with memory.
+
+        Raises:
+            TopologyError: if the module was sharded for other sizes.
+        """
+        known = recall(module, topology)
+        if known is not None:
+            with known.gradients.strangers():
+                yield
+            return
+        broadcast_weights(module, device)
+        with same_rng():
+            if deferred is None:
+                yield
+                return
+            self._deferred = DeferredInit(deferred)
+            with self._deferred:
+                yield
+
+    def first_values(self) -> DeferredInit | None:
+        """Return what knows the first values of the module that was configured last, once."""
+        values, self._deferred = self._deferred, None
+        return values
