@@ -250,6 +250,7 @@ def _change_cuda() -> None:
     )
     torch.version.cuda = "13.0"
     torch.UntypedStorage.resize_ = _resize_by(torch.UntypedStorage.resize_)  # type: ignore[method-assign]  # see there
+    torch.UntypedStorage.clone = _clone_by(torch.UntypedStorage.clone)  # type: ignore[method-assign]  # see there
 
 
 def _add_to_extension(**functions: Callable[..., Any]) -> None:
@@ -268,6 +269,17 @@ def _resize_by(of_host: Callable[..., Any]) -> Callable[..., Any]:
         return storage
 
     return resize_
+
+
+def _clone_by(of_host: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``UntypedStorage.clone``: a build without CUDA makes no storage of a GPU by itself. Deep copies use it."""
+
+    def clone(storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cuda":
+            return of_host(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+    return clone
 
 
 # ── torch.distributed ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,7 @@
-"""How often the host waits for the device in a step. Oracle: a step of Lightning's own strategies.
+"""How often the host waits for the device in a step, and how many kernels it starts.
+
+Oracles: a step of Lightning's own strategy on ``fully_shard``, and of a schedule of torch's pipelines. All runs of one
+world share its processes.
 
 The batch, which the host copies, is one wait; Lightning's ModelParallelStrategy reads a flag of its own besides. In a
 pipeline the host reads once what the last stage reports, and the scale of the loss if backward passes ran before it.
@@ -6,9 +9,11 @@ pipeline the host reads once what the last stage reports, and the scale of the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -23,10 +28,11 @@ from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.test_pipelines import by
 from tests.accelerator.test_training import HSDP, REPLICAS, TENSOR_PARALLEL
-from tests.support.tiny import TinyLM, loader, trainer
+from tests.support.tiny import Block, TinyLM, loader, trainer
 
 STEPS = 6  # the first of them looks whether ranks agree
 COPY_OF_THE_BATCH = 1
+MORE_LAYERS = 4
 
 
 class _Silent(TinyLM):
@@ -52,86 +58,142 @@ class _ShardedByTorch(_Silent):
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
-class _Waits(pl.Callback):
-    """Notes how often the host had waited when each batch was done."""
+class _Deep(_Silent):
+    def _build(self) -> None:
+        super()._build()
+        self.blocks.extend(Block() for _ in range(MORE_LAYERS))
+
+
+class _DeepByTorch(_ShardedByTorch, _Deep):
+    pass
+
+
+class Step(NamedTuple):
+    """What one step took."""
+
+    waits: int
+    kernels: int
+
+
+def _now() -> Step:
+    counts = device.counts()
+    return Step(counts["host_waits"], counts["kernels"])
+
+
+def _steps(seen: list[Step]) -> list[Step]:
+    return [Step(b.waits - a.waits, b.kernels - a.kernels) for a, b in pairwise(seen)]
+
+
+class _Watch(pl.Callback):
+    """Notes the counts when each batch is done."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.seen: list[Step] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append(device.counts()["host_waits"])
-
-    def of_steps(self) -> list[int]:
-        return [after - before for before, after in pairwise(self.seen)]
+        self.seen.append(_now())
 
 
-def _ours(strategy: Mapping[str, Any], options: Mapping[str, Any], kind: type[TinyLM] = _Silent) -> list[int]:
-    waits = _Waits()
-    run = trainer(strategy, accelerator="cuda", max_steps=STEPS, callbacks=[waits], **options)
+def _ours(strategy: Mapping[str, Any], kind: type[TinyLM] = _Silent, **options: Any) -> list[Step]:
+    watch = _Watch()
+    run = trainer(strategy, accelerator="cuda", max_steps=STEPS, callbacks=[watch], **options)
     run.fit(kind(frozen=False), loader())
-    return waits.of_steps()
+    return _steps(watch.seen)
 
 
-def _theirs() -> list[int]:
-    waits, options = _Waits(), {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+def _theirs(kind: type[TinyLM] = _ShardedByTorch) -> list[Step]:
+    watch, options = _Watch(), {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    run = pl.Trainer(accelerator="cuda", devices=2, strategy=strategy, max_steps=STEPS, callbacks=[waits], **options)
-    run.fit(_ShardedByTorch(frozen=False), loader())
-    return waits.of_steps()
-
-
-CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any]]] = {
-    "one process": (1, {}, {}),
-    "FSDP, clipped": (2, {}, {"gradient_clip_val": 0.1}),
-    "HSDP": (4, HSDP, {}),
-    "replicas": (2, REPLICAS, {}),
-    "tensor parallel": (2, TENSOR_PARALLEL, {}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_waits_for_the_copy_of_its_batch_alone(name: str) -> None:
-    world, strategy, options = CASES[name]
-    for waits in run_on_gpus(world, _ours, strategy, options):
-        assert waits == [COPY_OF_THE_BATCH] * (STEPS - 1)
-
-
-def test_a_gradient_that_comes_through_no_unit_waits_for_the_streams_of_fully_shard() -> None:
-    """They may be adding to the same memory. The engine that has no streams of its own waits for nothing."""
-    exact = run_on_gpus(2, _ours, {"fsdp_engine": "exact"}, {}, _Penalized)
-    parameters = len(list(_Penalized(frozen=False).blocks.parameters()))
-    for waits, without in zip(run_on_gpus(2, _ours, {}, {}, _Penalized), exact, strict=True):
-        assert waits == [one + parameters for one in without]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightnings_own_strategy_waits_as_often_or_more() -> None:
-    for waits in run_on_gpus(2, _theirs):
-        assert min(waits) >= COPY_OF_THE_BATCH
+    run = pl.Trainer(accelerator="cuda", devices=2, strategy=strategy, max_steps=STEPS, callbacks=[watch], **options)
+    run.fit(kind(frozen=False), loader())
+    return _steps(watch.seen)
 
 
 def _distance(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def _by_torch() -> list[int]:
+def _by_torch() -> list[Step]:
     """Train two stages by a schedule of torch."""
     rank, cuda = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
     stage = PipelineStage(nn.Linear(8, 8).to(cuda), rank, 2, cuda)
     schedule = Schedule1F1B(stage, 4, loss_fn=_distance)
     optimizer, seen = torch.optim.AdamW(stage.submod.parameters()), []
     for _ in range(STEPS):
-        seen.append(device.counts()["host_waits"])
+        seen.append(_now())
         batch = torch.ones(8, 8).to(cuda)
         schedule.step(batch) if rank == 0 else schedule.step(target=batch)
         optimizer.step()
         optimizer.zero_grad()
-    return [after - before for before, after in pairwise(seen)][1:]
+    return _steps(seen)[1:]
 
 
-@pytest.mark.filterwarnings("ignore")
+CLIPPED = {"gradient_clip_val": 0.1}
+RUNS: dict[int, dict[str, Callable[[], list[Step]]]] = {
+    1: {"one process": partial(_ours, {})},
+    2: {
+        "FSDP": partial(_ours, {}),
+        "FSDP, clipped": partial(_ours, {}, **CLIPPED),
+        "replicas": partial(_ours, REPLICAS),
+        "tensor parallel": partial(_ours, TENSOR_PARALLEL),
+        "penalized": partial(_ours, {}, _Penalized),
+        "penalized, exact": partial(_ours, {"fsdp_engine": "exact"}, _Penalized),
+        "gpipe": partial(_ours, by("gpipe"), **CLIPPED),
+        "1f1b": partial(_ours, by("1f1b"), **CLIPPED),
+        "Lightning's": _theirs,
+        "FSDP, deep": partial(_ours, {}, _Deep),
+        "Lightning's, deep": partial(_theirs, _DeepByTorch),
+        "torch's 1f1b": _by_torch,
+    },
+    4: {"HSDP": partial(_ours, HSDP)},
+}
+
+
+def _run(world: int) -> dict[str, list[Step]]:
+    warnings.simplefilter("ignore")  # of Lightning's strategy and of torch's schedules
+    return {name: run() for name, run in RUNS[world].items()}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[list[Step]]]:
+    """The steps of each run, for each rank."""
+    found = {}
+    for world, names in RUNS.items():
+        ranks = run_on_gpus(world, _run, world)
+        found |= {name: [rank[name] for rank in ranks] for name in names}
+    return found
+
+
+Runs = dict[str, list[list[Step]]]
+
+
+@pytest.mark.parametrize("name", ["one process", "FSDP", "FSDP, clipped", "HSDP", "replicas", "tensor parallel"])
+def test_a_step_waits_for_the_copy_of_its_batch_alone(name: str, runs: Runs) -> None:
+    for steps in runs[name]:
+        assert [step.waits for step in steps] == [COPY_OF_THE_BATCH] * (STEPS - 1)
+
+
+def test_a_gradient_that_comes_through_no_unit_waits_for_the_streams_of_fully_shard(runs: Runs) -> None:
+    """They may be adding to the same memory. The engine that has no streams of its own waits for nothing."""
+    parameters = len(list(_Penalized(frozen=False).blocks.parameters()))
+    for steps, without in zip(runs["penalized"], runs["penalized, exact"], strict=True):
+        assert [step.waits for step in steps] == [step.waits + parameters for step in without]
+
+
+def test_lightnings_own_strategy_waits_as_often_or_more(runs: Runs) -> None:
+    for steps in runs["Lightning's"]:
+        assert min(steps).waits >= COPY_OF_THE_BATCH
+
+
+def test_a_layer_starts_one_kernel_more_than_with_fully_shard_alone(runs: Runs) -> None:
+    """And a step up to 30 more, whatever the number of layers."""
+    names = ("FSDP", "FSDP, deep", "Lightning's", "Lightning's, deep")
+    for ours, deep, theirs, theirs_deep in zip(*(runs[name] for name in names), strict=True):
+        assert max(ours).kernels <= min(theirs).kernels + 30
+        assert max(deep).kernels <= min(theirs_deep).kernels + 30 + MORE_LAYERS
+
+
 @pytest.mark.parametrize(("schedule", "more"), [("gpipe", 1), ("1f1b", 2)])
-def test_a_step_of_a_pipeline_waits_once_or_twice_more_than_one_of_torch(schedule: str, more: int) -> None:
-    ours = run_on_gpus(2, _ours, by(schedule), {"gradient_clip_val": 0.1})
-    for waits, torchs in zip(ours, run_on_gpus(2, _by_torch), strict=True):
-        assert max(waits) == min(torchs) + more
+def test_a_step_of_a_pipeline_waits_once_or_twice_more_than_one_of_torch(schedule: str, more: int, runs: Runs) -> None:
+    for steps, torchs in zip(runs[schedule], runs["torch's 1f1b"], strict=True):
+        assert max(steps).waits == min(torchs).waits + more

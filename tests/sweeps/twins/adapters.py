@@ -105,7 +105,7 @@ class MergesForOneBatch(Frozen):
         if index % 2:
             return
         layers = [m for m in self.net.modules() if isinstance(m, Lora)]
-        example = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+        example = torch.linspace(-1, 1, 12, dtype=torch.float64, device=self.device).view(2, 6)
         with torch.no_grad():
             before = self.net(example)
             for layer in layers:

@@ -80,7 +80,7 @@ class Bags(Natural):
     def loss(self, batch: list[Tensor]) -> Tensor:
         tokens = batch[3]
         x = self.bag(tokens, per_sample_weights=batch[0][:, :4].sigmoid()) + self.mean(tokens)
-        starts, weights = torch.arange(0, tokens.numel(), 4), batch[2][:, :4].flatten()
+        starts, weights = torch.arange(0, tokens.numel(), 4, device=tokens.device), batch[2][:, :4].flatten()
         flat = self.bag(tokens.flatten(), starts, per_sample_weights=weights)
         hot = F.one_hot(tokens[:, 0], 7).to(x) @ self.bag.weight
         return F.cross_entropy(self.head(x + flat + hot), batch[1])

@@ -113,7 +113,8 @@ class FollowsByTorch(Natural):
     def on_train_batch_end(self, *args: Any) -> None:
         self.average.update_parameters(self.net)
         with torch.no_grad():
-            self.seen.append(float(self.average(torch.ones(2, 6, dtype=self.net.scale.dtype)).sum()))
+            ones = torch.ones(2, 6, dtype=self.net.scale.dtype, device=self.device)
+            self.seen.append(float(self.average(ones).sum()))
 
 
 class LitEma(nn.Module):
@@ -208,7 +209,8 @@ class IsSwappedForValidation(Natural):
 @case()
 class StartsWithBias(Natural):
     def on_fit_start(self) -> None:
-        self.net.head.bias.data = torch.linspace(-1, 1, CLASSES, dtype=self.net.head.bias.dtype)
+        bias = self.net.head.bias
+        bias.data = torch.linspace(-1, 1, CLASSES, dtype=bias.dtype, device=bias.device)
         self.net.layers[0].norm.weight.data.fill_(0.5)
 
 

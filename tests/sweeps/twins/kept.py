@@ -152,7 +152,7 @@ class CachingBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None or self.width != x.shape[-1]:
             self.width = x.shape[-1]
-            self.table = torch.linspace(0.5, 1.5, self.width, dtype=x.dtype)
+            self.table = torch.linspace(0.5, 1.5, self.width, dtype=x.dtype, device=x.device)
         self.latest = super().forward(x * self.table)
         return self.latest
 

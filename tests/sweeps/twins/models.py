@@ -88,7 +88,7 @@ class Contrastive(Natural):
         a, b = F.normalize(self.image(batch[0]), dim=1), F.normalize(self.text(batch[2]), dim=1)
         every = [self.all_gather(x, sync_grads=True).reshape(-1, 4) for x in (a, b)]
         logits = self.logit_scale.exp() * every[0] @ every[1].t()
-        labels = torch.arange(len(logits))
+        labels = torch.arange(len(logits), device=logits.device)
         self.seen.append(self.logit_scale.item())
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
 
@@ -133,7 +133,7 @@ class MomentumContrast(Natural):
             every = every.transpose(0, 1).reshape(-1, 4) if every.ndim == 3 else every
             self.queue[:, int(self.pointer) : int(self.pointer) + len(every)] = every.t()
             self.pointer.copy_((self.pointer + len(every)) % 32)
-        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
 
 @case()

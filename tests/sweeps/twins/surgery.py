@@ -246,8 +246,8 @@ class ChecksFinite(Natural):
 
     def on_after_backward(self) -> None:
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        found = torch.zeros(1, dtype=torch.float32)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full((1,), 1 / self.scale))
+        found = torch.zeros(1, dtype=torch.float32, device=self.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full_like(found, 1 / self.scale))
         self.seen.append(found.item())
 
 

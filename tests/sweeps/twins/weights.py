@@ -229,7 +229,7 @@ class ClonesByClass(Natural):
     """Makes another one of the same class, and loads it."""
 
     def on_train_epoch_start(self) -> None:
-        teacher = type(self.net)().double()
+        teacher = type(self.net)().double().to(self.device)
         state = self.net.state_dict().items()
         teacher.load_state_dict({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state})
         object.__setattr__(self, "teacher", teacher)
@@ -331,7 +331,7 @@ class CallsWithConstants(Natural):
     """``functional_call`` with plain tensors for a part of the weights."""
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        fixed = {"head.weight": torch.full((CLASSES, WIDTH), 0.1, dtype=batch[0].dtype), "scale": self.net.scale * 2}
+        fixed = {"head.weight": batch[0].new_full((CLASSES, WIDTH), 0.1), "scale": self.net.scale * 2}
         return super().loss(batch) + F.cross_entropy(functional_call(self.net, fixed, batch[0]), batch[1])
 
 
