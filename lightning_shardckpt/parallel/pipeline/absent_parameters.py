@@ -30,7 +30,8 @@ from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 _BITS = 62  # of an int64 that carries flags
-_OWNERS = ("torch.distributed.", "torch.utils.", "lightning_shardckpt.")  # modules whose hooks may be there
+# Modules whose hooks may be there; Fabric's only checks who calls backward.
+_OWNERS = ("torch.distributed.", "torch.utils.", "lightning_shardckpt.", "lightning.fabric.wrappers")
 
 
 class AbsentParameters:
