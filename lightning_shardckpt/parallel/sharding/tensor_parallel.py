@@ -163,7 +163,7 @@ def _apply_styles(
         before = result_hooks(modules[fqn]) | argument_hooks(modules[fqn])
         try:
             parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
-        except NotImplementedError as error:
+        except (NotImplementedError, KeyError) as error:  # a KeyError for parameters of modules inside a Linear
             raise TopologyError(
                 f"tensor_parallel_plan: {type(style).__name__} cannot shard {fqn} ({type(modules[fqn]).__name__}): "
                 f"{error}. Use it on Linear or Embedding modules, or give a callable plan."
