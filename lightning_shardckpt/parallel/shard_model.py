@@ -52,7 +52,6 @@ from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPl
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
 from lightning_shardckpt.parallel.tensors.peers import peers_of
-from lightning_shardckpt.parallel.tensors.step_cache import step_cache
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 
@@ -112,9 +111,8 @@ class ShardedModule:
     engine: Engine | None = None
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run a step of the module; what it needs of parameters twice is gathered once."""
-        with step_cache():
-            return step() if self.engine is None else self.engine.run(step)
+        """Run a step of the module."""
+        return step() if self.engine is None else self.engine.run(step)
 
     def ranks_of(self, parameter: Tensor) -> int:
         """Return how many ranks of the world hold a parameter or a part of it; of copies and new ones, all."""

@@ -22,7 +22,6 @@ from lightning_shardckpt.parallel.pipeline.split_backward import backward_input,
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples
-from lightning_shardckpt.parallel.tensors.step_cache import step_cache
 from lightning_shardckpt.system.random_generators import seed_rng
 
 
@@ -49,8 +48,7 @@ class StageRunner:
 
     def run_stage(self, run: StageRun, step: Callable[[], Any]) -> None:
         """Run ``step`` as one stage does."""
-        with step_cache():
-            self._gates.run(run, step)
+        self._gates.run(run, step)
 
     def flush(self) -> None:
         """Wait until all messages have arrived. Call when every peer has received what it is going to."""

@@ -66,7 +66,6 @@ from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWe
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.step_cache import recall, remember
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 from lightning_shardckpt.parallel.tensors.values import check_same, where_is
 from lightning_shardckpt.parallel.tensors.views import connected
@@ -403,16 +402,7 @@ def _gathered(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) ->
     """The whole parameters, as the forward is to see them."""
     if KeptGathers.current is not None:
         return KeptGathers.current.take(module, lambda: _gather_to_keep(module, unit, leaves))
-    if unit.reshard:
-        return _gather(module, unit, leaves, history=torch.is_grad_enabled())
-    kept = {n: whole for n, leaf in enumerate(leaves) if (whole := recall(leaf)) is not None}
-    missing = [n for n in range(len(leaves)) if n not in kept]
-    if missing:
-        new = _gather(module, unit, [leaves[n] for n in missing], history=torch.is_grad_enabled())
-        for n, whole in zip(missing, new, strict=True):
-            kept[n] = whole
-            remember(leaves[n], whole)
-    return [kept[n] for n in range(len(leaves))]
+    return _gather(module, unit, leaves, history=torch.is_grad_enabled())
 
 
 def _gather_to_keep(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
