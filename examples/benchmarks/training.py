@@ -32,24 +32,25 @@ from lightning_shardckpt import ShardedStrategy
 OURS = "ours"
 _BYTES = 256
 _MILLI = 1e3
-_CHECKED, _WARM = 3, 5  # steps
+_CHECKED = 3  # steps
 _TOLERANCE = 1e-4  # of losses in float32, whose sums have another order
 _MICROBATCHES = 4  # as ours on two stages
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, a batch, and how many steps are timed."""
+    """A model, a batch, and how many steps are timed after those that are not."""
 
     name: str
     layers: int
     width: int
     samples: int
     length: int
+    warm: int
     steps: int
 
 
-SIZES = [Size("tiny", 4, 32, 8, 16, 60), Size("mid", 8, 512, 8, 32, 6)]
+SIZES = [Size("tiny", 4, 32, 8, 16, warm=5, steps=30), Size("mid", 8, 512, 8, 32, warm=3, steps=4)]
 
 
 # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -304,7 +305,7 @@ def _measure(ways: list[Training], size: Size, rounds: int, label: str) -> list[
         return {"loss": losses[-1]}
 
     def act(way: Training) -> Facts:
-        ends = way.train(size, _WARM + size.steps).ends[_WARM - 1 :]
+        ends = way.train(size, size.warm + size.steps).ends[size.warm - 1 :]
         return {"ms": _MILLI * median(b - a for a, b in pairwise(ends))}
 
     return take_turns(ways, rounds, check, act, section="training", case=label)

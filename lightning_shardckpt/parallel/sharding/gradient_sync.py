@@ -28,6 +28,7 @@ from lightning_shardckpt.parallel.sharding.replicated_gradients import (
     all_reduce_gradients,
     is_reduced,
 )
+from lightning_shardckpt.parallel.tensors.derivatives import name_unused_arguments
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
@@ -114,7 +115,7 @@ class GradientSync:
     def _synchronized(self) -> Iterator[None]:
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self._blocked, recurse=False)
-        with self.no_sync(self._blocked):
+        with self.no_sync(self._blocked), name_unused_arguments():
             yield
         if not self._blocked:
             self._unreduced.reduce()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -35,8 +36,32 @@ def whole_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an autograd function of the user's with whole tensors, whose gradients come back."""
     if not any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):
         return args
+    _given.add(function.__qualname__)
     with without_torch_function():
         return tuple(whole(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
+
+
+_given = set[str]()
+"""The names of functions that `whole_arguments` gave whole tensors."""
+
+
+@contextmanager
+def name_unused_arguments() -> Iterator[None]:
+    """Inside a backward, name the functions of users whose own backward may have asked for gradients of whole tensors.
+
+    Raises:
+        UnsupportedCodeError: if autograd found no use of a tensor, and a function got whole parameters.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _given or "appears to not have been used in the graph" not in str(error):
+            raise
+        raise UnsupportedCodeError(
+            f"an autograd function ({', '.join(sorted(_given))}) runs a module in its backward, and asks for gradients "
+            "of parameters that it was given. It gets whole tensors in their place, but the module has the parameters: "
+            "use torch.utils.checkpoint, or call torch.autograd.backward there, and give it no parameters."
+        ) from error
 
 
 def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
