@@ -227,7 +227,7 @@ def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
 
 
 def _refuse_lazy(root: nn.Module) -> None:
-    """Raise a UnsupportedCodeError for modules that get their parameters when they are called."""
+    """Raise an UnsupportedCodeError for modules that get their parameters when they are called."""
     lazy = [name for name, p in root.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise UnsupportedCodeError(

@@ -60,7 +60,7 @@ class _CopiesFromDevice(TinyLM):
 
     def configure_model(self) -> None:
         if not hasattr(self, "head"):
-            self._build()
+            super().configure_model()
             self.wide = nn.Parameter(torch.zeros(600, 600))
             with torch.no_grad():
                 self.wide.copy_(self.table)

@@ -264,7 +264,7 @@ class Pipeline:
         )
 
     def _check_microbatches(self, state: StepState, failure: Exception | None) -> None:
-        """Raise a UnsupportedCodeError, on all ranks, if layers compute something else of parts of a batch."""
+        """Raise an UnsupportedCodeError, on all ranks, if layers compute something else of parts of a batch."""
 
         def work() -> tuple[int, ...]:
             with self._gradients.no_sync(), KeptGathers().used() if self._keeps else nullcontext():
