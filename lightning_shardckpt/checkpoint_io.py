@@ -236,16 +236,10 @@ class ShardCkptIO(Remade, CheckpointIO):
         Raises:
             Exception: what an asynchronous save before this one failed with; this one is not begun then.
             ValueError: for ``also`` and a URL, and for ``storage_options`` and a path of the file system.
-            StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy; for
-                a state of Fabric.
+            StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy.
         """
         where, attached = os.fspath(path), self._attached
         storage = self._storage_for(where, storage_options)
-        if attached.module is None and not self._of_fabric and not is_lightnings(checkpoint):
-            raise StateError(
-                "ShardCkptIO was given a state that is no checkpoint of a Trainer. With Fabric, pass "
-                "plugins=[lightning_shardckpt.fabric.ShardCkptIO()]"
-            )
         saving = LightningSave(
             checkpoint,
             attached,
@@ -425,6 +419,7 @@ def as_of_a_trainer(checkpoint: dict[str, Any], path: str, *, fitting: bool = Tr
         if fitting:
             rank_zero_warn(
                 f"{path!r} is not of Lightning's Trainer: it has no loops and no learning rate schedulers. Training "
-                "begins at step 0, with its weights and optimizer state."
+                "begins at step 0, with its weights and optimizer state. (Fabric's own strategies take "
+                "lightning_shardckpt.fabric.ShardCkptIO.)"
             )
     return checkpoint

@@ -43,7 +43,7 @@ def write_buffered(state: State, path: str, *, sync: bool) -> None:
     """Into the page cache; with ``sync`` from there to the disk."""
     fd = os.open(_file(path), os.O_WRONLY | os.O_CREAT)
     try:
-        for tensor in state.locals().values():
+        for tensor in state.pull():
             left = view(tensor)
             while left:
                 left = left[os.write(fd, left) :]
@@ -55,7 +55,9 @@ def write_buffered(state: State, path: str, *, sync: bool) -> None:
 
 def read(state: State, path: str) -> None:
     """Into the live tensors."""
-    read_into(state.locals().values(), path)
+    tensors = state.pull()
+    read_into(tensors, path)
+    state.push(tensors)
 
 
 def read_into(tensors: Iterable[torch.Tensor], path: str) -> None:
@@ -104,7 +106,7 @@ def _copied(state: State, path: str) -> None:
 def put(state: State, url: str, *, part: int) -> None:
     """By one request, or in parts, several at a time."""
     if "content" not in state.kept:
-        state.kept["content"] = b"".join(view(tensor) for tensor in state.locals().values())
+        state.kept["content"] = b"".join(map(view, state.pull()))
     fsspec.filesystem("s3").pipe_file(f"{url}/{dist.get_rank()}.bin", state.kept["content"], chunksize=part)
 
 
@@ -115,10 +117,12 @@ def get(state: State, url: str) -> None:
     urls = [f"{url}/{dist.get_rank()}.bin"] * len(begins)
     found = fsspec.filesystem("s3").cat_ranges(urls, list(begins), ends, on_error="raise")
     left = memoryview(b"".join(found))
-    for tensor in state.locals().values():
+    tensors = state.pull()
+    for tensor in tensors:
         target = view(tensor)
         target[:] = left[: len(target)]
         left = left[len(target) :]
+    state.push(tensors)
 
 
 DIRECT, SYNCED, BUFFERED = "limit: O_DIRECT + fsync", "limit: write + fsync", "limit: write, no fsync"

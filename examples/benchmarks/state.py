@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import AdamW, Optimizer
+from turns import device
 
 LAYERS = 16
 _BYTES = 12  # of a parameter: itself and AdamW's two moments, in float32
@@ -80,6 +81,26 @@ class State:
         """This rank's shards."""
         return {name: tensor.to_local() for name, tensor in self.tensors().items()}
 
+    def pull(self) -> list[Tensor]:
+        """Return this rank's shards in CPU memory: themselves, or, of a GPU, copies in memory that is kept."""
+        tensors = [*self.locals().values()]
+        if tensors[0].is_cpu:
+            return tensors
+        if "host" not in self.kept:
+            self.kept["host"] = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+        for to, tensor in zip(self.kept["host"], tensors, strict=True):
+            to.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+        return self.kept["host"]  # type: ignore[no-any-return]
+
+    def push(self, tensors: list[Tensor]) -> None:
+        """Give the first of the shards what is in CPU memory, as `pull` returned it."""
+        for tensor, host in zip(self.locals().values(), tensors, strict=False):
+            if tensor is not host and not tensor.is_cpu:
+                tensor.copy_(host, non_blocking=True)
+        if device().type == "cuda":
+            torch.cuda.synchronize()
+
     @property
     def nbytes(self) -> int:
         """Of this rank's shards."""
@@ -106,7 +127,7 @@ class State:
 
     def check(self) -> None:
         """Raises ValueError if an element has another value than ``fill`` gave it."""
-        wrong = [name for name, t in self.tensors().items() if not torch.equal(t.to_local(), _values(name, t))]
+        wrong = [name for name, t in self.tensors().items() if not torch.equal(t.to_local().cpu(), _values(name, t))]
         if wrong:
             raise ValueError(f"{len(wrong)} tensors do not come back as they were saved, such as {wrong[0]}")
 
@@ -116,14 +137,14 @@ class State:
         memory = mmap.mmap(-1, -(-self.nbytes // 4096) * 4096)
         memory.madvise(mmap.MADV_HUGEPAGE)
         at = 0
-        for tensor in self.locals().values():
+        for tensor in self.pull():
             memory[at : at + tensor.nbytes] = view(tensor)
             at += tensor.nbytes
         return memory
 
 
 def view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """The memory of a contiguous tensor on the CPU."""
     return memoryview(tensor.detach().numpy().reshape(-1).view("uint8"))
 
 
@@ -146,14 +167,14 @@ def _one_step(optimizer: Optimizer) -> None:
 
 def llama(gb: float, dim: int = 0) -> State:
     """``gb`` GB in all, cut by FSDP2 along ``dim``, after one step of AdamW."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     with torch.device("meta"):
         model = Llama(gb)
     cut = {"mesh": mesh, "shard_placement_fn": lambda p: Shard(dim if p.ndim > dim else 0)}
     for layer in model.layers:
         fully_shard(layer, **cut)
     fully_shard(model, **cut)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device())
     optimizer = AdamW(model.parameters(), lr=1e-3)
     _one_step(optimizer)
     return State(model, optimizer)
@@ -162,10 +183,10 @@ def llama(gb: float, dim: int = 0) -> State:
 def small(count: int) -> State:
     """``count`` parameters of 4 KB."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device().type, (world,))
     model = nn.Module()
     for number in range(count):
-        local = torch.zeros(32 // world, 32)
+        local = torch.zeros(32 // world, 32, device=device())
         whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         model.register_parameter(f"w{number:06}", nn.Parameter(whole))
     return State(model, None)

@@ -124,7 +124,7 @@ def _crowded(options: Namespace, folder: str) -> list[Row]:
 
 
 def _floors(state: State, plain: str) -> Facts:
-    weights = [p.detach().to_local() for p in state.model.parameters()]
+    weights = state.pull()[: sum(1 for _ in state.model.parameters())]
     moments = [tensor for name, tensor in state.locals().items() if name.startswith("optimizer.")]
     new: list[torch.Tensor] = []
     return {
@@ -136,7 +136,7 @@ def _floors(state: State, plain: str) -> Facts:
 
 
 def _hash(state: State) -> None:
-    for tensor in state.locals().values():
+    for tensor in state.pull():
         data = view(tensor)
         for at in range(0, len(data), _WINDOW):
             checksum(data[at : at + _WINDOW])
