@@ -7,7 +7,6 @@ data, since those differ between ranks.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,6 +35,9 @@ from lightning_shardckpt.strategy.lightning_callbacks import regroup
 from lightning_shardckpt.strategy.lightning_module import filling
 from lightning_shardckpt.strategy.stop_position import Position
 from lightning_shardckpt.system.gc_pause import gc_paused
+
+_OF_A_CLI = "_instantiator"
+"""The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 
 
 def checked_io(io: object) -> ShardCkptIO:
@@ -216,14 +218,14 @@ def load_checkpoint(
 
 def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str) -> None:
     """Warn where a LightningCLI has built the module with others than are stored, which it takes from files alone."""
-    if "lightning.pytorch.cli" not in sys.modules or os.path.isfile(path):
+    if _OF_A_CLI not in module.hparams or os.path.isfile(path):
         return
     stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str)
     both = {name: (stored[name], value) for name, value in module.hparams.items() if name in stored}
     other = [
         f"{name}={there!r} there, {here!r} here"
         for name, (there, here) in both.items()
-        if isinstance(there, plain) and isinstance(here, plain) and there != here and name != "_instantiator"
+        if isinstance(there, plain) and isinstance(here, plain) and there != here and name != _OF_A_CLI
     ]
     if other:
         rank_zero_warn(
