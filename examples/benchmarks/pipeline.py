@@ -1,11 +1,12 @@
-"""Compare each schedule of a pipeline with one process, on this machine's CPU, in one table.
+"""Compare each schedule of a pipeline with one process, on this machine's GPUs or CPU, in one table.
 
     python examples/benchmarks/pipeline.py
 
 Every schedule trains the same transformer (random weights, random bytes, AdamW) on the same batches as one process of
 plain Lightning, with pipeline_loss="microbatch". All take turns, round after round, each time in fresh processes with
-one thread per process; the first step of a run is not counted. The processes of a pipeline talk over gloo on the
-loopback device, so the table says nothing about GPUs or networks. Medians over rounds:
+one thread per process; the first step of a run is not counted. Without a GPU for each, the processes of a pipeline talk
+over gloo on the loopback device, so the table says nothing about GPUs or networks. With them, work and idle are those
+of the threads on the CPU, and peak is the memory of the GPU; that has been run on no real one. Medians over rounds:
 
 step      seconds of one optimizer step.
 ratio     of that to the step of one process in the same round.
@@ -104,15 +105,18 @@ class Watch(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         if dist.is_initialized():
             dist.barrier()
+        _wait_for_gpu()
         self._clock, self._work, self._thread = time.perf_counter(), time.process_time(), _thread_seconds()
 
     def on_after_backward(self, *_: Any) -> None:
+        _wait_for_gpu()
         clock = time.perf_counter() - self._clock
         ran, queued = (now - before for now, before in zip(_thread_seconds(), self._thread, strict=True))
         self.seen["idle"].append(1 - (ran + queued) / clock)
         self.seen["queued"].append(queued / clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        _wait_for_gpu()
         self.seen["step"].append(time.perf_counter() - self._clock)
         self.seen["work"].append(time.process_time() - self._work)
         own = [p for p in module.parameters() if not getattr(p, "is_elsewhere", False)]  # of this stage
@@ -120,6 +124,11 @@ class Watch(pl.Callback):
         for parameter in own:
             tensors += [v for v in trainer.optimizers[0].state[parameter].values() if isinstance(v, Tensor)]
         self.state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _thread_seconds() -> tuple[float, float]:
@@ -134,6 +143,7 @@ def train(rank: int, name: str, size: Namespace, folder: str) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     strategy: Any = "auto"
+    on_gpus = torch.cuda.device_count() >= size.ranks
     if name != ALONE:
         strategy = ShardedStrategy(
             pipeline_parallel_size=size.ranks,
@@ -146,11 +156,14 @@ def train(rank: int, name: str, size: Namespace, folder: str) -> None:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size.ranks, "LOCAL_WORLD_SIZE": size.ranks}
         os.environ |= {key: str(value) for key, value in places.items()} | {"TORCHELASTIC_RUN_ID": "benchmark"}
         os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size.ranks)
+        if on_gpus:
+            torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size.ranks)
     pl.seed_everything(1, verbose=False)
     watch, quiet = Watch(), ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator="cuda" if on_gpus else "cpu",
         devices=1 if name == ALONE else size.ranks,
         strategy=strategy,
         max_epochs=1,
@@ -160,6 +173,8 @@ def train(rank: int, name: str, size: Namespace, folder: str) -> None:
     trainer.fit(Net(size))
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     peak = int(lines["VmHWM"].split()[0]) * 1024
+    if on_gpus:
+        peak = torch.cuda.max_memory_allocated()
     facts = {key: median(values[1:]) for key, values in watch.seen.items()} | {"state": watch.state, "peak": peak}
     Path(folder, f"{rank}.json").write_text(json.dumps(facts))
     if dist.is_initialized():
@@ -224,8 +239,9 @@ def main() -> None:
             runs[name].append(run(name, size))
             bar.update()
     print(
-        f"{size.ranks} processes in a pipeline, {cores} cores, gloo on loopback; {size.layers} layers of width "
-        f"{size.width}, {size.batch} x {size.length} bytes, {size.microbatches} microbatches, {size.rounds} rounds\n"
+        f"{size.ranks} processes in a pipeline, {cores} cores, {torch.cuda.device_count()} GPUs; {size.layers} layers "
+        f"of width {size.width}, {size.batch} x {size.length} bytes, {size.microbatches} microbatches, "
+        f"{size.rounds} rounds\n"
     )
     print(table(runs, floors, size))
     queued = mean(one["queued"] for name in names for one in runs[name])
