@@ -62,9 +62,9 @@ class ShardCkptIO(Remade, CheckpointIO):
 
     With ``ShardedStrategy`` every rank writes its own slices. With those strategies of Lightning and Fabric that call a
     CheckpointIO on rank 0 alone, that rank writes everything, and each rank loads whole tensors; a checkpoint from
-    any topology can be loaded there. FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy call none: they write
-    their own format, whatever CheckpointIO they are given. With Fabric's own strategies, use
-    ``lightning_shardckpt.fabric.ShardCkptIO``.
+    any topology can be loaded there. FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy don't belong to them:
+    they write shards in their own format, and can't load the directory of a whole model that a CheckpointIO saves. With
+    Fabric's own strategies, use ``lightning_shardckpt.fabric.ShardCkptIO``.
 
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.

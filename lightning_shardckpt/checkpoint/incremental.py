@@ -235,7 +235,8 @@ def divided(pieces: Iterable[Piece], frozen: frozenset[str]) -> list[list[Piece]
 
 
 _MOST_DIRECTORIES = 4  # in which bases are remembered, with the checksums of their blocks
-_OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE)  # too many links, or the base is gone
+_OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE, errno.EFBIG)
+"""Errors that say nothing of other files: too many links, the base is gone, or a store can't copy so much."""
 
 Indexes: TypeAlias = dict[str, RankIndex]
 """What a rank wrote of each component."""

@@ -108,7 +108,7 @@ def decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], vers
         *others, newest = versions
         raise FormatError(
             f"{where}: format version {shown(version)}, this package reads {', '.join(map(str, others))} and "
-            f"{newest}; use a newer lightning-shardckpt"
+            f"{newest}; use the lightning-shardckpt that wrote it"
         )
     try:
         return decode(value)

@@ -23,6 +23,7 @@ from lightning_shardckpt.sources.paths import (
     is_index,
     is_safetensors,
 )
+from lightning_shardckpt.storage.other_programs import RANK_FILES, has_rank_files
 
 if TYPE_CHECKING:
     from lightning_shardckpt.sources.source import Source
@@ -124,7 +125,9 @@ def recognised(path: str) -> Format | None:
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))
     if ours:
         found = [name for name in found if name != "a Hugging Face directory"]
-    names = ["a checkpoint of lightning-shardckpt", *found] if ours else found
+    names = ["a checkpoint of lightning-shardckpt", *found] if ours else [*found]
+    if found and has_rank_files(path):
+        names.append(RANK_FILES)
     if len(names) > 1:
         listed = " and ".join(names)
         remedy = "Move one elsewhere"

@@ -134,7 +134,8 @@ def converts(stored: str, live: str | None) -> bool:
 def read_converted(source: Source, targets: list[ReadTarget]) -> Callable[[], None]:
     """Read as ``source.read`` does, where targets may have another dtype than what is stored for them.
 
-    The converted ones are verified window by window, and again when they are filled, unless they are fresh.
+    The converted ones are verified window by window, and again when they are filled. Those that are fresh are filled at
+    once, so that nothing is left to verify when live tensors change.
     """
     specs = {name: component.tensors for name, component in source.components().items()}
     converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
@@ -142,18 +143,24 @@ def read_converted(source: Source, targets: list[ReadTarget]) -> Callable[[], No
         return source.read(targets)
     apart = {*converted}
     fill_same = source.read([target for target in targets if target not in apart])
-    for batch in _batches(source, [target for target in converted if not target.fresh]):
+    live = [target for target in converted if not target.fresh]
+    for batch in _batches(source, live):
         source.read(batch)
+    _convert(source, [target for target in converted if target.fresh])
 
     def fill() -> None:
         fill_same()
-        for batch in _batches(source, converted):
-            source.read(batch)()
-            for window in batch:
-                assert window.region is not None
-                view_at(local_tensor(window.tensor), window.region).copy_(window.local)
+        _convert(source, live)
 
     return fill
+
+
+def _convert(source: Source, targets: Sequence[ReadTarget]) -> None:
+    for batch in _batches(source, targets):
+        source.read(batch)()
+        for window in batch:
+            assert window.region is not None
+            view_at(local_tensor(window.tensor), window.region).copy_(window.local)
 
 
 def _batches(source: Source, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:

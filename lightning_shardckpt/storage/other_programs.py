@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -11,6 +12,9 @@ from lightning_shardckpt.system.text import count_text
 _READ = "`trainer.fit(ckpt_path=…)`, `load` and `python -m lightning_shardckpt consolidate` read it"
 _STEP = re.compile(r"step-\d+")
 _WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
+
+RANK_FILES = "what ranks wrote with ColossalAI's gather_dtensor=False"
+_RANK_FILE = r"pytorch_model-meta-dist-\d{5,}(\.index)?\.json"
 
 # A name in the folder, what holds such a name, and what to do; the first one counts.
 _PROGRAMS = (
@@ -32,8 +36,8 @@ _PROGRAMS = (
         "convert it to a Hugging Face model directory with Megatron's tools",
     ),
     (
-        r"pytorch_model-meta-dist-\d{5,}(\.index)?\.json",
-        "what ranks wrote with ColossalAI's gather_dtensor=False, a format that was never released",
+        _RANK_FILE,
+        f"{RANK_FILES}, a format that was never released",
         "save the model there with Booster.save_model(shard=True), and load that",
     ),
     (
@@ -42,6 +46,11 @@ _PROGRAMS = (
         "load an earlier checkpoint",
     ),
 )
+
+
+def has_rank_files(path: str) -> bool:
+    """Return whether a folder has files of `RANK_FILES`."""
+    return os.path.isdir(path) and any(re.fullmatch(_RANK_FILE, name) for name in os.listdir(path))
 
 
 def other_program(names: Iterable[str]) -> str | None:

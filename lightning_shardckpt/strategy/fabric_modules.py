@@ -10,13 +10,13 @@ from typing import Any
 from weakref import ref
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shardckpt.compat.lightning_attributes import fabric_forward
 from lightning_shardckpt.compat.lightning_fabric import BackwardSyncControl
-from lightning_shardckpt.compat.pytree import tree_leaves
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
@@ -50,8 +50,14 @@ def _refuse_other_backward(root: ref[nn.Module], gradient: Tensor) -> None:
     if any(accumulates_gradient_of(p) for p in module.parameters() if p.requires_grad):
         raise UnsupportedCodeError(
             f"the gradients of {type(module).__name__} are those of one rank here: call fabric.backward(loss) instead "
-            "of loss.backward(). torch.autograd.grad may be called anywhere."
+            "of loss.backward(). torch.autograd.grad may be called anywhere, but under mixed precision."
         )
+
+
+def _watch_backward(root: ref[nn.Module], output: Tensor) -> Tensor:
+    if output.requires_grad:
+        output.register_hook(partial(_refuse_other_backward, root))  # type: ignore[no-untyped-call]
+    return output
 
 
 class ShardedForward(nn.Module):
@@ -80,9 +86,7 @@ class ShardedForward(nn.Module):
         found = sharded.run(partial(sharded.root, *args, **kwargs))
         if not torch.is_grad_enabled():  # no backward will follow
             reshard(sharded.root)
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(_refuse_other_backward, ref(sharded.root)))  # type: ignore[no-untyped-call]
+        apply_to_collection(found, Tensor, partial(_watch_backward, ref(sharded.root)))  # in what Fabric looks through
         return found
 
 

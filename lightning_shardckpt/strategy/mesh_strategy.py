@@ -148,7 +148,8 @@ class MeshStrategy(Remade):
                 ``"exact"`` does what that refuses (derivatives of gradients of parameters, ``torch.autograd.grad`` for
                 parameters, views of weights that outlive a forward), without overlap of communication and computation.
             reduce_dtype: The dtype in which torch's engine reduces gradients, by default that of the parameters:
-                ``"float32"`` sums those of ``precision="bf16-true"`` without rounding in between.
+                ``"float32"`` sums those of ``precision="bf16-true"`` without rounding in between. Under
+                ``"bf16-mixed"`` those of linear layers and convolutions are always reduced in float32.
             pretrained: Path of weights to begin with: a Hugging Face directory, a file of safetensors or of
                 ``torch.save``, or a checkpoint. Each rank reads its slices when the module is sharded, unless the
                 Trainer is given a ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights"

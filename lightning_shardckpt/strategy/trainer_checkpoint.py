@@ -220,7 +220,7 @@ def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[st
     """Warn where a LightningCLI has built the module with others than are stored, which it takes from files alone."""
     if _OF_A_CLI not in module.hparams or os.path.isfile(path):
         return
-    stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str)
+    stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str, type(None))
     both = {name: (stored[name], value) for name, value in module.hparams.items() if name in stored}
     other = [
         f"{name}={there!r} there, {here!r} here"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -183,6 +184,16 @@ def test_precisions_train_the_same_up_to_their_rounding(in_one_process: dict[str
             assert got[2] == pytest.approx(alone[2], rel=tolerance)
 
 
+@dataclass
+class Answer:
+    value: Tensor
+
+
+class _AnswersWhole(nn.Sequential):
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(super().forward(x))
+
+
 def errors_and_reductions() -> None:
     fabric = fabric_of("32-true", tensor_parallel_size=2, tensor_parallel_plan={"0": "colwise_gather_output"})
     rank = fabric.global_rank
@@ -205,6 +216,9 @@ def errors_and_reductions() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     with pytest.raises(UnsupportedCodeError, match=r"fabric.backward\(loss\)"):
         model(torch.ones(1, 2)).sum().backward()
+    whole = fabric.setup_module(_AnswersWhole(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)))
+    with pytest.raises(UnsupportedCodeError, match=r"fabric.backward\(loss\)"):
+        whole(torch.ones(1, 2)).value.sum().backward()
     x = torch.ones(1, 2, requires_grad=True)
     (slope,) = torch.autograd.grad(model(x).sum(), x)
     assert x.grad is None and not slope.isnan().any()

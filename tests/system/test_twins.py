@@ -62,7 +62,7 @@ REFUSED_IN_PIPELINES = {
     "ConstrainsNorms": "item needs the value of net.",
     "PenalizesInBackward": "backward needs the value of net.",
     "PenalizesWeights": "what the step returns depends on net.",
-    "HooksInStep": "net.head.weight has a hook (register_hook, register_post_accumulate_grad_hook)",
+    "HooksInStep": "has a hook (register_hook, register_post_accumulate_grad_hook)",
     "HooksTied": "embed.weight has a hook (register_hook, register_post_accumulate_grad_hook)",
     "HooksInForward": ".b.weight has a hook (register_hook, register_post_accumulate_grad_hook)",
     "WatchesModules": "net.layers.1 has a forward hook",

@@ -104,23 +104,25 @@ class AbsentParameters:
                 continue
             hooks = [*(gradient_hooks(own) or {}).values(), *(accumulation_hooks(own) or {}).values()]
             if any(not _module_of(hook).startswith(_OWNERS) for hook in hooks):
-                raise UnsupportedCodeError(
-                    f"{name} has a hook (register_hook, register_post_accumulate_grad_hook), which in a pipeline sees "
-                    "gradients of microbatches, on one stage. Change gradients in on_before_optimizer_step, or use "
-                    "pipeline_parallel_size=1."
-                )
+                raise UnsupportedCodeError(f"{name} {_HOOKED}")
+
+
+_HOOKED = (
+    "has a hook (register_hook, register_post_accumulate_grad_hook), which in a pipeline sees gradients of "
+    "microbatches, on one stage. Change gradients in on_before_optimizer_step, or use pipeline_parallel_size=1."
+)
 
 
 def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a hook that a step registers on a tensor, if the hook may be there.
 
-    Those of parameters are looked at after the passes.
-
     Raises:
-        UnsupportedCodeError: for a hook of the user's on an activation.
+        UnsupportedCodeError: for a hook of the user's.
     """
-    if isinstance(tensor, nn.Parameter) or _module_of(hook).startswith(_OWNERS):
+    if _module_of(hook).startswith(_OWNERS):
         return hook
+    if isinstance(tensor, nn.Parameter):
+        raise UnsupportedCodeError(f"a parameter of shape {tuple(tensor.shape)} {_HOOKED}")
     raise UnsupportedCodeError(
         f"a pipelined step registers the hook {getattr(hook, '__qualname__', hook)} on a tensor of shape "
         f"{tuple(tensor.shape)}, whose gradient one stage has, and for microbatches. Change the gradient in a "

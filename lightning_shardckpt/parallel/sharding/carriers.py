@@ -142,6 +142,8 @@ class Engine:
         if not torch.is_grad_enabled():  # no backward frees what they keep
             for carrier in self._carriers:
                 carrier.free()
+            if self.device.type != "cpu":  # gathers there have no marks
+                self._compare_trails(0)
         return call.result()
 
     def _prepare(self) -> None:
@@ -182,11 +184,7 @@ class Engine:
         self._is_in_backward = False
         for carrier in self._carriers:
             carrier.end_backward()
-        done, self._trail, self._last = f"{self._last}, after {self._trail:08x}", 0, ""
-        unused = float(sum(carrier.count_unused() for carrier in self._carriers))
-        for peers in self.peers:  # the second axis hears what the first one has told
-            unused = max(numbers[0] for numbers in peers.compare(done, unused))
-        if not unused:
+        if not self._compare_trails(sum(carrier.count_unused() for carrier in self._carriers)):
             return
         used = [is_used for carrier in self._carriers for is_used in carrier.list_used()]
         bits = torch.tensor(used, dtype=torch.uint8)
@@ -196,10 +194,17 @@ class Engine:
         for carrier in self._carriers:
             carrier.take_away_unused(anywhere)
 
+    def _compare_trails(self, unused: float) -> float:
+        """Compare what the ranks did; return the largest ``unused`` of a rank. Collective."""
+        done, self._trail, self._last = f"{self._last}, after {self._trail:08x}", 0, ""
+        for peers in self.peers:  # the second axis hears what the first one has told
+            unused = max(numbers[0] for numbers in peers.compare(done, float(unused)))
+        return unused
+
     def recover(self) -> None:
         """Forget a backward that did not finish."""
         if self._is_in_backward and not in_backward():
-            self._is_in_backward = False
+            self._is_in_backward, self._trail, self._last = False, 0, ""
             self._root.reset_iter_state()
             for carrier in self._carriers:
                 carrier.drop_gradients()

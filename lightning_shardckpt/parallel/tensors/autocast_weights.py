@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.torch_tensors import version_of, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import in_functional_transform, version_of, without_torch_function
+from lightning_shardckpt.errors import UnsupportedCodeError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *_CONVOLUTIONS)
@@ -85,6 +86,11 @@ def cast_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
         cast = {id(v): weight.use() for v in values if (weight := _weights.get(id(v))) is not None and weight.fits(v)}
     if not cast:
         return None
+    if torch.is_grad_enabled() and in_functional_transform():
+        raise UnsupportedCodeError(
+            f"torch.func or torch.vmap calls {func.__name__} in a forward under autocast, whose weight fully_shard has "
+            'gathered in another dtype. Use ShardedStrategy(fsdp_engine="exact").'
+        )
     return [cast.get(id(v), v) for v in args], {name: cast.get(id(v), v) for name, v in kwargs.items()}
 
 

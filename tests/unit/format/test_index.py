@@ -142,8 +142,8 @@ def sealed(value: dict[str, Any]) -> bytes:
 
 ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("format", "other", "not an index of lightning-shardckpt"),
-    ("version", 3, "this package reads 1 and 4; use a newer lightning-shardckpt"),
-    ("version", 5, "newer lightning-shardckpt"),
+    ("version", 3, "this package reads 1 and 4; use the lightning-shardckpt that wrote it"),
+    ("version", 5, "the lightning-shardckpt that wrote it"),
     ("version", True, "version True"),
     ("version", 0, "version 0"),
     ("version", DELETED, "version None"),
@@ -202,7 +202,7 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
 ]
 RANK_EDITS: list[tuple[str, Any, str]] = [
     ("format", None, "not an index"),
-    ("version", 4, "this package reads 1 and 3; use a newer"),
+    ("version", 4, "this package reads 1 and 3; use the lightning"),
     ("rank", -1, "-1 is not a size"),
     ("files", [], "AttributeError"),
     ("files", {"../x": [1, SUM]}, "not a file name"),
