@@ -142,9 +142,10 @@ class Engine:
         if not torch.is_grad_enabled():  # no backward frees what they keep
             for carrier in self._carriers:
                 carrier.free()
-            if self.device.type != "cpu":  # gathers there have no marks
-                self._compare_trails(0)
-        return call.result()
+        found = call.result()
+        if not torch.is_grad_enabled() and self.device.type != "cpu":  # where gathers have no marks
+            self._compare_trails(0)
+        return found
 
     def _prepare(self) -> None:
         """Make the carriers and the root, once the parameters have memory."""
