@@ -14,15 +14,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
-from lightning_shardckpt.sources.paths import (
-    OPTIMIZERS,
-    WEIGHTS,
-    dcp_place,
-    indexes,
-    is_hub_directory,
-    is_index,
-    is_safetensors,
-)
+from lightning_shardckpt.sources.paths import dcp_place, indexes, is_hub_directory, is_index, is_safetensors
 from lightning_shardckpt.storage.other_programs import RANK_FILES, has_rank_files
 
 if TYPE_CHECKING:
@@ -58,36 +50,19 @@ def _open_hub_directory(path: str, weights_only: bool) -> Source:
 
 
 def _open_safetensors(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.booster_optimizer import is_optimizer_file, open_optimizer_file
     from lightning_shardckpt.sources.huggingface import open_file
 
-    return open_optimizer_file(path) if is_optimizer_file(path) else open_file(path)
-
-
-def _is_booster_optimizer(path: str) -> bool:
-    return bool(indexes(path, OPTIMIZERS))
-
-
-def _open_booster_optimizer(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.booster_optimizer import open_optimizer
-
-    return open_optimizer(path, weights_only)
-
-
-def _is_index(path: str) -> bool:
-    return is_index(path, (*WEIGHTS, *OPTIMIZERS))
+    return open_file(path)
 
 
 def _open_index(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.booster_optimizer import open_optimizer
     from lightning_shardckpt.sources.huggingface import open_directory
 
-    folder, name = os.path.split(os.path.abspath(path))
-    return open_optimizer(folder, weights_only, name) if is_index(path, OPTIMIZERS) else open_directory(folder, name)
+    return open_directory(*os.path.split(os.path.abspath(path)))
 
 
 def _is_other_file(path: str) -> bool:
-    return os.path.isfile(path) and not is_safetensors(path) and not _is_index(path)
+    return os.path.isfile(path) and not is_safetensors(path) and not is_index(path)
 
 
 def _open_other_file(path: str, weights_only: bool) -> Source:
@@ -100,8 +75,7 @@ _PARTS = (ROOT_NAME, ".metadata", "meta.pt")
 FORMATS = (
     Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, _open_dcp),
     Format("a Hugging Face directory", is_hub_directory, _open_hub_directory),
-    Format("an optimizer of ColossalAI's Booster", _is_booster_optimizer, _open_booster_optimizer),
-    Format("an index file", _is_index, _open_index),
+    Format("an index file", is_index, _open_index),
     Format("a file of safetensors", is_safetensors, _open_safetensors),
     Format("a file of torch.save", _is_other_file, _open_other_file),
 )
@@ -131,6 +105,6 @@ def recognised(path: str) -> Format | None:
     if len(names) > 1:
         listed = " and ".join(names)
         remedy = "Move one elsewhere"
-        remedy += ", or give the path of its index file" if indexes(path, (*WEIGHTS, *OPTIMIZERS)) else ""
+        remedy += ", or give the path of its index file" if indexes(path) else ""
         raise FormatError(f"{path!r} is {listed} at once, and which one is meant cannot be told. {remedy}.")
     return next((known for known in FORMATS if known.name in found), None)

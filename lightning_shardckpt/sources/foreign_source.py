@@ -47,11 +47,6 @@ def tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor
     return {key: ForeignTensor(t.dtype, t.shape, _one_box(t.shape, name, t.begin)) for key, t in found.tensors.items()}
 
 
-def metadata_of(reader: Reader, name: str, where: str) -> dict[str, Any]:
-    """Return what the header of a file says beside its tensors; arguments and errors are those of ``tensors_of``."""
-    return parse_header(_header(reader, name, where), f"{where!r}, file {name}", needs_metadata=False).metadata
-
-
 def _header(reader: Reader, name: str, where: str) -> bytes:
     where = f"{where!r}, file {name}"
     try:

@@ -8,7 +8,6 @@ does.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.strict_json import parse_json
@@ -20,7 +19,7 @@ from lightning_shardckpt.sources.foreign_source import (
     closed_on_error,
     tensors_of,
 )
-from lightning_shardckpt.sources.paths import BIN, HUB_WEIGHTS, INDEX, SAFE, WEIGHTS, only_index
+from lightning_shardckpt.sources.paths import BIN, HUB_WEIGHTS, INDEX, SAFE, only_index
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.storage.local.local_reader import LocalReader
@@ -46,7 +45,7 @@ def open_directory(path: str, index: str | None = None) -> Source:
     """
     single, index = _choose(path) if index is None else (None, index)
     with closed_on_error(LocalReader(path, follow_links=True)) as reader:
-        weight_map = {} if single is not None else weight_map_in(reader, path, index)
+        weight_map = {} if single is not None else _weight_map_in(reader, path, index)
         names = [single] if single is not None else list(dict.fromkeys(weight_map.values()))
         if index.startswith(SAFE):
             return _safe(path, reader, {name: tensors_of(reader, name, path) for name in names}, weight_map)
@@ -68,32 +67,27 @@ def _choose(path: str) -> tuple[str | None, str]:
             )
         if there & {name, name + INDEX}:
             return (name if name in there else None), name + INDEX
-    return None, only_index(path, WEIGHTS)
+    return None, only_index(path)
 
 
-def json_in(reader: Reader, path: str, name: str) -> Any:
-    """Return what a file of JSON in a directory says.
+def _weight_map_in(reader: Reader, path: str, index: str) -> dict[str, str]:
+    """Return which file of the directory has which tensor.
 
     Raises:
-        FormatError: if it is malformed or too long.
+        FormatError: if the index is malformed or too long.
         CorruptionError: if it is missing.
     """
-    where = f"{path!r}, file {name}"
+    where = f"{path!r}, file {index}"
     try:
-        return parse_json(read_all(reader, name), where)
+        found = parse_json(read_all(reader, index), where)
     except FileNotFoundError:
         raise CorruptionError(f"{where}: a link to nothing") from None
     except FormatError:
         raise
     except ValueError as error:  # too long
         raise FormatError(f"{where}: {error}") from None
-
-
-def weight_map_in(reader: Reader, path: str, index: str, *, may_be_empty: bool = False) -> dict[str, str]:
-    """Return which file of the directory has which tensor; errors are those of ``json_in``."""
-    where, found = f"{path!r}, file {index}", json_in(reader, path, index)
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(weight_map, dict) or not (weight_map or may_be_empty):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{where}: it has no weight_map that names files")
     try:
         return {check_text(key): check_file_name(name) for key, name in weight_map.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.state.documents import FROZEN
@@ -28,46 +28,37 @@ HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
 """Names that make a directory one of Hugging Face's, the preferred ones first."""
 
 
-OPTIMIZER_SAFE, OPTIMIZER_BIN = "optimizer.safetensors", "pytorch_optim.bin"
-WEIGHTS, OPTIMIZERS = (SAFE, BIN), (OPTIMIZER_SAFE, OPTIMIZER_BIN)
-"""What index files of Hugging Face and of ColossalAI's Booster begin with: model and optimizer."""
-
-_INDEX = re.compile(rf"({'|'.join(map(re.escape, (*WEIGHTS, *OPTIMIZERS)))})\.index(?:\..+)?\.json")
+_INDEX = re.compile(rf"({re.escape(SAFE)}|{re.escape(BIN)})\.index(\..+)?\.json")
 
 
 def is_hub_directory(path: str) -> bool:
     """Return whether a path is a directory with Hugging Face's names of weights, or an index of a variant of them."""
-    return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS) or bool(indexes(path, WEIGHTS))
+    return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS) or bool(indexes(path))
 
 
-def indexes(path: str, kinds: Collection[str]) -> list[str]:
+def indexes(path: str) -> list[str]:
     """Return a directory's index files by name, such as ``model.safetensors.index.json`` or ``….index.ema.json``."""
-    return [name for name in _names(path) if (found := _INDEX.fullmatch(name)) and found[1] in kinds]
+    try:
+        return sorted(filter(_INDEX.fullmatch, os.listdir(path)))
+    except OSError:  # no directory
+        return []
 
 
-def only_index(path: str, kinds: Collection[str]) -> str:
+def only_index(path: str) -> str:
     """The name of the index file in a directory.
 
     Raises:
         FormatError: naming them, if there are several.
     """
-    found = indexes(path, kinds)
+    found = indexes(path)
     if len(found) != 1:
         raise FormatError(f"{path!r} holds {' and '.join(found)}. Give the path of the file that is meant.")
     return found[0]
 
 
-def is_index(path: str, kinds: Collection[str]) -> bool:
+def is_index(path: str) -> bool:
     """Return whether a path is that of an index file."""
-    found = _INDEX.fullmatch(os.path.basename(path))
-    return found is not None and found[1] in kinds and os.path.isfile(path)
-
-
-def _names(path: str) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError:  # no directory
-        return []
+    return _INDEX.fullmatch(os.path.basename(path)) is not None and os.path.isfile(path)
 
 
 def is_safetensors(path: str) -> bool:

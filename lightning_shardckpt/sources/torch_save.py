@@ -47,26 +47,18 @@ class TorchFileSource:
         path: of the file; with ``files``, of their directory.
         weights_only: as in ``torch.load``.
         files: names of several, each with a part of a state dict.
-        split: says what of what is in the files is the state dict, if any, and everything else by Lightning's keys.
     """
 
-    def __init__(
-        self,
-        path: str,
-        weights_only: bool = True,
-        files: Sequence[str] | None = None,
-        split: Callable[[list[Any], str], CheckpointAndWeights] | None = None,
-    ) -> None:
+    def __init__(self, path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> None:
         self.path = path
         folder, name = os.path.split(os.path.abspath(path))
         self._folder, names = (path, list(files)) if files is not None else (folder, [name])
-        self._names, self._how = names, split
+        self._names = names
         self._found = [mapped(os.path.join(self._folder, name), weights_only) for name in names]
         self._describe("model")
 
     def _describe(self, only: str | None) -> None:
-        found = self._found
-        self._checkpoint, state_dict = self._how(found, self.path) if self._how else _split_all(found, self.path, only)
+        self._checkpoint, state_dict = _split_all(self._found, self.path, only)
         self._leaves: dict[str, Leaves] = {}
         self._documents: dict[str, Any] = {}
         if state_dict is not None:
@@ -92,8 +84,6 @@ class TorchFileSource:
     @property
     def _is_part(self) -> bool:
         """True if the file has modules that are not read."""
-        if self._how is not None:
-            return False
         whole = _split(self._found[0], self.path, None)[0].get(KEYS)
         return whole is not None and whole != self._checkpoint.get(KEYS)
 

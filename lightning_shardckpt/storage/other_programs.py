@@ -41,6 +41,11 @@ _PROGRAMS = (
         "save the model there with Booster.save_model(shard=True), and load that",
     ),
     (
+        r"(pytorch_optim\.bin|optimizer\.safetensors)\.index(\..+)?\.json",
+        "an optimizer of ColossalAI's Booster",
+        "Booster's weights are read: load the model's directory, and begin with a new optimizer",
+    ),
+    (
         r"__\d+_\d+\.distcp",
         "an unfinished save of torch.distributed.checkpoint, which TorchTitan and others use: it has no .metadata",
         "load an earlier checkpoint",
