@@ -12,16 +12,15 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint.background import Background, CopyBarrier
+from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import (
     AsyncOptions,
     ExtraFormat,
@@ -139,7 +138,6 @@ def save_async(
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
     max_pending: int = 1,
-    overlap_copy: bool = False,
 ) -> Future[None]:
     """Save as ``save`` does, but return when everything is copied to host memory; a thread writes and commits it.
 
@@ -162,9 +160,6 @@ def save_async(
         throttle_uploads: for URLs, let only one rank of each node upload at a time.
         max_pending: how many saves may wait while another one is being written, when this one is added; see
             ``ShardCkptIO``.
-        overlap_copy: return before optimizer state and the parameters of optimizers in ``state`` are copied; the next
-            step of any torch optimizer waits for that. If something else changes one of them, and torch counts that up
-            as its version, the save fails; see ``ShardCkptIO``.
 
     Returns:
         Done when the checkpoint is complete on all ranks. Who doesn't look gets its error from the next ``save_async``
@@ -174,13 +169,10 @@ def save_async(
         Exception: what a save before this one failed with, on every rank; else as ``save`` does.
     """
     options = SaveOptions(size_per_shard, also, replicas, incremental)
-    going_on = AsyncOptions(max_pending, overlap_copy)
     savers, where = _savers_of(process_group), os.fspath(path)
-    background = _background(savers, process_group, going_on.max_pending)
+    background = _background(savers, process_group, AsyncOptions(max_pending).max_pending)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     saving = NestedSave(savers, where, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
-    if going_on.overlap_copy and savers.copy_barrier is None:
-        savers.copy_barrier = CopyBarrier(partial(_wait_for_copies, ref(background)))
     writing = checkpoint.save_async(
         where,
         saving.describe,
@@ -191,7 +183,6 @@ def save_async(
         storage=storage,
         plans=savers.plans,
         history=savers.history,
-        overlap_copy=going_on.overlap_copy,
     )
     _warn(savers, [*saving.notes, *background.notes()])
     done: Future[None] = Future()
@@ -216,13 +207,6 @@ def _background(savers: SaveGroup, process_group: dist.ProcessGroup | None, max_
         savers.background = Background(ranks)
     savers.background.max_pending = max_pending
     return savers.background
-
-
-def _wait_for_copies(background: ref[Background]) -> None:
-    """Wait for copies before every step of an optimizer; there is nothing to wait for when the ranks are gone."""
-    found = background()
-    if found is not None:
-        found.wait_for_copies()
 
 
 def wait(process_group: dist.ProcessGroup | None = None) -> None:

@@ -47,10 +47,7 @@ from lightning_shardckpt.system.pending_saves import drain_all
 from lightning_shardckpt.system.remade import Remade
 from lightning_shardckpt.system.text import count_text
 
-_FIXED = {
-    *("size_per_shard", "verify", "also", "replicas", "incremental"),
-    *("use_async", "max_pending", "overlap_copy"),
-}
+_FIXED = {"size_per_shard", "verify", "also", "replicas", "incremental", "use_async", "max_pending"}
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which lets them be as they are; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -77,10 +74,6 @@ class ShardCkptIO(Remade, CheckpointIO):
             the run. Loads wait, removals queue up after the saves before them, and the process ends when all is done.
         max_pending: how many asynchronous saves may wait while another one is being written; one more waits until
             there is room. Host memory for so many copies and one is kept until the end of the run.
-        overlap_copy: return from an asynchronous save at once, and copy optimizer state and the parameters that
-            optimizers have during the next forward and backward; no optimizer steps before that is done. If something
-            else changes one of them, and torch counts that up as its version, the save fails; see ``BackgroundCopies``.
-            Lightning's own strategies copy before they return, as without it.
         cast: read floating tensors into a model of another floating dtype, with a note, so that a run in ``bf16-true``
             can go on from one in float32; moments that have their parameter's dtype keep to it. False refuses that.
         sync_files: make a save durable before it returns. With False it is faster, and still survives a death of the
@@ -125,7 +118,6 @@ class ShardCkptIO(Remade, CheckpointIO):
         verify: bool | Literal["first"] = True,
         use_async: bool = False,
         max_pending: int = 1,
-        overlap_copy: bool = False,
         cast: bool = True,
         sync_files: bool = True,
         replicas: Replicas = "same",
@@ -140,15 +132,12 @@ class ShardCkptIO(Remade, CheckpointIO):
         pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, also, replicas, incremental)
-
-        async_options = AsyncOptions(max_pending, overlap_copy)
+        async_options = AsyncOptions(max_pending)
         self.async_saves = AsyncSaves(async_options if use_async else None)
         self.load_options = LoadOptions(verify=bool(verify))
         if verify not in (True, False, "first"):
             raise ValueError(f'verify is True, False or "first", got {verify!r}')
         self._verify_first = verify == "first"
-        if overlap_copy and not use_async:
-            raise ValueError("overlap_copy is about asynchronous saves: set use_async=True, too")
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
         self.resume, self.resume_skip = checked_parts(resume), checked_patterns("resume_skip", resume_skip)
@@ -250,7 +239,7 @@ class ShardCkptIO(Remade, CheckpointIO):
         )
         check_place(where, self.save_options.also)
         if self.async_saves.background is None and attached.module is None:  # else the strategy has said when
-            self.async_saves.enable(Ranks.alone(), overlap_copy=False)
+            self.async_saves.enable(Ranks.alone())
         notes = self._saves.save(
             where,
             saving.describe,
@@ -283,10 +272,6 @@ class ShardCkptIO(Remade, CheckpointIO):
             self.async_saves.wait(self._attached.ranks)
         finally:
             self._warn(self.async_saves.notes())
-
-    def wait_for_copies(self) -> None:
-        """Wait until parameters and optimizer state may change, with ``overlap_copy``. Not collective."""
-        self.async_saves.wait_for_copies()
 
     def _warn(self, notes: Iterable[str]) -> None:
         if self._attached.ranks.rank == 0:

@@ -347,12 +347,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             closure = with_mean_loss(optimizer, closure, self.reduce)
         if self.sharded.pipeline is not None:
             closure = self._joint_updates.checked(optimizer, closure, self.root_device)
-        group, saves = None if self._apart else self.meshes.data_parallel_group, self.checkpoint_io.async_saves
-        with (
-            same_noise(optimizer, closure, group) as apart,
-            user_code(False),
-            saves.around_step(optimizer, apart) as gradients,
-        ):
+        group = None if self._apart else self.meshes.data_parallel_group
+        with same_noise(optimizer, closure, group) as gradients, user_code(False):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
     # --- other ranks ---
@@ -425,8 +421,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.reshard()
         if self.sharded.pipeline is not None:
             self.sharded.pipeline.absent.check_own()
-        if self.checkpoint_io.async_saves.overlaps_copies:  # which compares versions
-            return super().lightning_module_state_dict()
         return live_state_dict(self._module)
 
     @override

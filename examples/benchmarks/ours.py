@@ -21,7 +21,7 @@ from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 OURS, UNSYNCED, UNVERIFIED, RESUMED = "ours", "ours, sync_files=False", "ours, verify=False", "ours, new moments"
-ASYNC, OVERLAP, SYNC = "ours, use_async=True", "ours, use_async, overlap_copy=True", "ours, blocking"
+ASYNC, SYNC = "ours, use_async=True", "ours, blocking"
 
 
 def _checkpoint_io(state: State, **options: Any) -> ShardCkptIO:
@@ -59,7 +59,7 @@ def checkpoint(state: State, io: ShardCkptIO) -> dict[str, Any]:
 def _state_dict(state: State, io: ShardCkptIO) -> dict[str, Any]:
     """As ``ShardedStrategy`` collects it."""
     with gc_paused():
-        return state.model.state_dict() if io.async_saves.overlaps_copies else live_state_dict(state.model)
+        return live_state_dict(state.model)
 
 
 def _save(state: State, path: str, **options: Any) -> None:
@@ -102,17 +102,7 @@ LOADS = [
 ]
 RESUMES = [way(RESUMED, limit=READ_ANEW, peer=DCP_RESUMED, fresh=True)]
 REMOTE = [way(limit=REQUESTS, peer=DCP_FSSPEC)]
-_BEHIND = {"use_async": True, "overlap_copy": True}
 COPIES = [
     Way(ASYNC, _save, _load, COPY, "DCP, thread", begin=lambda s, p: _begin(s, p, use_async=True)),
-    Way(
-        OVERLAP,
-        _save,
-        _load,
-        COPY,
-        "DCP, thread",
-        begin=lambda s, p: _begin(s, p, **_BEHIND),
-        before_step=lambda s: _checkpoint_io(s, **_BEHIND).wait_for_copies(),
-    ),
     Way(SYNC, _save, _load, COPY, "DCP, thread", begin=_begin),
 ]

@@ -84,8 +84,6 @@ def _async(options: Namespace, folder: str) -> list[Row]:
     def check(way: Way) -> Facts:
         def save() -> None:
             finish = way.begin(state, path)  # type: ignore[misc]
-            if way.before_step is not None:
-                way.before_step(state)
             state.spoil()  # as training may, once the call has returned
             finish()
 

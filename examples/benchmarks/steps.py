@@ -86,7 +86,6 @@ def _large(options: Namespace, folder: str) -> list[Row]:
     candidates = {
         "save": _Timed(state),
         "asynchronous save": _Timed(state, use_async=True),
-        "the same, overlap_copy": _Timed(state, use_async=True, overlap_copy=True),
     }
     verified = _Timed(state)
     loads = {"load, verified": verified, "load, verify=False": _Timed(state, verify=False)}

@@ -60,8 +60,6 @@ class Way:
     """Its load begins without optimizer state, as that of a resumed run does, and makes it."""
     begin: Callable[[Any, str], Callable[[], Any]] | None = None
     """An asynchronous save: returns what waits until the checkpoint is complete."""
-    before_step: Callable[[Any], Any] | None = None
-    """Of one that still copies when the call has returned: waits until the tensors may change."""
 
 
 class Missing(Exception):

@@ -10,71 +10,18 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from lightning_shardckpt.checkpoint.staging import BackgroundCopies, HostMemory
+from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.pending_saves import WRITERS
 from lightning_shardckpt.system.threads import NoThreadError
 from lightning_shardckpt.system.workers import Worker
-
-# ── waiting for copies before an optimizer steps ──────────────────────────────────────────────────────────────────────
-# Make optimizers wait, before they step, until what they change is copied.
-#
-# Knows no save: whoever copies says how to wait. Not collective.
-
-
-_T = TypeVar("_T")
-
-
-class CopyBarrier:
-    """Holds back the steps of all torch optimizers of this process, from when it is made until ``close``.
-
-    Args:
-        wait: returns when parameters and optimizer state may change; called before every step, so it must be cheap.
-    """
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-        self._closure_first: Optimizer | None = None
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
-
-    def close(self) -> None:
-        """Let optimizers step freely again."""
-        self._hook.remove()
-
-    @contextmanager
-    def around_step(self, optimizer: Optimizer, closure: Callable[[], _T]) -> Iterator[Callable[[], _T]]:
-        """Let ``optimizer`` step in this context with the closure that is given: it waits after forward and backward.
-
-        So the copies go on during both. Torch's own optimizers call the closure first. Others, and those that step
-        meanwhile, wait before they begin.
-        """
-
-        def waiting() -> _T:
-            found = closure()
-            self._wait()
-            return found
-
-        self._closure_first = optimizer if type(optimizer).__module__.startswith("torch.optim") else None
-        try:
-            yield waiting
-        finally:
-            self._closure_first = None
-
-    def _before_step(self, optimizer: Optimizer, *args: object) -> None:
-        if optimizer is not self._closure_first:
-            self._wait()
-
 
 _Failure: TypeAlias = tuple[int, ErrorReport]
 """The number of a save, and its error; a list of two once it has travelled as JSON."""
@@ -91,8 +38,6 @@ class _Job:
     memory: HostMemory | None
     """What a save was copied to; None for a removal."""
     done: Future[list[str]]
-    copies: BackgroundCopies | None = None
-    """What fills the memory, if that goes on."""
 
 
 class Background:
@@ -128,23 +73,10 @@ class Background:
         self._failures: dict[int, Exception] = {}
         self._notes: list[str] = []
 
-    def save(
-        self,
-        path: str,
-        work: Callable[[Ranks], list[str]],
-        memory: HostMemory,
-        copies: BackgroundCopies | None = None,
-    ) -> Future[list[str]]:
+    def save(self, path: str, work: Callable[[Ranks], list[str]], memory: HostMemory) -> Future[list[str]]:
         """Queue a save; every rank must, in the same order. ``work`` is called in the thread, with its ranks."""
         self._count += 1
-        return self._put(_Job(self._count, path, lambda: work(self._ranks), memory, Future(), copies))
-
-    def wait_for_copies(self) -> None:
-        """Wait until the tensors of all saves may change. Not collective; raises nothing."""
-        with self.lock:
-            copies = [job.copies for job in self._jobs if job.copies is not None]
-        for one in copies:
-            one.hold()
+        return self._put(_Job(self._count, path, lambda: work(self._ranks), memory, Future()))
 
     def remove(self, path: str, work: Callable[[], list[str]]) -> None:
         """Queue a removal; without saves before it, it is done on return.
@@ -267,8 +199,6 @@ class Background:
                 f"rank {self._ranks.rank} failed while saving {job.path!r}: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
-        if job.copies is not None:
-            job.copies.wait()  # whatever became of the save, its memory is another one's from now on
         with self.lock:
             self._notes += notes
             if job.memory is not None:

@@ -95,7 +95,6 @@ def save_async(
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     history: SaveHistory | None = None,
-    overlap_copy: bool = False,
     on_complete: Callable[[Completed], None] | None = None,
 ) -> Future[list[str]]:
     """Save as ``save`` does, but return when everything is copied to host memory; ``background`` writes and commits it.
@@ -113,8 +112,6 @@ def save_async(
         storage: see ``save``.
         plans: see ``save``.
         history: see ``save``; used by the thread that writes.
-        overlap_copy: return before parameters and optimizer state are copied. Nobody may change them before
-            ``background.wait_for_copies``; if somebody does, the save fails.
         on_complete: see ``save``; called in the thread that writes.
 
     Returns:
@@ -131,12 +128,9 @@ def save_async(
         unfinished.enter_context(job)
         agreed = _agreed(job, describe, ranks)
         memory = background.memory()
-        stage = partial(job.stage, agreed, memory, overlap=overlap_copy)
-        ranks.step(f"copying what to save to {path!r}", stage, _nothing)
+        ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
         with signals_deferred():  # so that either the background has the draft, or this thread
-            if job.copies is not None:
-                job.copies.start()  # no sooner: its thread would compete with what ranks wait for
-            saved = background.save(path, partial(_finished, job, agreed, on_complete), memory, job.copies)
+            saved = background.save(path, partial(_finished, job, agreed, on_complete), memory)
             unfinished.pop_all()
         return saved
 
@@ -157,7 +151,7 @@ def _written(
     nbytes, linked = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
     job.completed()
     if on_complete is not None:
-        on_complete(Completed(nbytes, 0.0 if job.copies is None else job.copies.held_s, linked))
+        on_complete(Completed(nbytes, linked))
     return job.notes
 
 

@@ -51,14 +51,12 @@ class AsyncOptions:
 
     Attributes:
         max_pending: how many saves may wait while another one is being written; each needs host memory.
-        overlap_copy: return before parameters and optimizer state are copied; no optimizer steps before that is done.
 
     Raises:
         ValueError: for a negative number.
     """
 
     max_pending: int = 1
-    overlap_copy: bool = False
 
     def __post_init__(self) -> None:
         if self.max_pending < 0:

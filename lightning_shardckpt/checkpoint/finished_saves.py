@@ -22,12 +22,10 @@ class Completed:
 
     Attributes:
         nbytes: of all files that all ranks wrote.
-        copies_held_s: seconds that training waited for copies after the save had returned.
         linked_nbytes: of those of the files that were linked, and not written.
     """
 
     nbytes: int
-    copies_held_s: float = 0.0
     linked_nbytes: int = 0
 
 
@@ -39,8 +37,8 @@ class FinishedSave:
         path: of the checkpoint.
         step: of training, if what was saved has one.
         duration_s: seconds from the call until the checkpoint was complete on all ranks.
-        blocked_s: seconds for which training could not go on: those of the call, also where it waited for room, and
-            with ``overlap_copy`` those in which an optimizer waited for copies. Without ``use_async`` the whole save.
+        blocked_s: seconds for which training could not go on: those of the call, also where it waited for room.
+            Without ``use_async`` the whole save.
         nbytes: of the files of the checkpoint, over all ranks.
         pending: asynchronous saves that waited to be written when this one was done.
         linked_nbytes: of those bytes, the ones in files that were linked, and not written; see ``incremental``.
@@ -83,9 +81,8 @@ class FinishedSaves:
         def record() -> None:
             if returned_s is not None and ended is not None:
                 duration_s, completed, pending = ended
-                blocked_s = returned_s + completed.copies_held_s
                 nbytes, linked = completed.nbytes, completed.linked_nbytes
-                self._latest.append(FinishedSave(path, step, duration_s, blocked_s, nbytes, pending, linked))
+                self._latest.append(FinishedSave(path, step, duration_s, returned_s, nbytes, pending, linked))
 
         def complete(completed: Completed) -> None:
             nonlocal ended

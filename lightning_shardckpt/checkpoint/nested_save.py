@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.checkpoint.background import Background, CopyBarrier
+from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo
@@ -38,8 +38,6 @@ class SaveGroup:
     history: SaveHistory = field(default_factory=SaveHistory)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
     background: Background | None = None
-    copy_barrier: CopyBarrier | None = None
-    """Lets optimizers wait for copies."""
 
 
 class NestedSave:

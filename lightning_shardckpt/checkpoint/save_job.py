@@ -34,15 +34,7 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     replica_digests,
     table_of,
 )
-from lightning_shardckpt.checkpoint.staging import (
-    BackgroundCopies,
-    HostMemory,
-    HostWindows,
-    copy_all,
-    parameters_of,
-    unchanged_until_a_step,
-    versioned,
-)
+from lightning_shardckpt.checkpoint.staging import HostMemory, HostWindows, copy_all
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.checksum import checksum
@@ -94,7 +86,6 @@ class Content:
         plan: of this rank.
         tensors: values of pieces, live or copied, by the piece's id.
         documents: by file name.
-        leaves: of live values, the tensors that they are parts of.
         frozen: keys of parameters for which no gradient is computed, by component.
         mirror: the model a second time, if that is asked for.
         shared: digests of tensors that other groups of ranks hold, too.
@@ -104,7 +95,6 @@ class Content:
     plan: SavePlan
     tensors: dict[int, torch.Tensor]
     documents: dict[str, bytes]
-    leaves: dict[int, torch.Tensor]
     frozen: dict[str, frozenset[str]]
     mirror: HFMirror | None
     shared: Digests
@@ -116,7 +106,6 @@ class SaveJob:
     Attributes:
         path: of the checkpoint.
         notes: sentences for the user.
-        copies: that are made in the background, if ``stage`` began some.
     """
 
     def __init__(
@@ -137,7 +126,6 @@ class SaveJob:
         self._trainer: Any = None  # of all groups, on rank 0
         self._draft: Draft | None = None  # on rank 0
         self.notes: list[str] = []
-        self.copies: BackgroundCopies | None = None
 
     def prepare(self, describe: Callable[[], Snapshot]) -> SaveWish:
         """Return what this rank wants to save, as a digest. Runs on every rank."""
@@ -233,22 +221,13 @@ class SaveJob:
             for key, tensor in self._described.snapshot.own.items()
         }
 
-    def stage(self, agreed: Agreement, memory: HostMemory, *, overlap: bool) -> None:
-        """Copy what this rank writes into ``memory``; then what was described may change. Runs on every rank.
-
-        ``overlap``: parameters and optimizer state are ``copies``, which are to be started, and may change after
-        ``copies.wait()``.
-        """
+    def stage(self, agreed: Agreement, memory: HostMemory) -> None:
+        """Copy what this rank writes into ``memory``; then what was described may change. Runs on every rank."""
         live = self._live(agreed)
-        copies = dict(zip(live.tensors, memory.room(list(live.tensors.values())), strict=True))
-        owned = parameters_of(self._described.snapshot.documents.get("optimizer") or {})
-        later = unchanged_until_a_step(live.plan, live.leaves, owned) if overlap else {}
-        now = live.tensors.keys() - later.keys()
-        if later:
-            watched = [(name, tensor) for of, name in later.items() for tensor in versioned(live.leaves[of])]
-            self.copies = BackgroundCopies([live.tensors[of] for of in later], [copies[of] for of in later], watched)
-        copy_all([live.tensors[of] for of in now], [copies[of] for of in now])
-        self._content = replace(live, tensors=copies, leaves={})
+        tensors = list(live.tensors.values())
+        copies = memory.room(tensors)
+        copy_all(tensors, copies)
+        self._content = replace(live, tensors=dict(zip(live.tensors, copies, strict=True)))
         del self._described
 
     def _live(self, agreed: Agreement) -> Content:
@@ -269,7 +248,6 @@ class SaveJob:
         if self._options.also is not None:
             mirror = self._mirror(table_of(tables, "model"), agreed["mirror"])
         tensors: dict[int, torch.Tensor] = {}
-        found: dict[int, torch.Tensor] = {}
         for component, files in plan.files.items():
             stored_as = tables[component].aliases
             leaves = snapshot.leaves.get(component, Leaves())
@@ -277,11 +255,10 @@ class SaveJob:
             if component == "trainer":
                 live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
-                found[id(piece)] = leaf = live[piece.key]
-                tensors[id(piece)] = view_at(local_tensor(leaf), piece.part.local)
+                tensors[id(piece)] = view_at(local_tensor(live[piece.key]), piece.part.local)
         frozen = {name: leaves.frozen for name, leaves in snapshot.leaves.items()}
         documents = dict(self._documents(agreed))
-        return Content(agreed["save_id"], plan, tensors, documents, found, frozen, mirror, shared)
+        return Content(agreed["save_id"], plan, tensors, documents, frozen, mirror, shared)
 
     def write(self, agreed: Agreement) -> Written:
         """Write this rank's shard files, indexes and documents; return their sizes and checksums.
@@ -289,8 +266,6 @@ class SaveJob:
         Runs on every rank.
         """
         content = self._content = self._content or self._live(agreed)
-        if self.copies is not None:
-            self.copies.check()
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
@@ -302,9 +277,6 @@ class SaveJob:
         if content.mirror is not None:
             pieces = [piece for file in plan.files.get("model", ()) for piece in file.pieces]
             content.mirror.write(draft, pieces, lambda p: windows.bytes_of(id(p)))
-        if self.copies is not None:
-            self.copies.check()
-            self.copies.forget()
         return {
             "indexes": {name: _info_to_json(info) for name, info in written.indexes.items()},
             "documents": documents,

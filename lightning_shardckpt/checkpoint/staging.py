@@ -1,34 +1,22 @@
 """Copy what a save writes, so that training can go on.
 
-An asynchronous save copies everything into host memory that one save leaves to the next. Parameters and optimizer
-state, which only an optimizer's step changes, may be copied by a thread until then. Another save copies what is on a
-GPU, a window at a time, and nothing else.
+An asynchronous save copies everything into host memory that one save leaves to the next. Another save copies what is on
+a GPU, a window at a time, and nothing else.
 """
 
 from __future__ import annotations
 
 import mmap
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.checkpoint.plan_cache import SavePlan
-from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.compat.torch_autograd import copy_each
-from lightning_shardckpt.compat.torch_tensors import version_of
-from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.system.page_memory import pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.system.workers import Worker
 
 _ALIGN = 64  # a cache line; also a multiple of every item size
-_LISTED = 5
 
 
 class _Registered(mmap.mmap):
@@ -147,114 +135,3 @@ def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) ->
         copy_each(tensors, copies, non_blocking=bool(devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-
-
-class BackgroundCopies:
-    """Copies of tensors that a thread makes while nobody changes them; that nobody does, from now on, is checked.
-
-    An operation of torch that changes a tensor counts up its version. Not so, with torch 2.13, ``torch._foreach_…`` on
-    DTensors, as optimizers use: ``wait`` before they step. What goes past torch's operations (``tensor.data``, memory
-    shared with NumPy) is not seen either.
-
-    Args:
-        tensors: to copy.
-        copies: where to.
-        watched: tensors whose memory that is, and what an error calls them.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        copies: Sequence[torch.Tensor],
-        watched: Sequence[tuple[str, torch.Tensor]],
-    ) -> None:
-        self._tensors, self._copies, self._watched = tensors, copies, watched
-        self._versions = [version_of(tensor) for _, tensor in watched]
-        self._ready = {device: _event(device) for device in {t.device for t in tensors if t.is_cuda}}
-        self._lock, self._may_change = threading.Lock(), False
-        self._changed: list[str] = []
-        self._worker = Worker(self._copy, name="shardckpt-copy")
-        self.held_s = 0.0
-        """Seconds that training waited in ``hold``."""
-
-    def start(self) -> None:
-        """Begin to copy. To be called once, before anybody waits; or never, then nobody may."""
-        self._worker.start_or_run()
-
-    def hold(self) -> None:
-        """Let training wait, as ``wait`` does, and count the seconds."""
-        began = time.monotonic()
-        self.wait()
-        self.held_s += time.monotonic() - began
-
-    def wait(self) -> None:
-        """Wait until the copies are made; from then on the tensors may change. Raises nothing."""
-        self._worker.wait()
-        with self._lock:
-            if not self._may_change:
-                self._changed, self._may_change = self._find_changed(), True
-
-    def check(self) -> None:
-        """Wait, then make sure that no tensor was changed before the copies were made.
-
-        To be called from any thread, and again later on: an operation that is under way counts only at its end.
-
-        Raises:
-            StateError: naming those that were.
-        """
-        self._worker.wait()
-        if self._worker.error is not None:
-            raise self._worker.error
-        with self._lock:
-            changed = self._changed if self._may_change else self._find_changed()
-        if changed:
-            more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
-            raise StateError(
-                f"{changed[:_LISTED]}{more} changed while being copied: with overlap_copy=True nothing but an "
-                "optimizer's step may change parameters and optimizer state until a save has copied them. Leave it "
-                "out, or call ShardCkptIO.wait_for_copies() before you change them."
-            )
-
-    def forget(self) -> None:
-        """Let go of the tensors."""
-        with self._lock:
-            self._tensors, self._copies, self._watched = (), (), ()
-
-    def _find_changed(self) -> list[str]:
-        pairs = zip(self._watched, self._versions, strict=False)  # none, once they are forgotten
-        return list(dict.fromkeys(name for (name, tensor), version in pairs if version_of(tensor) != version))
-
-    def _copy(self) -> None:
-        with ExitStack() as streams:
-            for device, ready in self._ready.items():
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-                stream.wait_event(ready)
-                streams.enter_context(torch.cuda.stream(stream))
-            copy_all(self._tensors, self._copies)
-
-
-def _event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def parameters_of(optimizers: Mapping[str, Any]) -> set[str]:
-    """The names of the parameters of optimizers, from their document."""
-    groups = [group for one in optimizers.values() for group in one["groups"].values()]
-    return {name for group in groups for name in group["params"]}
-
-
-def unchanged_until_a_step(plan: SavePlan, leaves: dict[int, torch.Tensor], owned: set[str]) -> dict[int, str]:
-    """The pieces that only an optimizer's step changes, by id, with their names.
-
-    Not buffers, state of callbacks, nor parameters that no optimizer has, such as averages.
-    """
-    pieces = [piece for file in plan.files.get("model", ()) for piece in file.pieces if piece.key in owned]
-    pieces += [piece for file in plan.files.get("optimizer", ()) for piece in file.pieces]
-    return {id(piece): piece.key for piece in pieces if not leaves[id(piece)].is_inference()}
-
-
-def versioned(leaf: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor and, for a DTensor, its local one: each has a version of its own."""
-    return [leaf, dtensor.local_tensor(leaf)] if isinstance(leaf, DTensor) else [leaf]

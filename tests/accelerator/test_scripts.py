@@ -116,7 +116,7 @@ def _plain(path: str, resume: bool) -> State:
         optimizer.step()
         optimizer.zero_grad()
     then = _state(model)
-    save_async(path, {"model": model, "optimizer": optimizer}, overlap_copy=True)
+    save_async(path, {"model": model, "optimizer": optimizer})
     model(tokens.cuda()).backward()
     optimizer.step()
     wait()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.finished_saves import Completed, FinishedSaves
 from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import Ranks
-from tests.ranks.checkpoint.test_overlap import Gate, copies_of
 
 
 def nothing_waits() -> int:
@@ -28,7 +26,7 @@ def test_a_save_that_is_complete_before_its_call_returns_has_blocked_for_all_of_
     assert save.blocked_s >= save.duration_s >= 0
 
 
-def test_a_save_that_is_complete_after_its_call_has_returned_has_blocked_for_the_call_and_for_copies() -> None:
+def test_a_save_that_is_complete_after_its_call_has_returned_has_blocked_for_the_call() -> None:
     saves = FinishedSaves()
     with saves.measured("a", None, lambda: 2) as complete:
         pass
@@ -38,10 +36,6 @@ def test_a_save_that_is_complete_after_its_call_has_returned_has_blocked_for_the
     thread.join()
     (save,) = saves.latest()
     assert save.pending == 2 and save.blocked_s <= save.duration_s
-    with saves.measured("b", None, nothing_waits) as complete:
-        pass
-    complete(Completed(7, copies_held_s=100.0))
-    assert 100 <= saves.latest()[1].blocked_s < 101
 
 
 def test_a_save_that_fails_is_not_among_them() -> None:
@@ -59,16 +53,6 @@ def test_the_latest_hundred_are_kept() -> None:
         with saves.measured("a", step, nothing_waits) as complete:
             complete(Completed(step))
     assert [save.step for save in saves.latest()] == list(range(5, 105))
-
-
-def test_the_time_in_which_training_waits_for_copies_is_counted_and_that_of_other_threads_is_not() -> None:
-    with Gate().shut() as gate:
-        copies, _ = copies_of({"a": torch.zeros(3)})
-        gate.open.set()
-        copies.wait()
-    assert copies.held_s == 0
-    copies.hold()
-    assert copies.held_s > 0
 
 
 def test_saves_that_wait_are_those_behind_the_one_that_is_written() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import fsspec
@@ -13,9 +18,8 @@ from torch import nn
 
 from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.storage.local.locks import one_per_machine
-from tests.ranks.checkpoint.test_overlap import Gate
 from tests.support.stores import Bucket
 
 State = dict[str, Any]
@@ -30,46 +34,43 @@ def state_of(seed: int) -> State:
     return {"model": model, "optimizer": optimizer}
 
 
-def test_an_overlapped_save_has_the_values_of_the_call_and_a_step_waits_for_its_copy(tmp_path: Path) -> None:
-    state, gate = state_of(1), Gate()
-    before = {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
-    with gate.shut():
-        saving = save_async(tmp_path / "a", state, overlap_copy=True)
-        assert gate.copied == 0 and not saving.done()  # it returned before anything was copied
-        watcher = gate.open_when_waited_for(Background.wait_for_copies)
-        state["optimizer"].step()
-        watcher.join()
-        assert gate.copied == 1
-        saving.result()
-    assert not torch.equal(state["model"].weight, before["weight"])
-    stored = load(tmp_path / "a")["model"]
-    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items())
+def test_as_many_saves_wait_as_were_allowed() -> None:
+    state, fs, turn = state_of(1), fsspec.filesystem("memory"), ExitStack()
+    main = threading.get_ident()
+
+    def end_turn_when_waited_for() -> None:
+        while Background.settle.__code__ not in _codes_of(main):
+            time.sleep(0.001)
+        turn.close()
+
+    watcher = threading.Thread(target=end_turn_when_waited_for)
+    try:
+        with turn:
+            turn.enter_context(one_per_machine())  # the first is being written, and is held there
+            urls = [f"memory://pending/{n}.ckpt" for n in range(4)]
+            saving = [save_async(url, state, max_pending=2, throttle_uploads=True) for url in urls[:3]]
+            assert not any(one.done() for one in saving)
+            watcher.start()
+            save_async(urls[3], state, max_pending=2, throttle_uploads=True).result()
+            watcher.join()
+        assert all(one.done() for one in saving)
+    finally:
+        wait()
+        fs.store.clear()
 
 
-def test_what_changes_a_parameter_before_it_is_copied_fails_the_save(tmp_path: Path) -> None:
-    state, gate = state_of(1), Gate()
-    with gate.shut():
-        save_async(tmp_path / "a", state, overlap_copy=True)
-        with torch.no_grad():
-            state["model"].weight.add_(1)
-        gate.open.set()
-        with pytest.raises(StateError, match="weight"):
-            wait()
+def _codes_of(thread: int) -> Iterator[CodeType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
-def test_as_many_saves_wait_as_were_allowed(tmp_path: Path) -> None:
-    state, gate = state_of(1), Gate()
-    with gate.shut():  # the first is being written, and is held there
-        saving = [save_async(tmp_path / str(n), state, overlap_copy=n == 0, max_pending=2) for n in range(3)]
-        assert not any(one.done() for one in saving)
-        opened = gate.open_when_waited_for(Background.settle)
-        save_async(tmp_path / "3", state, max_pending=2).result()
-        opened.join()
-    assert all(one.done() for one in saving[:2])
+def test_a_negative_number_of_waiting_saves_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_pending is a number of saves"):
         ShardCkptIO(max_pending=-1)
     with pytest.raises(ValueError, match="max_pending is a number of saves and can't be negative, got -1"):
-        save_async(tmp_path / "4", state, max_pending=-1)
+        save_async(tmp_path / "4", state_of(1), max_pending=-1)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
